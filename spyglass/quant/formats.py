@@ -1,0 +1,42 @@
+"""Weight formats: how a logical [out, in] matrix lies on disk and in memory. Torch-free; `codec.py` has the arithmetic.
+
+Spec v4 2.4: e8m0 byte u = 2^(u-127) (255 is NaN); e4m3 weights carry one scale per `block`; e2m1 weights are packed two to
+a byte, low nibble first, with one scale per row and 32 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One storage format. `block` is (rows, columns) per scale; None = no scale."""
+
+    name: Literal["bf16", "f32", "fp8", "fp4"]
+    weight_dtype: str  # safetensors dtype of `.weight`
+    scale_dtype: str | None  # safetensors dtype of `.scale`
+    bits: int
+    block: tuple[int, int] | None
+
+    def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored weight for a logical shape."""
+        return (*shape[:-1], shape[-1] // 2) if self.name == "fp4" else shape
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Shape of the stored scale for a logical [..., out, in] shape; None without scales."""
+        if self.block is None:
+            return None
+        rows, columns = self.block
+        return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+
+
+BF16 = Format(name="bf16", weight_dtype="BF16", scale_dtype=None, bits=16, block=None)
+F32 = Format(name="f32", weight_dtype="F32", scale_dtype=None, bits=32, block=None)
+FP4 = Format(name="fp4", weight_dtype="I8", scale_dtype="F8_E8M0", bits=4, block=(1, 32))
+
+
+def fp8(block: tuple[int, int], scale_dtype: str = "F8_E8M0") -> Format:
+    """E4m3 with one scale per block: (128, 128) in V4, (32, 32) in V4.1; base models use F32 scales."""
+    return Format(name="fp8", weight_dtype="F8_E4M3", scale_dtype=scale_dtype, bits=8, block=block)

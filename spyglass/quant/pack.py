@@ -1,0 +1,40 @@
+"""Nibbles and scale bytes: the parts of a format that are only a change of representation.
+
+Spec v4 2.4. An e8m0 byte u means 2^(u - 127), 255 is NaN. An e2m1 code is a sign bit and an index into
+0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes share a byte, the even input in the low nibble.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
+    """Scale bytes (uint8, any shape) to float32 powers of two; byte 0 is the subnormal 2^-127, byte 255 NaN."""
+    bits = scale.to(torch.int32) << 23
+    bits = torch.where(scale == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(scale == 255, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def e8m0_from_exponent(exponent: torch.Tensor) -> torch.Tensor:
+    """Integer exponents to scale bytes (uint8), clamped to what a byte can say: -127..127."""
+    return (exponent.clamp(-127, 127) + 127).to(torch.uint8)
+
+
+def unpack_e2m1(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Packed bytes (uint8 [..., n]) to unscaled values ([..., 2n], `dtype`), low nibble first."""
+    low, high = (data & 15).to(torch.int32), (data >> 4).to(torch.int32)
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=data.device)
+    codes = torch.stack((low, high), dim=-1).flatten()
+    return values.index_select(0, codes).view(*data.shape[:-1], 2 * data.shape[-1])
+
+
+def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Values that are exactly e2m1 ([..., 2n] float32, signed zero kept) to packed bytes (uint8 [..., n])."""
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device=values.device)
+    index = torch.bucketize(values.abs().float(), midpoints).to(torch.uint8)
+    codes = index | (torch.signbit(values).to(torch.uint8) << 3)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
