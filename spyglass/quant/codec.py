@@ -1,8 +1,8 @@
 """The arithmetic of the weight formats, and the rounding steps that activation quantisers are made of.
 
 Decoding is exact: an e4m3 or e2m1 value times a power of two fits bfloat16 whenever its exponent does (spec v4 2.4).
-Encoding picks the smallest power-of-two scale that holds the block, so values that came from a format with e8m0 scales go
-back into it without loss, whatever scales they had before.
+Encoding picks the smallest power-of-two scale that holds the block, so values that came from a format with e8m0 scales
+go back into it without loss, whatever scales they had before.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _decode_rows(
 def encode(values: torch.Tensor, format: Format) -> Packed:
     """Store `values` [..., out, in] (vectors too, for formats without scales) in `format`.
 
-    Scales are the smallest power of two with |value| / scale <= 448 (e4m3) or 6 (e2m1), float32 amax / 448 where the format
-    says so. Exact for values that came from a format with e8m0 scales and the same blocks.
+    Scales are the smallest power of two with |value| / scale <= 448 (e4m3) or 6 (e2m1), float32 amax / 448 where
+    the format says so. Exact for values that came from a format with e8m0 scales and the same blocks.
 
     Raises:
         CheckpointError: a value is infinite or NaN, which no block scale can hold.

@@ -1,7 +1,7 @@
 """Weight formats: how a logical [out, in] matrix lies on disk and in memory. Torch-free; `codec.py` has the arithmetic.
 
-Spec v4 2.4: e8m0 byte u = 2^(u-127) (255 is NaN); e4m3 weights carry one scale per `block`; e2m1 weights are packed two to
-a byte, low nibble first, with one scale per row and 32 inputs.
+Spec v4 2.4: e8m0 byte u = 2^(u-127) (255 is NaN); e4m3 weights carry one scale per `block`; e2m1 weights are packed two
+to a byte, low nibble first, with one scale per row and 32 inputs.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from spyglass.quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`data` [..., out, in] in storage form (uint8 for fp4, float8_e4m3fn for fp8); `scale` uint8 bytes of e8m0, or float32.
-
-    `shape` is the logical shape. Leading axes (experts) are stacked.
+    """`data` [..., out, in] in storage form (uint8 for fp4, float8_e4m3fn for fp8); `scale` uint8 bytes of e8m0, or
+    float32. `shape` is the logical shape. Leading axes (experts) are stacked.
     """
 
     format: Format
@@ -27,8 +26,8 @@ class Packed:
 class WeightSlot:
     """One place of the model that a checkpoint tensor fills: the seam between `checkpoint` and the modules.
 
-    `name` is the native checkpoint name without `.weight`/`.scale` for matrices (`layers.3.attn.wq_a`), or the full name for
-    plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack (experts).
+    `name` is the native checkpoint name without `.weight`/`.scale` for matrices (`layers.3.attn.wq_a`), or the full name
+    for plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack (experts).
     `kind`: "matrix" may be any Format, "vector" is bf16/f32 data without scale, "index" is int64 (tid2eid).
     """
 
