@@ -40,3 +40,12 @@ FP4 = Format(name="fp4", weight_dtype="I8", scale_dtype="F8_E8M0", bits=4, block
 def fp8(block: tuple[int, int], scale_dtype: str = "F8_E8M0") -> Format:
     """E4m3 with one scale per block: (128, 128) in V4, (32, 32) in V4.1; base models use F32 scales."""
     return Format(name="fp8", weight_dtype="F8_E4M3", scale_dtype=scale_dtype, bits=8, block=block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeQuant:
+    """Quantise-dequantise along the last axis in blocks (spec v4 2.5, v41 4.1)."""
+
+    element: Literal["e4m3", "e2m1"]
+    block: int
+    scale: Literal["e8m0", "e4m3"] = "e8m0"

@@ -21,6 +21,11 @@ class Packed:
     scale: torch.Tensor | None
     shape: tuple[int, ...]
 
+    def __getitem__(self, index: int) -> Packed:
+        """Matrix `index` of a stack (one expert)."""
+        scale = None if self.scale is None else self.scale[index]
+        return Packed(self.format, self.data[index], scale, self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:

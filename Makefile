@@ -1,0 +1,62 @@
+# `make demo` and `make test` are the two commands of the README; both set up `.venv` in this checkout first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+JOBS ?= 2
+TESTS ?= tests
+MODEL ?= demo-model
+QUESTION ?= What do you see in this picture?
+
+# One thread per test worker: two workers with two threads each only fight over two cores.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+.PHONY: setup demo test check lint format bench gpu mutants clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"Spyglass needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
+	$(BIN)/python -m pip install --quiet --constraint requirements-dev.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint requirements-dev.txt --no-build-isolation --editable '.[dev]'
+	touch $(STAMP)
+
+# A random-weights checkpoint answers until a trained small one exists: the path is real, the words are noise.
+demo: setup
+	test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
+	@echo "The weights in $(MODEL) are random, so the words below are noise; everything that produces them is real."
+	$(BIN)/spyglass run --model $(MODEL) --image "$$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')" "$(QUESTION)"
+
+test: setup
+	$(PYTEST) $(TESTS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint
+	$(PYTEST) -m "not slow and not gpu" tests/rules tests/unit tests/ops
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/spyglass bench image
+	$(BIN)/spyglass bench load
+	$(BIN)/spyglass bench model
+	$(BIN)/spyglass bench ops
+
+# The machine's own python and torch, no set-up, no network: this is what runs on an accelerator machine.
+gpu:
+	PYTHONPATH=. python3 -m pytest -q -m gpu $(TESTS)
+
+mutants: setup
+	$(TEST_ENV) $(BIN)/python -m tests.mutants
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist spyglass.egg-info

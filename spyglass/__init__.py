@@ -1,0 +1,24 @@
+"""Spyglass runs the DeepSeek-V4 family of vision models.
+
+The names below are looked up on first use, so that `import spyglass.prompt` or `spyglass --help` never load torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spyglass.engine import LLM, Patches, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Patches", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LLM", "Patches", "SamplingParams"):
+        import spyglass.engine
+
+        return getattr(spyglass.engine, name)
+    raise AttributeError(f"module 'spyglass' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

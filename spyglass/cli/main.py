@@ -1,0 +1,104 @@
+"""`spyglass <verb> ...`: finds the verb's module, parses its options, turns our errors into one clear line.
+
+A verb is a module `spyglass.cli.<verb with underscores>` with `HELP`, `add_arguments(parser)` and `run(args) -> int`.
+Only the verb that was asked for is imported, so help is printed without loading torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol
+
+from spyglass import __version__
+from spyglass.errors import SpyglassError
+
+VERBS = {
+    "run": "ask a checkpoint about pictures, or just talk to it; the answer streams to the terminal",
+    "inspect": "draw what the model sees of a picture: size, patches, tokens, order, visibility",
+    "check": "say from headers alone whether a checkpoint would load here, and what would run",
+    "new-checkpoint": "write a seeded random checkpoint in the official layout",
+    "bench": "measure: image, load, model, ops",
+}
+INTERRUPTED = 130  # what shells report for a process ended by SIGINT
+USER_FAULT = 2
+
+
+class Verb(Protocol):
+    """What a verb's module offers."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the verb's options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work; the result is the exit code."""
+
+
+def overview() -> str:
+    """The text of `spyglass --help`."""
+    width = max(len(name) for name in VERBS)
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
+    return (
+        f"usage: spyglass <verb> [options]\n\n"
+        f"Spyglass {__version__} runs the DeepSeek-V4 family of vision models.\n\n"
+        f"verbs:\n{verbs}\n\n"
+        f"`spyglass <verb> --help` lists a verb's options."
+    )
+
+
+def load_verb(name: str) -> Verb:
+    """Import the module of one verb of `VERBS`."""
+    module: object = import_module(f"spyglass.cli.{name.replace('-', '_')}")
+    return module  # type: ignore[return-value]  # modules cannot be checked against a Protocol when named by a string
+
+
+def build_parser(name: str, verb: Verb) -> argparse.ArgumentParser:
+    """The argument parser of one verb; options may not be abbreviated, so that adding one never changes another."""
+    parser = argparse.ArgumentParser(prog=f"spyglass {name}", description=verb.HELP, allow_abbrev=False)
+    verb.add_arguments(parser)
+    return parser
+
+
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Run one verb; our own errors become one line on stderr and exit code 2."""
+    verb = load_verb(name)
+    args = build_parser(name, verb).parse_args(arguments)
+    try:
+        return verb.run(args)
+    except SpyglassError as error:
+        print(f"spyglass: error: {error}", file=sys.stderr)
+        return USER_FAULT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `spyglass` command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else USER_FAULT
+    name, *rest = arguments
+    if name == "--version":
+        print(f"spyglass {__version__}")
+        return 0
+    if name not in VERBS:
+        print(f"spyglass: error: unknown verb {name!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
+        return USER_FAULT
+    try:
+        code = run_verb(name, rest)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`): stop quietly, and keep the interpreter's exit from flushing into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

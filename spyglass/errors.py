@@ -1,0 +1,33 @@
+"""Everything that can go wrong, one class per kind.
+
+A message says what was wrong, what was expected, and what to do. `assert` is for our own bugs only; whatever a person,
+a file or a request can cause raises one of these.
+"""
+
+
+class SpyglassError(Exception):
+    """Root of every error Spyglass raises on purpose."""
+
+
+class ConfigError(SpyglassError):
+    """A model or engine configuration is malformed, incomplete or of an unknown family."""
+
+
+class CheckpointError(SpyglassError):
+    """Files on disk do not hold what the configuration promises, or are damaged."""
+
+
+class PromptError(SpyglassError):
+    """A message, picture or token list cannot become a prompt."""
+
+
+class AdapterError(SpyglassError):
+    """An adapter is damaged, does not fit the model, or asks for something not implemented."""
+
+
+class CapacityError(SpyglassError):
+    """A request or model does not fit into the memory or the limits it was given."""
+
+
+class DeviceError(SpyglassError):
+    """A device, dtype or op implementation that was asked for cannot run here."""

@@ -1,0 +1,75 @@
+"""The indexer's choice: which compressed entries a query attends (spec v4 5.5)."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops.sparse_attention.reference import flat_rows
+
+_SCORES_AT_ONCE = 1 << 24
+
+
+def index_topk(
+    q_TNI: torch.Tensor,
+    weights_TN: torch.Tensor,
+    keys_NBI: torch.Tensor,
+    table_SP: torch.Tensor,
+    seq_T: torch.Tensor,
+    visible_T: torch.Tensor,
+    *,
+    k: int,
+    max_visible: int,
+    stepwise: bool,
+) -> torch.Tensor:
+    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN; picks_TX int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
+
+    Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds the dot
+    products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
+    """
+    heads, x = q_TNI.shape[1], min(k, max_visible)
+    step = max(1, _SCORES_AT_ONCE // max(1, heads * max_visible))
+    parts = [
+        _pick(
+            index_scores(
+                q_TNI[t : t + step],
+                weights_TN[t : t + step],
+                keys_NBI,
+                table_SP,
+                seq_T[t : t + step],
+                visible_T[t : t + step],
+                max_visible=max_visible,
+                stepwise=stepwise,
+            ),
+            x,
+        )
+        for t in range(0, len(q_TNI), step)
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, x, dtype=torch.int32, device=q_TNI.device)
+
+
+def index_scores(
+    q_TNI: torch.Tensor,
+    weights_TN: torch.Tensor,
+    keys_NBI: torch.Tensor,
+    table_SP: torch.Tensor,
+    seq_T: torch.Tensor,
+    visible_T: torch.Tensor,
+    *,
+    max_visible: int,
+    stepwise: bool,
+) -> torch.Tensor:
+    """Scores fp32 [T, max_visible]; -inf where an entry is not visible."""
+    dtype = q_TNI.dtype if stepwise else torch.float32
+    entry = torch.arange(max_visible, device=q_TNI.device)[None].expand(len(q_TNI), -1)
+    ok = entry < visible_T[:, None]
+    keys = keys_NBI.flatten(0, 1)[flat_rows(table_SP, seq_T, torch.where(ok, entry, 0), keys_NBI.shape[1]).clamp(min=0)]
+    dots = torch.einsum("tni,tpi->tnp", q_TNI.float(), torch.where(ok[:, :, None], keys.float(), 0.0)).to(dtype)
+    weighted = (dots.relu().float() * weights_TN.float()[:, :, None]).to(dtype)
+    return weighted.float().sum(dim=1).to(dtype).float().masked_fill(~ok, float("-inf"))
+
+
+def _pick(scores_TP: torch.Tensor, x: int) -> torch.Tensor:
+    ranked = scores_TP.sort(dim=-1, descending=True, stable=True)
+    none = torch.iinfo(torch.int32).max
+    picks = torch.where(ranked.values[:, :x] == float("-inf"), none, ranked.indices[:, :x]).sort(dim=-1).values
+    return torch.where(picks == none, -1, picks).to(torch.int32)

@@ -1,0 +1,20 @@
+"""Root-mean-square norm (spec v4 3.4 and, without weight, 4.1)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(
+    x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False
+) -> torch.Tensor:
+    """out = w · (x · rsqrt(mean x² + eps)), fp32 inside, one rounding to x's dtype at the end.
+
+    `stepwise` (per-head norm of q, no weight): square, mean, + eps, rsqrt and product are each a tensor of x's dtype.
+    """
+    if stepwise:
+        assert weight_D is None
+        return x_ND * torch.rsqrt(x_ND.square().mean(dim=-1, keepdim=True) + eps)
+    x = x_ND.float()
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return (x if weight_D is None else weight_D.float() * x).to(x_ND.dtype)

@@ -1,0 +1,35 @@
+"""Which experts a token goes to, and with what weight (spec v4 7.1-7.3)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def router_topk(
+    x_TC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    *,
+    k: int,
+    scale: float,
+    bias_E: torch.Tensor | None,
+    bias_picture_E: torch.Tensor | None = None,
+    picture_T: torch.Tensor | None = None,
+    forced_TK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s_TE = sqrt(softplus(x · Wᵀ)) in full fp32; ids_TK int32 = top-k of s + bias; weights_TK fp32 = scale · s / Σ s.
+
+    Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows take
+    `forced_TK` when it is given (hash layers); weights come from s in every case. Ties go to the lowest expert id.
+    """
+    scores_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT).sqrt()
+    ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if picture_T is not None:
+        assert bias_picture_E is not None
+        ranked_TE = torch.where(picture_T[:, None], scores_TE + bias_picture_E, ranked_TE)
+    ids_TK = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    if forced_TK is not None:
+        forced_TK = forced_TK.to(ids_TK.dtype)
+        ids_TK = forced_TK if picture_T is None else torch.where(picture_T[:, None], ids_TK, forced_TK)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True) * scale
+    return ids_TK.to(torch.int32), weights_TK

@@ -1,0 +1,84 @@
+"""Which implementation of each op runs: bound once, when a model is built (no registry, no module state).
+
+`auto` takes what is there and usable on this device and dtype, else the reference; a named implementation that cannot run
+is an error. An implementation is a module `spyglass.ops.<op>.<name>` with a function named like the op and
+`usable(device_type, dtype_name) -> bool`, importable without building anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spyglass.errors import DeviceError
+
+OPS = (
+    "linear_block",
+    "linear_grouped",
+    "experts_grouped",
+    "router_topk",
+    "sparse_attention",
+    "index_topk",
+    "compress_pool",
+    "hyper_mix",
+    "hyper_collapse",
+    "hyper_expand",
+    "rope_partial",
+    "rms_norm",
+    "fake_quant",
+    "hadamard",
+    "cache_write",
+    "vit_attention",
+)
+_FASTER = {"cpu": "cpu", "cuda": "triton"}  # device type -> implementation file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each."""
+
+    linear_block: Callable[..., Any]
+    linear_grouped: Callable[..., Any]
+    experts_grouped: Callable[..., Any]
+    router_topk: Callable[..., Any]
+    sparse_attention: Callable[..., Any]
+    index_topk: Callable[..., Any]
+    compress_pool: Callable[..., Any]
+    hyper_mix: Callable[..., Any]
+    hyper_collapse: Callable[..., Any]
+    hyper_expand: Callable[..., Any]
+    rope_partial: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    fake_quant: Callable[..., Any]
+    hadamard: Callable[..., Any]
+    cache_write: Callable[..., Any]
+    vit_attention: Callable[..., Any]
+    chosen: Mapping[str, str]
+
+
+def describe(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> dict[str, str]:
+    """Implementation name per op for a device type ("cpu", "cuda") and dtype name ("float32", "bfloat16").
+
+    Raises DeviceError for an unknown choice.
+    """
+    if which not in ("auto", "reference"):
+        raise DeviceError(f"ops={which!r} is not known; use 'auto' or 'reference'")
+    return {op: _choose(op, device_type, dtype) if which == "auto" else "reference" for op in OPS}
+
+
+def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> Ops:
+    """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`."""
+    chosen = describe(device_type, dtype, which)
+    bound = {op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()}
+    return Ops(**bound, chosen=chosen)
+
+
+def _choose(op: str, device_type: str, dtype: str) -> str:
+    name = _FASTER.get(device_type)
+    if name is None or importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is None:
+        return "reference"
+    module = importlib.import_module(f"spyglass.ops.{op}.{name}")
+    return name if module.usable(device_type, dtype) else "reference"
