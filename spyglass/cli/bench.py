@@ -12,11 +12,11 @@ BENCHMARKS = ("image", "load", "model", "ops")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: the benchmark's name, then whatever that benchmark takes."""
     parser.add_argument("name", choices=BENCHMARKS, help="which benchmark")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark (`-- --help` lists them)")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `spyglass.bench.<name>.run(argv)`; its result is the exit code."""
     benchmark = import_module(f"spyglass.bench.{args.name}")
-    code: int = benchmark.run([word for word in args.rest if word != "--"])
+    code: int = benchmark.run(args.rest)
     return code
