@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(
-    x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False
-) -> torch.Tensor:
+def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False) -> torch.Tensor:
     """out = w · (x · rsqrt(mean x² + eps)), fp32 inside, one rounding to x's dtype at the end.
 
     `stepwise` (per-head norm of q, no weight): square, mean, + eps, rsqrt and product are each a tensor of x's dtype.

@@ -39,7 +39,9 @@ def sparse_attention(
         _attend(
             q_THD[t : t + _QUERIES_AT_ONCE],
             *_window_rows(window_NBD, window_table_SP, seq_T, lo_T, hi_T, window_width, slice(t, t + _QUERIES_AT_ONCE)),
-            *_pool_rows(pool_NBD, pool_table_SP, seq_T, visible_T, picks_TX, pool_width, slice(t, t + _QUERIES_AT_ONCE)),
+            *_pool_rows(
+                pool_NBD, pool_table_SP, seq_T, visible_T, picks_TX, pool_width, slice(t, t + _QUERIES_AT_ONCE)
+            ),
             sink_H=sink_H,
             scale=scale,
         )
