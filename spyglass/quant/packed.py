@@ -31,9 +31,9 @@ class Packed:
 class WeightSlot:
     """One place of the model that a checkpoint tensor fills: the seam between `checkpoint` and the modules.
 
-    `name` is the native checkpoint name without `.weight`/`.scale` for matrices (`layers.3.attn.wq_a`), or the full name
-    for plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack (experts).
-    `kind`: "matrix" may be any Format, "vector" is bf16/f32 data without scale, "index" is int64 (tid2eid).
+    `name` is the native checkpoint name without `.weight`/`.scale` for matrices (`layers.3.attn.wq_a`), or the full
+    name for plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack
+    (experts). `kind`: "matrix" may be any Format, "vector" is bf16/f32 data without scale, "index" is int64 (tid2eid).
     """
 
     name: str
