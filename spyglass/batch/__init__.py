@@ -1,1 +1,1 @@
-"""The seam between drivers (engine, trainer, plug-ins) and the model: data only, plus the pure function that builds it."""
+"""The seam between drivers (engine, trainer, plug-ins) and the model: data, and the function that builds it."""

@@ -1,7 +1,7 @@
 """From sequences to one packed step: the pure host-side function behind every driver.
 
-All index arithmetic of windows (spec v4 4.4, 6.1), compression groups (5.1, 5.2, 5.4) and pages happens here, once per step,
-vectorised over all rows; layers only gather.
+All index arithmetic of windows (spec v4 4.4, 6.1), compression groups (5.1, 5.2, 5.4) and pages happens here, once
+per step, vectorised over all rows; layers only gather.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SequenceStep:
     """The rows [start, start + n) of one sequence in this step.
 
     `ids_n` (-1 at pictures), `kinds_n` TokenKind, `visible_n2` extra keys left and right (Prompt.visible_T2),
-    `image_index_n` row of this step's image rows or -1. `tables` hold the page of every logical page of each group, long
-    enough for the rows after this step. `logit_rows` are offsets into 0..n-1.
+    `image_index_n` row of this step's image rows or -1. `tables` hold the page of every logical page of each group,
+    long enough for the rows after this step. `logit_rows` are offsets into 0..n-1.
     """
 
     ids_n: NDArray[np.int32]
@@ -40,7 +40,8 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """All rows of the step, packed: sequence, absolute position, and per sequence first row, start and stop position."""
+    """All rows of the step, packed: sequence, absolute position, and per sequence first row, start and stop
+    position."""
 
     seq_T: Ints
     position_T: Ints
@@ -73,7 +74,8 @@ def assemble(
 ) -> tuple[Batch, CacheView]:
     """One step of `steps` as (Batch, CacheView); tensors on `device`, widths and maxima on the host.
 
-    `pages[kind, layer]` [num_pages, page_rows, row_dim] are passed through; `page_rows` gives the rows per page by group.
+    `pages[kind, layer]` [num_pages, page_rows, row_dim] are passed through; `page_rows` gives the rows per page by
+    group.
     """
     rows = _pack(steps)
     tables = _Tables(page_rows=page_rows)
@@ -146,7 +148,7 @@ def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def _window(steps: Sequence[SequenceStep], rows: _Rows, window: int) -> tuple[Ints, Ints]:
-    """First and last window position each row sees: W - 1 back or to the start of its span, and right to the span's end."""
+    """First and last window position each row sees: W - 1 back or to its span's start, right to its span's end."""
     if all(step.visible_n2 is None for step in steps):
         return np.maximum(rows.position_T - (window - 1), 0), rows.position_T
     none = [np.zeros((len(s.ids_n), 2), np.int32) if s.visible_n2 is None else s.visible_n2 for s in steps]

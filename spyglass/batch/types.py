@@ -1,7 +1,7 @@
 """One step of the model, as data: what the packed rows are (`Batch`) and where their memory lies (`CacheView`).
 
-T packed rows of S sequences. Everything a layer needs that depends only on positions (which keys a query sees, where a row
-is written, which rows a pooled entry reads) is computed once per step, on the host, and shared by all layers.
+T packed rows of S sequences. Everything a layer needs that depends only on positions (which keys a query sees, where
+a row is written, which rows a pooled entry reads) is computed once per step, on the host, and shared by all layers.
 A padding row has position -1, sees no key and is written nowhere.
 """
 
@@ -75,9 +75,9 @@ class PoolStep:
 class CacheView:
     """Memory as the model sees it.
 
-    Row `n` of sequence s in a group lies in page `table_SP[s, (n // page_rows) % P]` at offset `n % page_rows`; `n` counts
-    rows (tokens for window and state, entries for pools). `pages[kind, layer]` is [num_pages, page_rows, row_dim].
-    `valid_from_S`: window rows below are absent (replay); None = all there.
+    Row `n` of sequence s in a group lies in page `table_SP[s, (n // page_rows) % P]` at offset `n % page_rows`; `n`
+    counts rows (tokens for window and state, entries for pools). `pages[kind, layer]` is [num_pages, page_rows,
+    row_dim]. `valid_from_S`: window rows below are absent (replay); None = all there.
     """
 
     pages: Mapping[tuple[str, int], torch.Tensor]

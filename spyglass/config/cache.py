@@ -34,8 +34,8 @@ class CachePlan:
 def cache_plans(text: TextConfig) -> tuple[CachePlan, ...]:
     """Every row tensor of the backbone, layer by layer.
 
-    Window rows [D]; pool rows [D] and index keys [I] per KV source; un-pooled (kv, gate) rows in fp32, twice as wide where
-    groups overlap (spec v4 5.4). A state group keeps `group_rows` tokens, enough to finish any open group.
+    Window rows [D]; pool rows [D] and index keys [I] per KV source; un-pooled (kv, gate) rows in fp32, twice as wide
+    where groups overlap (spec v4 5.4). A state group keeps `group_rows` tokens, enough to finish any open group.
     """
     plans: list[CachePlan] = []
     for layer in text.layers:

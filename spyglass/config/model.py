@@ -141,7 +141,8 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightQuant:
-    """`quantization_config`: what packed weights of this checkpoint look like; each tensor's own dtype still decides."""
+    """`quantization_config`: what packed weights of this checkpoint look like; each tensor's own dtype still
+    decides."""
 
     block: tuple[int, int]  # (rows, columns) per scale of an e4m3 matrix
     expert_dtype: str | None  # "fp4", "fp8" or None
@@ -158,7 +159,7 @@ class ModelConfig:
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    image_token_id: int | None  # as written in config.json, None when absent; `prompt` resolves it against the tokenizer
+    image_token_id: int | None  # as in config.json, None when absent; `prompt` checks it against the tokenizer
     num_draft_layers: int  # `mtp.*` stages in the checkpoint
     draft: dict[str, Any]  # dspark_* keys, kept for the checkpoint room and later drafting
     informational: dict[str, Any]

@@ -1,7 +1,7 @@
 """Which implementation of each op runs: bound once, when a model is built (no registry, no module state).
 
-`auto` takes what is there and usable on this device and dtype, else the reference; a named implementation that cannot run
-is an error. An implementation is a module `spyglass.ops.<op>.<name>` with a function named like the op and
+`auto` takes what is there and usable on this device and dtype, else the reference; a named implementation that cannot
+run is an error. An implementation is a module `spyglass.ops.<op>.<name>` with a function named like the op and
 `usable(device_type, dtype_name) -> bool`, importable without building anything.
 """
 

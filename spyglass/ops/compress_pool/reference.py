@@ -10,9 +10,10 @@ def compress_pool(
 ) -> torch.Tensor:
     """out_PD (fp32) = Σ_b softmax_b(gate_PBD) · kv_PBD.
 
-    A row of E = 2 · c · D fp32 holds kv (c · D) and then gate (c · D, positional bias already added). With `overlap` c = 2:
-    the first half of the B sources (previous group) gives its first D channels, the second half its last D; otherwise c = 1.
-    `sources_PB` int32: v >= 0 row v of `rows_TE`, -1 absent (weight 0), v <= -2 row -(v + 2) of `state_NE`.
+    A row of E = 2 · c · D fp32 holds kv (c · D) and then gate (c · D, positional bias already added). With `overlap`
+    c = 2: the first half of the B sources (previous group) gives its first D channels, the second half its last D;
+    otherwise c = 1. `sources_PB` int32: v >= 0 row v of `rows_TE`, -1 absent (weight 0), v <= -2 row -(v + 2) of
+    `state_NE`.
     """
     index = sources_PB.long()
     group = rows_TE[index.clamp(min=0)] if len(rows_TE) else rows_TE.new_zeros(*index.shape, rows_TE.shape[1])

@@ -20,11 +20,12 @@ def experts_grouped(
     limit: float,
     rounding: FakeQuant | None = None,
 ) -> torch.Tensor:
-    """out_TC (fp32) = sum_k w2_e( w_k · silu(min(g, limit)) · clamp(u, ±limit) ),  g = w1_e(x), u = w3_e(x), e = ids_TK[t, k].
+    """out_TC (fp32) = sum_k w2_e( w_k · silu(min(g, limit)) · clamp(u, ±limit) ),  g = w1_e(x), u = w3_e(x), e =
+    ids_TK[t, k].
 
     `w1`, `w3` stacks [E, F, C], `w2` [E, C, F]; `ids_TK` int32 (-1 = row takes part in nothing), `weights_TK` fp32.
-    g, u and each expert's output are rounded to x's dtype, the activation once before w2; the sum runs in fp32 in ascending
-    expert order. `rounding` is applied to x and again to the activation (spec 7.5).
+    g, u and each expert's output are rounded to x's dtype, the activation once before w2; the sum runs in fp32 in
+    ascending expert order. `rounding` is applied to x and again to the activation (spec 7.5).
     """
     out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
     for expert in range(w1.shape[0]):

@@ -16,8 +16,9 @@ def fake_quant(
 ) -> torch.Tensor:
     """round_element(clamp(x / σ)) · σ per block of the first `dims` channels (all when None), in x's dtype.
 
-    e8m0: σ = 2^⌈log2(max(amax, floor) · fp32(1 / top))⌉; e4m3 (scale): σ = e4m3(max(amax, 6 · 2^-9) / 6). A last block shorter
-    than `spec.block` is taken as it is. Channels behind `dims` pass unchanged, or rounded to bf16 with `tail_bf16`.
+    e8m0: σ = 2^⌈log2(max(amax, floor) · fp32(1 / top))⌉; e4m3 (scale): σ = e4m3(max(amax, 6 · 2^-9) / 6). A last
+    block shorter than `spec.block` is taken as it is. Channels behind `dims` pass unchanged, or rounded to bf16 with
+    `tail_bf16`.
     """
     dims = x_ND.shape[-1] if dims is None else dims
     head, tail = x_ND[..., :dims], x_ND[..., dims:]

@@ -18,8 +18,8 @@ def hyper_mix(
     """pre_TM, post_TM, comb_TMM (source, target), all fp32; J = M (2 + M), E = M C.
 
     m = (x · fnᵀ) · rsqrt(mean x² + norm_eps);  pre = σ(m₀ s₀ + b₀) + hc_eps;  post = 2 σ(m₁ s₁ + b₁);
-    comb = Sinkhorn(softmax_target(m₂ s₂ + b₂) + hc_eps): columns first, `rounds` column and `rounds` - 1 row normalisations,
-    each dividing by its sum + hc_eps.
+    comb = Sinkhorn(softmax_target(m₂ s₂ + b₂) + hc_eps): columns first, `rounds` column and `rounds` - 1 row
+    normalisations, each dividing by its sum + hc_eps.
     """
     streams = streams_TMC.shape[1]
     x_TE = streams_TMC.flatten(1).float()

@@ -21,10 +21,11 @@ def index_topk(
     max_visible: int,
     stepwise: bool,
 ) -> torch.Tensor:
-    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN; picks_TX int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
+    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN; picks_TX int32 = the min(k, max_visible) best visible entries,
+    ascending, -1 = none.
 
-    Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds the dot
-    products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
+    Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
+    the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
     """
     heads, x = q_TNI.shape[1], min(k, max_visible)
     step = max(1, _SCORES_AT_ONCE // max(1, heads * max_visible))

@@ -22,8 +22,8 @@ def linear_block(
     """out_TO = round(x)_TI · W_OIᵀ + addend_TO + bias_O, accumulated in fp32 and rounded once.
 
     `x_TI` [..., in] of the activation dtype; `rounding` is applied to it first. `addend_TO` fp32 joins before the one
-    rounding (adapters). Output has `out_dtype`, by default x's. Products of e4m3 / e2m1 codes and their power-of-two scales
-    are exact in fp32, so decoding first equals the blockwise fp8 product up to the order of the sum.
+    rounding (adapters). Output has `out_dtype`, by default x's. Products of e4m3 / e2m1 codes and their power-of-two
+    scales are exact in fp32, so decoding first equals the blockwise fp8 product up to the order of the sum.
     """
     x = x_TI if rounding is None else fake_quant(x_TI, rounding)
     out = x.float() @ decode(weight, torch.float32).mT

@@ -10,8 +10,8 @@ def rope_partial(
 ) -> torch.Tensor:
     """(a, b) -> (a cos - b sin, a sin + b cos) for pairs (2i, 2i + 1) of the last channels; `inverse` turns back.
 
-    `x_THD` [T, H, D] (or [T, D]); `cos_TR`, `sin_TR` fp32 [T, R / 2]. fp32 inside, one rounding to x's dtype; the leading
-    channels pass unchanged. Returns a new tensor.
+    `x_THD` [T, H, D] (or [T, D]); `cos_TR`, `sin_TR` fp32 [T, R / 2]. fp32 inside, one rounding to x's dtype; the
+    leading channels pass unchanged. Returns a new tensor.
     """
     pairs = cos_TR.shape[-1]
     view = (len(x_THD), *(1,) * (x_THD.dim() - 2), pairs)

@@ -18,8 +18,8 @@ def router_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s_TE = sqrt(softplus(x · Wᵀ)) in full fp32; ids_TK int32 = top-k of s + bias; weights_TK fp32 = scale · s / Σ s.
 
-    Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows take
-    `forced_TK` when it is given (hash layers); weights come from s in every case. Ties go to the lowest expert id.
+    Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
+    take `forced_TK` when it is given (hash layers); weights come from s in every case. Ties go to the lowest expert id.
     """
     scores_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT).sqrt()
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E

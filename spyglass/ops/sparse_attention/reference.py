@@ -29,11 +29,11 @@ def sparse_attention(
 ) -> torch.Tensor:
     """l_j = scale · q_h·k_j,  p_j = exp(l_j - m),  out_h = Σ_j round(p_j) k_j / (Σ_j p_j + exp(sink_h - m)).
 
-    j runs over window positions lo_T..hi_T of the query's sequence and over compressed entries: those listed in `picks_TX`
-    (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; a pick at or above `visible_T` is
-    ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D] are read as CacheView says.
-    Logits, softmax and sums in fp32; p is rounded to q's dtype before the product with the rows; output has q's dtype.
-    A row without any key gives zeros.
+    j runs over window positions lo_T..hi_T of the query's sequence and over compressed entries: those listed in
+    `picks_TX` (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; a pick at or above
+    `visible_T` is ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D] are
+    read as CacheView says. Logits, softmax and sums in fp32; p is rounded to q's dtype before the product with the
+    rows; output has q's dtype. A row without any key gives zeros.
     """
     parts = [
         _attend(
