@@ -34,9 +34,11 @@ class WeightSlot:
     `name` is the native checkpoint name without `.weight`/`.scale` for matrices (`layers.3.attn.wq_a`), or the full
     name for plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack
     (experts). `kind`: "matrix" may be any Format, "vector" is bf16/f32 data without scale, "index" is int64 (tid2eid).
+    An `optional` slot may stay unfilled: the checkpoint need not have its tensor (`gate.bias` of a hash layer).
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     put: Callable[[Packed], None]
+    optional: bool = False
