@@ -1,0 +1,129 @@
+"""How a model is to be run: device, arithmetic, limits. The only file of Spyglass that reads the environment.
+
+Every field has an environment variable, `SPYGLASS_` and the field's name in capitals; what a caller states wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from spyglass.errors import ConfigError
+
+PREFIX = "SPYGLASS_"
+DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "numerics": ("auto", "plain", "reference"),
+    "ops": ("auto", "reference"),
+}
+
+
+def _about(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Checked when made. The `help` metadata of each field is also the text of the command line's options.
+
+    Raises:
+        ConfigError: a field has a value that means nothing; the message names it.
+    """
+
+    device: str = field(default="auto", metadata=_about("auto (a GPU if there is one), cpu, cuda or cuda:N"))
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
+        default="auto", metadata=_about("activations: auto (bfloat16 on a GPU, else float32), float32 or bfloat16")
+    )
+    numerics: Literal["auto", "plain", "reference"] = field(
+        default="auto",
+        metadata=_about(
+            "plain: no rounding beyond the dtype; reference: round activations, cache rows and index vectors as the "
+            "official code does; auto: reference for packed checkpoints, plain for bf16 ones"
+        ),
+    )
+    ops: Literal["auto", "reference"] = field(
+        default="auto", metadata=_about("auto (the fastest built implementation of each op) or reference")
+    )
+    expand_weights: bool = field(
+        default=False, metadata=_about("widen packed FP8 and FP4 weights to the activation dtype when loading")
+    )
+    images: int = field(default=16, metadata=_about("most pictures in one prompt; 0 leaves the picture tower unloaded"))
+    max_step_tokens: int = field(default=2048, metadata=_about("most tokens of all sequences in one step"))
+    max_sequences: int = field(default=64, metadata=_about("most sequences running at a time"))
+    max_length: int | None = field(
+        default=None, metadata=_about("longest sequence, prompt and answer together (default: the model's limit)")
+    )
+    cache_bytes: int | None = field(
+        default=None, metadata=_about("memory for the rows of running sequences (default: as the requests need)")
+    )
+    image_cache_bytes: int = field(
+        default=256 << 20, metadata=_about("memory for encoded pictures that may be asked about again")
+    )
+    threads: int | None = field(default=None, metadata=_about("CPU threads (default: what torch chooses)"))
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not DEVICES.fullmatch(self.device):
+            raise ConfigError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
+        for name in ("images", "image_cache_bytes"):
+            _require_count(name, getattr(self, name), least=0)
+        for name in ("max_step_tokens", "max_sequences"):
+            _require_count(name, getattr(self, name), least=1)
+        for name in ("max_length", "cache_bytes", "threads"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), least=1)
+        if not isinstance(self.expand_weights, bool):
+            raise ConfigError(f"expand_weights is {self.expand_weights!r}, expected True or False")
+
+
+def read_engine_config(
+    stated: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
+) -> EngineConfig:
+    """`stated` fields, then `SPYGLASS_*` variables, then defaults. A stated None means "not stated".
+
+    Raises:
+        ConfigError: an unknown field or variable, or a value that means nothing.
+    """
+    types = get_type_hints(EngineConfig)
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX):
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in types:
+                raise ConfigError(f"environment variable {variable} is not known; {_known(PREFIX, str.upper)}")
+            values[name] = _parse(variable, text, types[name])
+    for name, value in (stated or {}).items():
+        if name not in types:
+            raise ConfigError(f"engine option {name!r} is not known; {_known('', str.lower)}")
+        if value is not None:
+            values[name] = value
+    return EngineConfig(**values)
+
+
+def _require_count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {least}")
+
+
+def _parse(variable: str, text: str, kind: object) -> object:
+    """The value of a variable's text; text fields pass as they are and are checked with the rest."""
+    if kind is bool:
+        if text.lower() not in ("0", "1", "false", "true"):
+            raise ConfigError(f"environment variable {variable} is {text!r}, expected true or false")
+        return text.lower() in ("1", "true")
+    if kind in (int, int | None):
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"environment variable {variable} is {text!r}, expected an integer") from None
+    return text
+
+
+def _known(prefix: str, spell: Any) -> str:
+    return "known are " + ", ".join(prefix + spell(item.name) for item in fields(EngineConfig))

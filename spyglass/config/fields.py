@@ -1,0 +1,146 @@
+"""Typed reading of a JSON object's fields; a refusal names the file, the field, what it holds and what was expected.
+
+A JSON null counts as absent. `bool` is never an integer here, and an integral float is not one either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from spyglass.errors import ConfigError
+
+MAX_INTEGER = 2**31 - 1
+_SHOWN = 80  # characters of an offending value that a message repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """A JSON object that knows where it came from.
+
+    `written` maps our names to the names of this file's dialect (absent = the same). `seen` collects the names that
+    were asked for, in the file's spelling, so that the rest can be kept as informational.
+    """
+
+    file: str
+    values: Mapping[str, object]
+    prefix: str = ""
+    written: Mapping[str, str] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def spelling(self, name: str) -> str:
+        """The field's name as this file writes it."""
+        return self.written.get(name, name)
+
+    def get(self, name: str) -> object:
+        """The raw value, None when absent or null."""
+        key = self.spelling(name)
+        self.seen.add(key)
+        return self.values.get(key)
+
+    def error(self, name: str, expected: str) -> ConfigError:
+        """The refusal of a field, to be raised."""
+        key = self.spelling(name)
+        where = f"{self.file}: {self.prefix}{key}"
+        if key not in self.values:
+            return ConfigError(f"{where} is missing; expected {expected}")
+        shown = json.dumps(self.values[key], ensure_ascii=False)
+        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+        return ConfigError(f"{where} is {shown}, expected {expected}")
+
+    def integer(self, name: str, *, default: int | None = None, least: int = 1, most: int = MAX_INTEGER) -> int:
+        """An integer in [least, most]; required when no default is given."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not _is_integer(value) or not least <= value <= most:
+            raise self.error(name, _span("an integer", least, most))
+        return value
+
+    def optional_integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int | None:
+        """An integer in [least, most], or None when absent."""
+        return None if self.get(name) is None else self.integer(name, least=least, most=most)
+
+    def number(
+        self, name: str, *, default: float | None = None, above: float = 0.0, least: float | None = None
+    ) -> float:
+        """A finite number greater than `above`, and at least `least` if given; required when no default is given."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        number = _as_float(value)
+        if number is None or number <= above or (least is not None and number < least):
+            limit = f"of at least {least:g}" if least is not None else f"above {above:g}"
+            raise self.error(name, f"a finite number {limit}")
+        return number
+
+    def optional_number(self, name: str, *, least: float) -> float | None:
+        """A finite number of at least `least`, or None when absent."""
+        return None if self.get(name) is None else self.number(name, least=least)
+
+    def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
+        """A list of integers, each at least `least`; required."""
+        value = self.get(name)
+        if not isinstance(value, list) or not all(_is_integer(item) and least <= item <= MAX_INTEGER for item in value):
+            raise self.error(name, f"a list of integers of at least {least}")
+        return tuple(value)
+
+    def choice(self, name: str, allowed: tuple[str, ...], *, default: str | None = None) -> str:
+        """One of a few strings; required when no default is given."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(name, " or ".join(repr(word) for word in allowed))
+        return value
+
+    def optional_choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
+        """One of a few strings, or None when absent."""
+        return None if self.get(name) is None else self.choice(name, allowed)
+
+    def fixed(self, name: str, value: str | float | bool) -> None:
+        """Refuse anything but `value`, the only thing implemented; absent is fine."""
+        got = self.get(name)
+        same_kind = isinstance(got, bool) == isinstance(value, bool)
+        if got is not None and not (same_kind and got == value):
+            raise self.error(name, f"{value!r}; nothing else is implemented")
+
+    def section(self, name: str, *, written: Mapping[str, str] | None = None) -> Fields:
+        """A nested object; required."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(
+            file=self.file, values=value, prefix=f"{self.prefix}{self.spelling(name)}.", written=written or {}
+        )
+
+    def refuse_unseen(self) -> None:
+        """Refuse fields nobody asked for: in this object, an unknown field may change what is computed."""
+        for key in self.values:
+            if key not in self.seen:
+                raise ConfigError(f"{self.file}: {self.prefix}{key} is not understood; remove it if it has no effect")
+
+    def unseen(self) -> dict[str, object]:
+        """The fields nobody asked for."""
+        return {key: value for key, value in self.values.items() if key not in self.seen}
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_float(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _span(kind: str, least: int, most: int) -> str:
+    return f"{kind} of at least {least}" if most == MAX_INTEGER else f"{kind} from {least} to {most}"

@@ -1,0 +1,54 @@
+"""From a checkpoint folder to a `ModelConfig`: finds the file, its dialect and its family, by exact name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from spyglass.config.fields import Fields
+from spyglass.config.json_file import read_json_object
+from spyglass.config.model import ModelConfig
+from spyglass.config.read_v4 import REFERENCE_NAMES, read_official, read_reference, refuse_newer
+from spyglass.errors import ConfigError
+
+# `model_type` -> reader. Whole names only: "deepseek_v41" begins with "deepseek_v4" and is another family.
+FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
+    "deepseek_v4": read_official,
+    "deepseek_v41": refuse_newer,
+}
+SUPPORTED = ("deepseek_v4",)
+_ONLY_V41 = ("kv_source_layers", "engram_layer_ids")  # fields of the reference file that V4 does not have
+
+
+def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
+    """Read a checkpoint folder's `config.json`, or the reference code's `inference/config.json` if that is all it has.
+
+    Raises:
+        ConfigError: no readable configuration, an unknown family, or a field that is missing, malformed or unsupported;
+            the message names file and field.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: not a folder; give the folder that holds the checkpoint's config.json")
+    official, reference = path / "config.json", path / "inference" / "config.json"
+    found = official if official.exists() or not reference.exists() else reference
+    return parse_model_config(read_json_object(found), str(found))
+
+
+def parse_model_config(values: Mapping[str, object], file: str) -> ModelConfig:
+    """The same from an already parsed object; `file` is what errors call it.
+
+    Raises:
+        ConfigError: as `read_model_config`.
+    """
+    if "model_type" not in values and {"dim", "n_layers"} <= values.keys():
+        if any(name in values for name in _ONLY_V41):
+            return refuse_newer(Fields(file=file, values=values))
+        return read_reference(Fields(file=file, values=values, written=REFERENCE_NAMES))
+    fields = Fields(file=file, values=values)
+    supported = "one of the supported families: " + ", ".join(SUPPORTED)
+    family = fields.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise fields.error("model_type", supported)
+    return FAMILIES[family](fields)

@@ -1,0 +1,317 @@
+"""The flat V4 dialect (spec v4 1): `config.json` of the released models, or the reference code's short names (1.4).
+
+One schedule rule: layer i does what `compress_ratios[i]` says (0 = window only, 4 = overlapping pools chosen by an
+indexer, 128 = plain pools, all attended), and the first `num_hash_layers` layers route by token id. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spyglass.config.fields import Fields
+from spyglass.config.model import (
+    CompressorPlan,
+    LayerPlan,
+    ModelConfig,
+    RopeSpec,
+    Rounding,
+    TextConfig,
+    VisionConfig,
+    WeightQuant,
+    YarnScaling,
+)
+from spyglass.errors import ConfigError
+from spyglass.quant.formats import FakeQuant
+
+POOLED_ALL = 128  # ratio whose pools are all attended
+POOLED_CHOSEN = 4  # ratio whose pools overlap and are chosen by an indexer
+DEFAULT_MAX_POSITION = 1 << 20
+REFERENCE_EPS = 1e-6  # what the reference code assumes for norm_eps and hc_eps when its short config leaves them out
+SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one picture can take (spec v4 9.5)
+
+# Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
+REFERENCE_NAMES = {
+    "hidden_size": "dim",
+    "moe_intermediate_size": "moe_inter_dim",
+    "num_hidden_layers": "n_layers",
+    "num_hash_layers": "n_hash_layers",
+    "num_attention_heads": "n_heads",
+    "num_experts_per_tok": "n_activated_experts",
+    "scoring_func": "score_func",
+    "routed_scaling_factor": "route_scale",
+    "qk_rope_head_dim": "rope_head_dim",
+    "sliding_window": "window_size",
+    "rms_norm_eps": "norm_eps",
+    "num_nextn_predict_layers": "n_mtp_layers",
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "original_seq_len",
+}
+DRAFT_PREFIX = "dspark_"
+EXPERT_DTYPES = ("fp4", "fp8", "bf16")
+SCALE_FORMATS = ("ue8m0", "fp32")  # base models keep fp32 scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What may be left out: the official file writes all that a computation needs, the reference's own file does not."""
+
+    eps: float | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+
+OFFICIAL = Defaults(eps=None, bos_token_id=None, eos_token_id=None)
+REFERENCE = Defaults(eps=REFERENCE_EPS, bos_token_id=0, eos_token_id=1)
+
+
+def read_official(fields: Fields) -> ModelConfig:
+    """The released flat file (spec v4 1.1).
+
+    Raises:
+        ConfigError: a needed field is missing or malformed, fields contradict one another, or something is asked for
+            that is not implemented.
+    """
+    scaling = fields.section("rope_scaling")
+    yarn = _yarn(scaling, check_kind=True)
+    scaling.refuse_unseen()
+    return _model(fields, yarn, OFFICIAL, _official_weights)
+
+
+def read_reference(fields: Fields) -> ModelConfig:
+    """The reference code's own file, with its short names and its defaults (spec v4 1.4).
+
+    Raises:
+        ConfigError: as `read_official`.
+    """
+    return _model(fields, _yarn(fields, check_kind=False), REFERENCE, _reference_weights)
+
+
+def _model(
+    fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: Callable[[Fields], WeightQuant | None]
+) -> ModelConfig:
+    _refuse_other_mathematics(fields)
+    ratios = _schedule(fields)
+    text = _text(fields, yarn, ratios, defaults)
+    extra = len(fields.integers("compress_ratios")) - len(ratios)
+    vocab = text.vocab_size
+    return ModelConfig(
+        family="deepseek_v4",
+        text=text,
+        vision=_vision(fields),
+        weights=weights(fields),
+        bos_token_id=fields.integer("bos_token_id", default=defaults.bos_token_id, least=0, most=vocab - 1),
+        eos_token_ids=_end_ids(fields, defaults, vocab),
+        pad_token_id=fields.optional_integer("pad_token_id", most=vocab - 1),
+        image_token_id=fields.optional_integer("image_token_id", most=vocab - 1),
+        num_draft_layers=fields.integer("num_nextn_predict_layers", default=extra, least=0),
+        draft={key: value for key, value in fields.values.items() if key.startswith(DRAFT_PREFIX)},
+        informational={key: value for key, value in fields.unseen().items() if not key.startswith(DRAFT_PREFIX)},
+    )
+
+
+def _refuse_other_mathematics(fields: Fields) -> None:
+    """Fields with one implemented value: absent is fine, another value would be computed wrongly."""
+    fields.fixed("num_key_value_heads", 1)
+    fields.fixed("hidden_act", "silu")
+    fields.fixed("scoring_func", "sqrtsoftplus")
+    fields.fixed("topk_method", "noaux_tc")
+    fields.fixed("norm_topk_prob", True)
+    fields.fixed("attention_bias", False)
+    fields.fixed("tie_word_embeddings", False)
+
+
+def _schedule(fields: Fields) -> tuple[int, ...]:
+    """The ratio of each layer; entries behind the last layer belong to draft stages."""
+    num_layers = fields.integer("num_hidden_layers")
+    ratios = fields.integers("compress_ratios")
+    if len(ratios) < num_layers:
+        raise fields.error(
+            "compress_ratios", f"one entry for each of the {num_layers} layers, found {len(ratios)}; nothing is assumed"
+        )
+    for index, ratio in enumerate(ratios[:num_layers]):
+        if ratio not in (0, POOLED_CHOSEN, POOLED_ALL):
+            raise fields.error(
+                "compress_ratios", f"0, {POOLED_CHOSEN} or {POOLED_ALL} for every layer, layer {index} has {ratio}"
+            )
+    return ratios[:num_layers]
+
+
+def _yarn(fields: Fields, *, check_kind: bool) -> YarnScaling:
+    """YaRN numbers, from their own object or the flat reference file; there is no attention temperature (spec 4.3)."""
+    if check_kind:
+        newer = fields.get("type") is None and fields.get("rope_type") is not None
+        fields.choice("rope_type" if newer else "type", ("yarn",))
+        fields.fixed("rope_type", "yarn")
+        fields.fixed("attention_factor", 1)
+    beta_slow = fields.number("beta_slow")
+    return YarnScaling(
+        factor=fields.number("factor", least=1),
+        original_max_position=fields.integer("original_max_position_embeddings"),
+        beta_fast=fields.number("beta_fast", least=beta_slow),
+        beta_slow=beta_slow,
+    )
+
+
+def _text(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], defaults: Defaults) -> TextConfig:
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", least=2)
+    rope_dim = fields.integer("qk_rope_head_dim", least=2, most=head_dim - 1)
+    if rope_dim % 2:
+        raise fields.error("qk_rope_head_dim", "an even number: channels are rotated in pairs")
+    num_groups = fields.integer("o_groups")
+    if num_heads % num_groups:
+        raise fields.error("o_groups", f"a divisor of the {num_heads} attention heads")
+    num_experts = fields.integer("n_routed_experts")
+    return TextConfig(
+        vocab_size=fields.integer("vocab_size", least=2),
+        hidden_size=fields.integer("hidden_size"),
+        num_attention_heads=num_heads,
+        head_dim=head_dim,
+        qk_rope_head_dim=rope_dim,
+        q_lora_rank=fields.integer("q_lora_rank"),
+        o_groups=num_groups,
+        o_lora_rank=fields.integer("o_lora_rank"),
+        sliding_window=fields.integer("sliding_window"),
+        index_n_heads=fields.integer("index_n_heads"),
+        index_head_dim=_index_dim(fields, rope_dim),
+        index_topk=fields.integer("index_topk"),
+        n_routed_experts=num_experts,
+        n_shared_experts=fields.integer("n_shared_experts", most=1),
+        num_experts_per_tok=fields.integer("num_experts_per_tok", most=num_experts),
+        moe_intermediate_size=fields.integer("moe_intermediate_size"),
+        routed_scaling_factor=fields.number("routed_scaling_factor"),
+        swiglu_limit=fields.number("swiglu_limit"),
+        hc_mult=fields.integer("hc_mult"),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
+        hc_eps=fields.number("hc_eps", default=defaults.eps),
+        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
+        q_head_norm=True,
+        shifted_hyper=False,
+        max_position_embeddings=fields.integer("max_position_embeddings", default=DEFAULT_MAX_POSITION),
+        layers=_layers(fields, yarn, ratios, rope_dim),
+        reference_rounding=_rounding(head_dim - rope_dim),
+    )
+
+
+def _index_dim(fields: Fields, rope_dim: int) -> int:
+    dim = fields.integer("index_head_dim", least=rope_dim)
+    if dim & (dim - 1):
+        raise fields.error("index_head_dim", "a power of two: index vectors pass a Hadamard rotation")
+    return dim
+
+
+def _layers(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], rope_dim: int) -> tuple[LayerPlan, ...]:
+    num_hash = fields.integer("num_hash_layers", least=0, most=len(ratios))
+    near = RopeSpec(theta=fields.number("rope_theta", least=1), dim=rope_dim, yarn=None)
+    far = RopeSpec(theta=fields.number("compress_rope_theta", least=1), dim=rope_dim, yarn=yarn)
+    compressors = {0: None, POOLED_CHOSEN: _compressor(POOLED_CHOSEN), POOLED_ALL: _compressor(POOLED_ALL)}
+    return tuple(
+        LayerPlan(
+            index=index,
+            ratio=ratio,
+            rope=far if ratio else near,
+            compressor=compressors[ratio],
+            kv_from=index if ratio else None,
+            index_from=index if ratio == POOLED_CHOSEN else None,
+            index_keys_from=index if ratio == POOLED_CHOSEN else None,
+            candidates_from=None,
+            router="hash" if index < num_hash else "topk",
+        )
+        for index, ratio in enumerate(ratios)
+    )
+
+
+def _compressor(ratio: int) -> CompressorPlan:
+    """Spec v4 5.1: ratio 4 pools two groups and has its own small compressor for index keys."""
+    chosen = ratio == POOLED_CHOSEN
+    return CompressorPlan(
+        ratio=ratio, overlap=chosen, positional_bias=True, gated=True, index_keys="compressor" if chosen else None
+    )
+
+
+def _rounding(plain_dims: int) -> Rounding:
+    """Where the released V4 models round on purpose (spec v4 2.5, 4.2, 5.5), whatever the weights are stored as."""
+    rows = FakeQuant(element="e4m3", block=64)
+    return Rounding(
+        linear=FakeQuant(element="e4m3", block=128),
+        window=rows,
+        pool=rows,
+        index=FakeQuant(element="e2m1", block=32),
+        hadamard=True,
+        kv_dims=plain_dims,
+        rope_dims_bf16=True,
+    )
+
+
+def _vision(fields: Fields) -> VisionConfig | None:
+    """The picture tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
+    num_layers = fields.integer("vision_n_layers", default=0, least=0)
+    if num_layers == 0:
+        return None
+    width = fields.integer("vision_dim")
+    num_heads = fields.integer("vision_n_heads")
+    if width % (4 * num_heads):
+        raise fields.error(
+            "vision_n_heads",
+            f"a divisor of vision_dim {width} that leaves a head dimension divisible by 4 (2-D rotation)",
+        )
+    return VisionConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=num_heads,
+        intermediate_size=fields.integer("vision_inter_dim"),
+        patch_size=fields.integer("vision_patch_size"),
+        rope_theta=fields.number("vision_rope_theta", least=1),
+        downsample_ratio=fields.integer("vision_downsample_ratio"),
+        max_tokens=fields.integer("vision_max_n_token", least=SMALLEST_BLOCK),
+        min_pixels=fields.integer("vision_min_pixels", least=0),
+        max_wh_ratio=fields.optional_number("vision_max_wh_ratio", least=1),
+        layout="paired",
+    )
+
+
+def _official_weights(fields: Fields) -> WeightQuant | None:
+    """`quantization_config`; each tensor's own dtype decides what it is, this says how e4m3 scales lie."""
+    expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
+    if fields.get("quantization_config") is None:
+        return None
+    quant = fields.section("quantization_config")
+    quant.choice("quant_method", ("fp8",))
+    quant.fixed("fmt", "e4m3")
+    quant.fixed("activation_scheme", "dynamic")
+    quant.optional_choice("scale_fmt", SCALE_FORMATS)
+    block = quant.integers("weight_block_size", least=1)
+    if len(block) != 2:
+        raise quant.error("weight_block_size", "two integers, rows and columns per scale")
+    return WeightQuant(block=(block[0], block[1]), expert_dtype=expert_dtype)
+
+
+def _reference_weights(fields: Fields) -> WeightQuant | None:
+    """The reference file says only that matrices are fp8; its blocks are 128 x 128 by code."""
+    expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
+    fields.optional_choice("scale_fmt", SCALE_FORMATS)
+    if fields.choice("dtype", ("fp8", "bf16"), default="bf16") == "bf16":
+        return None
+    return WeightQuant(block=(128, 128), expert_dtype=expert_dtype)
+
+
+def _end_ids(fields: Fields, defaults: Defaults, vocab_size: int) -> tuple[int, ...]:
+    """`eos_token_id`: one id or a list of them."""
+    if isinstance(fields.get("eos_token_id"), list):
+        ids = fields.integers("eos_token_id")
+        if not ids or max(ids) >= vocab_size:
+            raise fields.error("eos_token_id", f"ids below the vocabulary size {vocab_size}, at least one")
+        return ids
+    return (fields.integer("eos_token_id", default=defaults.eos_token_id, least=0, most=vocab_size - 1),)
+
+
+def refuse_newer(fields: Fields) -> ModelConfig:
+    """DeepSeek-V4.1 is a family of its own and is not read as V4.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"{fields.file}: model_type 'deepseek_v41' (DeepSeek-V4.1) is not supported by this version of Spyglass"
+    )
