@@ -33,7 +33,8 @@ OPS = (
     "cache_write",
     "vit_attention",
 )
-_FASTER = {"cpu": "cpu", "cuda": "triton"}  # device type -> implementation file
+# Device type -> implementation files, best first. `varlen` is torch's own variable-length attention.
+_FASTER = {"cpu": ("cpu",), "cuda": ("triton", "varlen")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,9 @@ def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] =
 
 
 def _choose(op: str, device_type: str, dtype: str) -> str:
-    name = _FASTER.get(device_type)
-    if name is None or importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is None:
-        return "reference"
-    module = importlib.import_module(f"spyglass.ops.{op}.{name}")
-    return name if module.usable(device_type, dtype) else "reference"
+    for name in _FASTER.get(device_type, ()):
+        if importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is None:
+            continue
+        if importlib.import_module(f"spyglass.ops.{op}.{name}").usable(device_type, dtype):
+            return name
+    return "reference"

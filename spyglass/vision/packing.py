@@ -1,0 +1,164 @@
+"""Pictures of one call of the tower, checked against one another and packed.
+
+Patches, grids and image positions of the prompt come from three places; all of each must be used up. Pixels stay uint8
+until they are on the device, where a 256-entry table gives the reference's bf16 values: v = ((u / 255) - 0.5) / 0.5 in
+float32, then bf16 (spec v4 9.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.batch.types import ImageBatch
+from spyglass.config.model import VisionConfig
+from spyglass.errors import PromptError
+
+Patches = NDArray[Any] | torch.Tensor
+Grid = tuple[int, int]
+
+
+def pixel_table() -> torch.Tensor:
+    """float32 [256]: the normalised value of each uint8 sample, rounded to bf16 as the reference does (spec v4 9.2)."""
+    pixel = torch.arange(256, dtype=torch.float32)
+    return ((pixel / 255 - 0.5) / 0.5).to(torch.bfloat16).float()
+
+
+def num_cells(grid: Grid, ratio: int) -> int:
+    """Rows the aligner makes of a (rows, columns) grid of patches: ratio x ratio patches each, the last ones padded."""
+    return -(-grid[0] // ratio) * -(-grid[1] // ratio)
+
+
+def pack_images(
+    patches: Sequence[Patches],
+    vit_grids: Sequence[Grid],
+    image_positions: Sequence[int],
+    vision: VisionConfig,
+    *,
+    device: torch.device | str = "cpu",
+    slots: Sequence[int] | None = None,
+) -> ImageBatch:
+    """Pack the pictures of one step, in the order given.
+
+    `patches` per picture [N, 3, p, p]: uint8 pixels, or floats already normalised. `vit_grids` (rows, columns) of
+    patches. `image_positions`: IMAGE positions a picture fills in its prompt (`len(span.order)`). `slots`: adapter of
+    each picture, 0 = none. Pixels stay uint8 when all pictures have pixels; otherwise all become float32.
+
+    Raises:
+        PromptError: the three lists differ in length, or patches, grid and positions of a picture do not agree.
+    """
+    _check_lengths(len(patches), len(vit_grids), len(image_positions), None if slots is None else len(slots))
+    grids = tuple((int(rows), int(columns)) for rows, columns in vit_grids)
+    for picture, (pixels, grid, positions) in enumerate(zip(patches, grids, image_positions, strict=True)):
+        _check_picture(picture, pixels, grid, positions, vision)
+    return ImageBatch(
+        patches_U=_join([_tensor(pixels) for pixels in patches], vision.patch_size).to(device),
+        grids_I2=grids,
+        cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
+        slot_I=torch.tensor([0] * len(grids) if slots is None else list(slots), dtype=torch.int32, device=device),
+    )
+
+
+def split_patches(patches_U: Patches, vit_grids: Sequence[Grid]) -> list[Patches]:
+    """Cut the concatenated patches [U, 3, p, p] of several pictures back into one array per picture.
+
+    Raises:
+        PromptError: patches run out inside a picture, or some are left behind the last one.
+    """
+    bounds = offsets(vit_grids)
+    total = len(patches_U)
+    for picture, (start, stop) in enumerate(pairwise(bounds)):
+        if stop > total:
+            rows, columns = vit_grids[picture]
+            raise PromptError(
+                f"picture {picture}: its grid of {rows} x {columns} needs {stop - start} patches, but only "
+                f"{max(total - start, 0)} of the {total} given are left for it; {bounds[-1]} are needed for all "
+                f"{len(vit_grids)} pictures"
+            )
+    if total > bounds[-1]:
+        raise PromptError(
+            f"{total - bounds[-1]} patches are left over behind picture {len(vit_grids) - 1}: the grids of "
+            f"{len(vit_grids)} pictures need {bounds[-1]} patches, {total} were given"
+        )
+    return [patches_U[start:stop] for start, stop in pairwise(bounds)]
+
+
+def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:
+    """First patch of each picture in the packed batch, and the total: I + 1 numbers."""
+    return (0, *accumulate(int(rows) * int(columns) for rows, columns in grids))
+
+
+def _check_lengths(patches: int, grids: int, positions: int, slots: int | None) -> None:
+    if len({patches, grids, positions}) > 1:
+        raise PromptError(
+            f"{patches} pictures have patches, {grids} have a grid and {positions} have image positions in the prompt; "
+            f"picture {min(patches, grids, positions)} is missing from at least one of the three lists"
+        )
+    if slots is not None and slots != patches:
+        raise PromptError(f"{slots} adapter slots were given for {patches} pictures; give one per picture, 0 for none")
+
+
+def _check_picture(picture: int, pixels: Patches, grid: Grid, positions: int, vision: VisionConfig) -> None:
+    rows, columns = grid
+    side, ratio = vision.patch_size, vision.downsample_ratio
+    if rows < 1 or columns < 1:
+        raise PromptError(f"picture {picture}: its grid is {rows} x {columns} patches; both must be at least 1")
+    if tuple(pixels.shape[1:]) != (3, side, side):
+        raise PromptError(
+            f"picture {picture}: patches have shape {list(pixels.shape)}; "
+            f"expected [N, 3, {side}, {side}], channels first"
+        )
+    if not _is_pixels(pixels) and not _is_float(pixels):
+        raise PromptError(
+            f"picture {picture}: patches are {pixels.dtype}; give uint8 pixels or floats that are already normalised"
+        )
+    if len(pixels) != rows * columns:
+        raise PromptError(
+            f"picture {picture}: its grid of {rows} x {columns} needs {rows * columns} patches, "
+            f"{len(pixels)} were given"
+        )
+    if positions != num_cells(grid, ratio):
+        raise PromptError(
+            f"picture {picture}: {positions} image positions stand in the prompt, but its grid of {rows} x {columns} "
+            f"patches gives {num_cells(grid, ratio)} rows ({ratio} x {ratio} patches each)"
+        )
+
+
+def _is_pixels(patches: Patches) -> bool:
+    return patches.dtype in (np.dtype(np.uint8), torch.uint8)
+
+
+def _is_float(patches: Patches) -> bool:
+    return patches.dtype.is_floating_point if isinstance(patches, torch.Tensor) else patches.dtype.kind == "f"
+
+
+def _tensor(patches: Patches) -> torch.Tensor:
+    """The same values as a tensor; a read-only or strided array is copied, torch cannot hold either."""
+    return (
+        patches if isinstance(patches, torch.Tensor) else torch.from_numpy(np.require(patches, requirements=["C", "W"]))
+    )
+
+
+def _join(pictures: list[torch.Tensor], side: int) -> torch.Tensor:
+    if not pictures:
+        return torch.empty(0, 3, side, side, dtype=torch.uint8)
+    if all(picture.dtype == torch.uint8 for picture in pictures):
+        return torch.cat(pictures)
+    return torch.cat([normalised(picture, torch.float32) for picture in pictures])
+
+
+def normalised(patches_U: torch.Tensor, dtype: torch.dtype, table: torch.Tensor | None = None) -> torch.Tensor:
+    """Patches as the tower reads them, in `dtype`; floats only change their dtype.
+
+    uint8 goes through the table (`pixel_table`, already on the device when given), so that a device's own division,
+    which may differ in the last bit, is never asked.
+    """
+    if patches_U.dtype != torch.uint8:
+        return patches_U.to(dtype)
+    table = (pixel_table() if table is None else table).to(device=patches_U.device, dtype=dtype)
+    return table.index_select(0, patches_U.flatten().int()).view(patches_U.shape)
