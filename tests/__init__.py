@@ -1,0 +1,1 @@
+"""Tests of Spyglass; `tests.tolerance` and `tests.mutants` are imported by name."""

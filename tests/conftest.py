@@ -1,0 +1,80 @@
+"""Set-up that every test shares: threads, marks, poisoned memory, deterministic fuzzing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: workers share the cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for variable in [name for name in os.environ if name.startswith("SPYGLASS_")]:
+    del os.environ[variable]  # a developer's own settings must not decide whether tests pass
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU_ONLY = "gpu"
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "spyglass", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("spyglass")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.option.markexpr == GPU_ONLY and not _has_gpu():
+        raise pytest.UsageError("-m gpu was asked for, but torch sees no accelerator: every test would be skipped")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only files that mention the mark: an accelerator machine need not have every dev tool."""
+    if config.option.markexpr != GPU_ONLY or not collection_path.name.startswith("test_"):
+        return None
+    return True if "gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items) or _has_gpu():
+        return
+    skip = pytest.mark.skip(reason="no accelerator on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors, also those made inside compiled kernels, hold NaN (or the largest integer) until written."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def _poison_op_tests(request: pytest.FixtureRequest) -> None:
+    """Every test under tests/ops runs with poisoned memory."""
+    if (ROOT / "tests" / "ops") in request.path.parents:
+        request.getfixturevalue("poisoned_memory")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of test vectors; origin in tests/golden/PROVENANCE.md."""
+    return ROOT / "tests" / "golden" / "data"

@@ -1,0 +1,75 @@
+"""How close is close enough: one table. Widening an entry needs a line that says why.
+
+`absolute` and `relative` combine as |actual - expected| <= absolute + relative * |expected|; a `*_OF_MAX` entry bounds
+the largest difference divided by the largest expected magnitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """A bound and the reason for its size."""
+
+    absolute: float
+    relative: float = 0.0
+    why: str
+
+
+# Whole models
+PLAIN_LOGITS = Tolerance(absolute=1e-4, why="fp32 plain against transformers, logits of standard deviation about 4")
+GOLDEN_LOGITS = Tolerance(absolute=5e-4, why="fp32 plain against an engine that sums in another order")
+GOLDEN_SPARSE_LOGITS = Tolerance(absolute=2e-3, why="the same with odd constants that amplify")
+ROUNDED_LOGITS = Tolerance(absolute=1e-3, why="rounded arithmetic, as long as no code flips")
+LAW_OF_MAX = 1e-5  # chunked = whole, batched = alone, fp32 plain: the same sums in another order
+
+# Ops against the reference in float64
+OP_FLOAT32 = Tolerance(absolute=2e-5, relative=2e-5, why="fp32 sums of up to a few thousand terms")
+OP_BFLOAT16 = Tolerance(
+    absolute=2e-2, relative=1e-2, why="bf16 has 8 significant bits; inputs are rounded once, outputs once"
+)
+
+# Parts
+VISION_FLOAT32 = Tolerance(absolute=1e-5, relative=1e-5, why="tower and aligner in fp32 against golden vectors")
+VISION_BFLOAT16 = Tolerance(absolute=2e-2, relative=2e-2, why="bf16 tower whose kernels may round silu or not")
+ROUTER_WEIGHTS = Tolerance(absolute=1e-6, why="fp32 softplus, sqrt and one division")
+INDEX_SCORES = Tolerance(absolute=1e-4, why="fp32 scores of 128-wide dot products over 16 heads")
+SPEC_PRINTED = Tolerance(absolute=1e-6, relative=2e-6, why="values printed in the specification, six or seven digits")
+
+
+def assert_close(
+    actual: torch.Tensor | Any, expected: torch.Tensor | Any, tolerance: Tolerance, label: str = ""
+) -> None:
+    """Fail with the worst element and its place; NaN never passes, shapes must agree."""
+    got, want = _as_float64(actual), _as_float64(expected)
+    assert got.shape == want.shape, f"{label}: shape {got.shape}, expected {want.shape}"
+    excess = np.abs(got - want) - (tolerance.absolute + tolerance.relative * np.abs(want))
+    excess = np.where((got == want), -1.0, np.where(np.isnan(excess), np.inf, excess))
+    if excess.size and excess.max() > 0:
+        place = np.unravel_index(int(excess.argmax()), excess.shape)
+        bad = int((excess > 0).sum())
+        raise AssertionError(
+            f"{label}: {bad} of {excess.size} elements off; worst at {tuple(int(i) for i in place)}: "
+            f"{got[place]!r}, expected {want[place]!r} ({tolerance})"
+        )
+
+
+def assert_law(actual: torch.Tensor | Any, expected: torch.Tensor | Any, label: str = "") -> None:
+    """The bound of the equivalence laws: largest difference at most LAW_OF_MAX of the largest expected magnitude."""
+    scale = float(np.abs(_as_float64(expected)).max())
+    assert_close(actual, expected, Tolerance(absolute=LAW_OF_MAX * scale, why="equivalence law"), label)
+
+
+def _as_float64(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    detach = getattr(values, "detach", None)
+    if detach is not None:
+        values = detach().double().cpu().numpy()
+    return np.asarray(values, dtype=np.float64)
