@@ -1,0 +1,46 @@
+"""What all modules of one model share when they are built, and how they tell a checkpoint what they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from spyglass.ops.table import Ops
+from spyglass.quant.codec import decode
+from spyglass.quant.formats import BF16, F32
+from spyglass.quant.packed import Packed, WeightSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive."""
+
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    expand: bool = False
+
+    def hold(self, weight: Packed) -> Packed:
+        """The weight as the model keeps it: on the device, packed as found unless `expand` asks for plain numbers.
+
+        A float32 matrix stays float32: expanding never loses digits.
+        """
+        scale = None if weight.scale is None else weight.scale.to(self.device)
+        held = Packed(weight.format, weight.data.to(self.device), scale, weight.shape)
+        if not self.expand or weight.format.name == "f32":
+            return held
+        return Packed(BF16 if self.dtype == torch.bfloat16 else F32, decode(held, self.dtype), None, weight.shape)
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A leaf module that holds checkpoint tensors."""
+
+    def slots(self) -> list[WeightSlot]: ...
+
+
+def weight_slots(root: torch.nn.Module) -> list[WeightSlot]:
+    """Every place below `root` that a checkpoint tensor fills, in module order."""
+    return [slot for module in root.modules() if isinstance(module, Loadable) for slot in module.slots()]

@@ -1,0 +1,193 @@
+"""Linear maps over packed weights, and the hook through which adapters join them.
+
+A map holds `(format, packed tensors)`; the op behind it multiplies any format. What an adapter adds is an fp32 addend
+that joins before the one rounding of the output, so rows without adapter are bit-equal to a model without adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from spyglass.errors import CheckpointError
+from spyglass.layers.build import Build
+from spyglass.quant.formats import FakeQuant, Format
+from spyglass.quant.packed import Packed, WeightSlot
+
+
+class Adapter(Protocol):
+    """What an adapter bank does for one linear map."""
+
+    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
+        """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `slot_T` (int32) is 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One linear map, as data.
+
+    `name` is the native checkpoint name without `.weight`. `rounding` is what the model does to the input when the
+    stored weight is FP8 or FP4; a bf16 weight has no rounding. `fp32_out`: the product leaves in fp32 instead of the
+    activation dtype (compressors, the head). `split` says how tensor parallelism cuts it, `row_space` what a row of
+    its input is.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    rounding: FakeQuant | None = None
+    fp32_out: bool = False
+    split: Literal["none", "rows", "columns", "groups", "experts"] = "none"
+    row_space: Literal["tokens", "patches", "cells", "pooled"] = "tokens"
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b. `adapter` is None until a bank is attached."""
+
+    def __init__(self, spec: LinearSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.adapter: Adapter | None = None
+        self.weight: Packed | None = None
+        self.bias_O: torch.Tensor | None = None
+        self._build = build
+        self._product = build.ops.linear_block
+        self._rounding: FakeQuant | None = None
+        self._out_dtype = torch.float32 if spec.fp32_out else build.dtype
+
+    def slots(self) -> list[WeightSlot]:
+        """The matrix and, with `spec.bias`, the bias."""
+        spec = self.spec
+        slots = [WeightSlot(spec.name, (spec.out_features, spec.in_features), "matrix", self._put)]
+        if spec.bias:
+            slots.append(WeightSlot(f"{spec.name}.bias", (spec.out_features,), "vector", self._put_bias))
+        return slots
+
+    def _put(self, weight: Packed) -> None:
+        self._rounding = self.spec.rounding if is_quantised(weight.format) else None
+        self.weight = self._build.hold(weight)
+
+    def _put_bias(self, bias: Packed) -> None:
+        self.bias_O = bias.data.to(self._build.device, torch.float32)
+
+    def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
+        addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
+        out: torch.Tensor = self._product(
+            x_TI, self.weight, rounding=self._rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
+        )
+        return out
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal map: group g of the output reads group g of the input (`wo_a`), which is never rounded (spec 4.6).
+
+    Stored as [groups * out, in]; `spec.in_features` and `spec.out_features` are those of one group.
+    """
+
+    def __init__(self, spec: LinearSpec, groups: int, build: Build) -> None:
+        super().__init__()
+        assert spec.rounding is None and not spec.bias and not spec.fp32_out
+        self.spec = spec
+        self.groups = groups
+        self.adapter: Adapter | None = None
+        self.weight: Packed | None = None
+        self._build = build
+        self._product = build.ops.linear_grouped
+
+    def slots(self) -> list[WeightSlot]:
+        shape = (self.groups * self.spec.out_features, self.spec.in_features)
+        return [WeightSlot(self.spec.name, shape, "matrix", self._put)]
+
+    def _put(self, weight: Packed) -> None:
+        self.weight = self._build.hold(weight)
+
+    def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, groups, in] to [T, groups, out]."""
+        addend = None if self.adapter is None or slot_T is None else self.adapter(x_TGI, slot_T)
+        out: torch.Tensor = self._product(x_TGI, self.weight, addend_TGO=addend)
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """The routed experts of one layer: `name` up to the expert number, `width` F, `limit` of the clamp (spec 7.4)."""
+
+    name: str
+    num_experts: int
+    hidden: int
+    width: int
+    limit: float
+    rounding: FakeQuant | None
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert."""
+
+    def __init__(self, spec: ExpertsSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.stacks: dict[str, Packed] = {}
+        self._build = build
+        self._product = build.ops.experts_grouped
+        self._found: tuple[str, Format] | None = None
+
+    def slots(self) -> list[WeightSlot]:
+        spec = self.spec
+        shapes = {"w1": (spec.width, spec.hidden), "w3": (spec.width, spec.hidden), "w2": (spec.hidden, spec.width)}
+        return [
+            WeightSlot(f"{spec.name}.{expert}.{name}", shape, "matrix", partial(self._put, name, expert))
+            for expert in range(spec.num_experts)
+            for name, shape in shapes.items()
+        ]
+
+    def _put(self, name: str, expert: int, weight: Packed) -> None:
+        full_name = f"{self.spec.name}.{expert}.{name}"
+        if self._found is None:
+            self._found = full_name, weight.format
+        first_name, first_format = self._found
+        if weight.format != first_format:
+            raise CheckpointError(
+                f"{full_name} is stored as {_describe(weight.format)} but {first_name} as {_describe(first_format)}; "
+                "all routed experts of a layer must have one format: convert them to one"
+            )
+        held = self._build.hold(weight)
+        if name not in self.stacks:
+            self.stacks[name] = self._empty_stack(held)
+        stack = self.stacks[name]
+        stack.data[expert].copy_(held.data)
+        if stack.scale is not None and held.scale is not None:
+            stack.scale[expert].copy_(held.scale)
+
+    def _empty_stack(self, like: Packed) -> Packed:
+        experts = self.spec.num_experts
+        data = torch.empty((experts, *like.data.shape), dtype=like.data.dtype, device=like.data.device)
+        scale = None
+        if like.scale is not None:
+            scale = torch.empty((experts, *like.scale.shape), dtype=like.scale.dtype, device=like.scale.device)
+        return Packed(like.format, data, scale, (experts, *like.shape))
+
+    def forward(self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32."""
+        assert self._found is not None
+        rounding = self.spec.rounding if is_quantised(self._found[1]) else None
+        w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
+        out: torch.Tensor = self._product(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.spec.limit, rounding=rounding
+        )
+        return out
+
+
+def is_quantised(format: Format) -> bool:
+    """FP8 and FP4 weights, whose linear maps round their input."""
+    return format.name in ("fp8", "fp4")
+
+
+def _describe(format: Format) -> str:
+    return format.name if format.block is None else f"{format.name} with {format.block[0]}x{format.block[1]} blocks"
