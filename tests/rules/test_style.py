@@ -1,0 +1,135 @@
+"""House rules that a formatter does not check; CONTRIBUTING.md says them in words."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "spyglass"
+MOST_LINES = 400
+MOST_KERNEL_LINES = 600
+VAGUE_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "base", "misc", "core"}
+READS_ENVIRONMENT = {"config/engine.py"}
+PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")
+UNANCHORED_TODO = re.compile(r"(?:#|//)\s*(?:TODO|FIXME|XXX)\b(?!\(#?\w)")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cpp", ".h", ".sh", ".html", ".js", ""}
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def tracked_files() -> list[Path]:
+    """Files that git knows; every text file where there is no git."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    names = done.stdout.decode().split("\0") if done.returncode == 0 else []
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in package_files()}
+
+
+def test_files_are_short_enough_to_hold_in_the_head() -> None:
+    sources = [*package_files(), *PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h"), *(ROOT / "tests").rglob("*.py")]
+    long = {}
+    for path in sources:
+        kernel = path.stem == "triton" or path.suffix in (".cpp", ".h")
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > (MOST_KERNEL_LINES if kernel else MOST_LINES):
+            long[str(path.relative_to(ROOT))] = lines
+    assert not long
+
+
+def test_no_module_has_a_name_that_could_hold_anything() -> None:
+    vague = [name(path) for path in package_files() if VAGUE_NAMES & set(Path(name(path)).with_suffix("").parts)]
+    assert not vague
+
+
+def test_errors_are_never_caught_wholesale(trees: dict[Path, ast.Module]) -> None:
+    wholesale = [
+        f"{name(path)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or {"Exception", "BaseException"} & set(re.findall(r"\w+", ast.unparse(node.type))))
+    ]
+    assert not wholesale
+
+
+def test_the_environment_is_read_in_one_file(trees: dict[Path, ast.Module]) -> None:
+    readers = {
+        name(path)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    }
+    assert readers <= READS_ENVIRONMENT
+
+
+def test_only_rooms_that_face_a_terminal_print(trees: dict[Path, ast.Module]) -> None:
+    printing = {
+        name(path)
+        for path, tree in trees.items()
+        if path.relative_to(PACKAGE).parts[0] not in PRINTS and any(called == "print" for called, _ in calls(tree))
+    }
+    assert not printing
+
+
+def test_nothing_is_read_with_a_silent_default(trees: dict[Path, ast.Module]) -> None:
+    guesses = [
+        f"{name(path)}:{call.lineno}"
+        for path, tree in trees.items()
+        for called, call in calls(tree)
+        if called == "getattr" and len(call.args) == 3
+    ]
+    assert not guesses
+
+
+def test_no_module_keeps_state(trees: dict[Path, ast.Module]) -> None:
+    stateful = [
+        f"{name(path)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Global)
+    ]
+    assert not stateful
+
+
+def test_every_module_and_public_name_says_what_it_is(trees: dict[Path, ast.Module]) -> None:
+    silent = []
+    for path, tree in trees.items():
+        named = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+        silent += [f"{name(path)}:{n.lineno} {n.name}" for n in named if n.name[0] != "_" and not ast.get_docstring(n)]
+        if tree.body and not ast.get_docstring(tree):
+            silent.append(name(path))
+    assert not silent
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, UNANCHORED_TODO], ids=["machine path", "unanchored to-do"])
+def test_no_text_file_holds(pattern: re.Pattern[str]) -> None:
+    found = []
+    for path in tracked_files():
+        if path.suffix in TEXT_SUFFIXES and path.resolve() != Path(__file__).resolve():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if pattern.search(line):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found
