@@ -14,7 +14,7 @@ from typing import Literal
 class Format:
     """One storage format. `block` is (rows, columns) per scale; None = no scale."""
 
-    name: Literal["bf16", "f32", "fp8", "fp4"]
+    name: Literal["bf16", "f32", "fp8", "fp4", "i64"]
     weight_dtype: str  # safetensors dtype of `.weight`
     scale_dtype: str | None  # safetensors dtype of `.scale`
     bits: int
@@ -34,6 +34,7 @@ class Format:
 
 BF16 = Format(name="bf16", weight_dtype="BF16", scale_dtype=None, bits=16, block=None)
 F32 = Format(name="f32", weight_dtype="F32", scale_dtype=None, bits=32, block=None)
+I64 = Format(name="i64", weight_dtype="I64", scale_dtype=None, bits=64, block=None)
 FP4 = Format(name="fp4", weight_dtype="I8", scale_dtype="F8_E8M0", bits=4, block=(1, 32))
 
 

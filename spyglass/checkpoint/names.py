@@ -1,0 +1,154 @@
+"""One reversible table between native checkpoint names and those of Hugging Face Transformers (spec v4 2.2, 2.3).
+
+Modules map one to one; the experts have a second spelling in which Transformers stacks all of them into two tensors:
+`gate_up_proj` [E, 2F, C] (w1 rows first, then w3) and `down_proj` [E, C, F]. Whole names are looked up, never suffixes:
+`head.weight` is also the end of `markov_head.head.weight`, and `.w1` occurs in experts, aligner and tower alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOP_LEVEL = {
+    "embed": "model.embed_tokens",
+    "head": "lm_head",
+    "norm": "model.norm",
+    "hc_head_fn": "model.hc_head.hc_fn",
+    "hc_head_base": "model.hc_head.hc_base",
+    "hc_head_scale": "model.hc_head.hc_scale",
+    "image_start": "model.image_start",
+    "image_end": "model.image_end",
+    "image_newline": "model.image_newline",
+    "image_pad": "model.image_pad",
+}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "hc_attn_fn": "attn_hc.fn",
+    "hc_attn_base": "attn_hc.base",
+    "hc_attn_scale": "attn_hc.scale",
+    "hc_ffn_fn": "ffn_hc.fn",
+    "hc_ffn_base": "ffn_hc.base",
+    "hc_ffn_scale": "ffn_hc.scale",
+    "attn.attn_sink": "self_attn.sinks",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.kv_norm": "self_attn.kv_norm",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.compressor.ape": "self_attn.compressor.position_bias",
+    "attn.compressor.norm": "self_attn.compressor.kv_norm",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
+    "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
+    "ffn.gate": "mlp.gate",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.bias_vl": "mlp.gate.e_score_correction_bias_vl",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+EXPERT = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+STACKED = {"w1": ("gate_up_proj", 0, 2), "w3": ("gate_up_proj", 1, 2), "w2": ("down_proj", 0, 1)}
+SUFFIXES = {".weight": ".weight", ".scale": ".weight_scale_inv"}
+PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
+_UNTABLED = ("vision.", "aligner.")
+
+_TOP_LEVEL_BACK = {hf.removeprefix("model."): native for native, hf in TOP_LEVEL.items()}
+_LAYER_BACK = {hf: native for native, hf in LAYER.items()}
+_EXPERT_BACK = {hf: native for native, hf in EXPERT.items()}
+_SUFFIXES_BACK = {hf: native for native, hf in SUFFIXES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """Where an expert's tensor lies inside a stacked one: rows `part` of `parts` equal row blocks of entry `expert`."""
+
+    name: str
+    expert: int
+    part: int
+    parts: int
+
+
+def to_hf(name: str) -> str:
+    """Transformers name of a native tensor or module name, experts one by one; names outside the table stay."""
+    if name.startswith(_UNTABLED):
+        return f"model.{name}"
+    group, index, rest = _split_layer(name)
+    if not index:
+        return _translate(name, TOP_LEVEL, SUFFIXES) or name
+    if rest.startswith("ffn.experts."):
+        expert, _, tail = rest.removeprefix("ffn.experts.").partition(".")
+        translated = _translate(tail, EXPERT, SUFFIXES)
+        return f"model.{group}.{index}.mlp.experts.{expert}.{translated}" if translated else name
+    return f"model.{group}.{index}.{_translate(rest, LAYER, SUFFIXES) or rest}"
+
+
+def to_native(name: str) -> str:
+    """Native name of a Transformers tensor or module name; native names and unknown names stay as they are."""
+    bare = next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
+    group, index, rest = _split_layer(bare)
+    if not index:
+        return _translate(bare, _TOP_LEVEL_BACK, _SUFFIXES_BACK) or bare
+    if rest.startswith("mlp.experts."):
+        expert, _, tail = rest.removeprefix("mlp.experts.").partition(".")
+        translated = _translate(tail, _EXPERT_BACK, _SUFFIXES_BACK)
+        return f"{group}.{index}.ffn.experts.{expert}.{translated}" if translated and expert.isdecimal() else bare
+    return f"{group}.{index}.{_translate(rest, _LAYER_BACK, _SUFFIXES_BACK) or rest}"
+
+
+def to_stacked(name: str) -> StackedPart | None:
+    """Place of a native expert tensor in the stacked spelling; None for every other tensor."""
+    group, index, rest = _split_layer(name)
+    if not index or not rest.startswith("ffn.experts."):
+        return None
+    expert, _, tail = rest.removeprefix("ffn.experts.").partition(".")
+    matrix, _, suffix = tail.partition(".")
+    if matrix not in STACKED or suffix not in ("weight", "scale"):
+        return None
+    stacked, part, parts = STACKED[matrix]
+    ending = "_scale_inv" if suffix == "scale" else ""
+    return StackedPart(f"model.{group}.{index}.mlp.experts.{stacked}{ending}", int(expert), part, parts)
+
+
+def from_stacked(name: str, num_experts: int) -> list[tuple[str, StackedPart]]:
+    """Native names of the parts of a stacked tensor, expert by expert; empty when the name is not one of a stack."""
+    bare = next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
+    group, index, rest = _split_layer(bare)
+    if not index or not rest.startswith("mlp.experts."):
+        return []
+    stacked = rest.removeprefix("mlp.experts.")
+    suffix = "scale" if stacked.endswith("_scale_inv") else "weight"
+    stacked = stacked.removesuffix("_scale_inv")
+    parts = sorted((part, matrix, parts) for matrix, (stack, part, parts) in STACKED.items() if stack == stacked)
+    return [
+        (f"{group}.{index}.ffn.experts.{expert}.{matrix}.{suffix}", StackedPart(name, expert, part, count))
+        for expert in range(num_experts)
+        for part, matrix, count in parts
+    ]
+
+
+def _split_layer(name: str) -> tuple[str, str, str]:
+    """`layers.3.rest` to ("layers", "3", "rest"), the same for `mtp.`; empty strings for names outside a layer."""
+    group, _, tail = name.partition(".")
+    index, _, rest = tail.partition(".")
+    return (group, index, rest) if group in ("layers", "mtp") and index.isdecimal() and rest else ("", "", "")
+
+
+def _translate(name: str, table: dict[str, str], suffixes: dict[str, str]) -> str | None:
+    """Look a name up as it is (modules, plain tensors), then without its suffix."""
+    if name in table:
+        return table[name]
+    for suffix, translated in suffixes.items():
+        base = name.removesuffix(suffix)
+        if base != name and base in table:
+            return table[base] + translated
+    return None
