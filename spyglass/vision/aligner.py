@@ -1,0 +1,70 @@
+"""From rows of patches to rows of the text model: each ratio x ratio cell of patches becomes one.
+
+The grid is padded with zeros right and below to whole cells, after the tower's last norm; a cell is flattened channel
+by channel, feature c · r² + dy · r + dx; then two linear maps with an exact (erf) GELU between them (spec v4 9.4,
+v41 7.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from spyglass.config.model import VisionConfig
+from spyglass.layers.build import Build
+from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.vision.packing import Grid, num_cells, offsets
+
+
+def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
+    """Packed patch row of each place of each cell, [cells, ratio²]: pictures in order, cells row by row, places too.
+
+    -1 where a cell reaches past the picture.
+    """
+    parts = [np.empty((0, ratio * ratio), np.int64)]
+    for first, (height, width) in zip(offsets(grids)[:-1], grids, strict=True):
+        y = np.arange(-(-height // ratio) * ratio).reshape(-1, 1, ratio, 1)
+        x = np.arange(-(-width // ratio) * ratio).reshape(1, -1, 1, ratio)
+        index = np.where((y < height) & (x < width), first + y * width + x, -1)
+        parts.append(index.reshape(-1, ratio * ratio))
+    return np.concatenate(parts)
+
+
+def unfold_cells(rows_UY: torch.Tensor, grids: Sequence[Grid], ratio: int) -> torch.Tensor:
+    """[cells, Y · ratio²], channel-major, zeros where a cell reaches past its picture; one gather for all pictures."""
+    index = torch.from_numpy(cell_index(grids, ratio)).to(rows_UY.device)
+    padded_UY = torch.cat([rows_UY, rows_UY.new_zeros(1, rows_UY.shape[1])])
+    return padded_UY[index].transpose(1, 2).flatten(1)  # index -1 is the zero row
+
+
+class Aligner(nn.Module):
+    """Cells of patches to rows of the text model's width."""
+
+    def __init__(self, vision: VisionConfig, hidden_size: int, build: Build) -> None:
+        super().__init__()
+        self.ratio = vision.downsample_ratio
+        self.w1 = _linear("aligner.w1", vision.hidden_size * self.ratio**2, hidden_size, build)
+        self.w2 = _linear("aligner.w2", hidden_size, hidden_size, build)
+
+    def forward(self, rows_UY: torch.Tensor, grids: Sequence[Grid], slot_I: torch.Tensor | None = None) -> torch.Tensor:
+        """Image rows [I, C]: ceil(rows / ratio) · ceil(columns / ratio) per picture, reading order, pictures in order.
+
+        `grids` (rows, columns) of patches per picture; `slot_I` int32 adapter slot per picture, None = no adapters.
+        """
+        cells_ID = unfold_cells(rows_UY, grids, self.ratio)
+        slot = None
+        if slot_I is not None:
+            counts = torch.tensor([num_cells(grid, self.ratio) for grid in grids], device=rows_UY.device)
+            slot = slot_I.repeat_interleave(counts, output_size=len(cells_ID))
+        hidden_IC = nn.functional.gelu(self.w1(cells_ID, slot), approximate="none")
+        out_IC: torch.Tensor = self.w2(hidden_IC, slot)
+        return out_IC
+
+
+def _linear(name: str, in_features: int, out_features: int, build: Build) -> Linear:
+    spec = LinearSpec(name=name, in_features=in_features, out_features=out_features, bias=True, row_space="cells")
+    return Linear(spec, build)

@@ -1,0 +1,161 @@
+"""The picture encoder: pre-norm transformer blocks over patches, all pictures of a call packed into one row axis.
+
+x = patches · Wᵀ + b; per block x += attention(norm1(x)), x += mlp(norm2(x)); a final norm. No class token and no
+absolute position: a 2-D rotary embedding turns q and k by (row, column) of the patch in its own picture, and attention
+never leaves the picture (spec v4 9.3, v41 7.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from spyglass.batch.types import ImageBatch
+from spyglass.config.model import VisionConfig
+from spyglass.layers.build import Build
+from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.norm import RMSNorm
+from spyglass.layers.rope import rope_frequencies
+from spyglass.vision.packing import Grid, normalised, offsets, pixel_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], picture borders, adapter slots."""
+
+    cos_UR: torch.Tensor
+    sin_UR: torch.Tensor
+    cu_seqlens_I1: torch.Tensor
+    offsets: tuple[int, ...]
+    slot_U: torch.Tensor
+
+
+def patch_positions(grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column (int64 [U], host) of every packed patch in its own picture, counted from 0."""
+    rows = [np.repeat(np.arange(height), width) for height, width in grids]
+    columns = [np.tile(np.arange(width), height) for height, width in grids]
+    empty = np.empty(0, np.int64)
+    return torch.from_numpy(np.concatenate([empty, *rows])), torch.from_numpy(np.concatenate([empty, *columns]))
+
+
+def rotary_tables(grids: Sequence[Grid], theta: float, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, fp32 [U, head_dim / 2] on the host: the first half turns by row, the second by column.
+
+    Angles are fp32(position) · fp32(theta^(-2i / (head_dim / 2))), i < head_dim / 4 (spec v4 9.3). They are made on the
+    host, once per position and not per patch, so that every device turns by the same bits.
+    """
+    longest = max((max(grid) for grid in grids), default=0)
+    angle_PR = torch.arange(longest).float()[:, None] * rope_frequencies(theta, head_dim // 2, None)
+    cos_PR, sin_PR = angle_PR.cos(), angle_PR.sin()
+    row_U, column_U = patch_positions(grids)
+    return torch.cat([cos_PR[row_U], cos_PR[column_U]], dim=1), torch.cat([sin_PR[row_U], sin_PR[column_U]], dim=1)
+
+
+def rotate(x_UHD: torch.Tensor, cos_UR: torch.Tensor, sin_UR: torch.Tensor) -> torch.Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for channels (d, d + D / 2), fp32 inside, one rounding to x's dtype."""
+    a, b = x_UHD.float().chunk(2, dim=-1)
+    cos, sin = cos_UR[:, None], sin_UR[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_UHD.dtype)
+
+
+class VisionAttention(nn.Module):
+    """Full attention among the patches of each picture."""
+
+    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+        super().__init__()
+        width = vision.hidden_size
+        self.heads = vision.num_attention_heads
+        self.wqkv = _linear(f"{name}.wqkv", width, 3 * width, build, bias=True)
+        self.wo = _linear(f"{name}.wo", width, width, build, bias=True)
+        self._attention = build.ops.vit_attention
+
+    def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        qkv = self.wqkv(x_UY, rows.slot_U).unflatten(-1, (3, self.heads, -1))
+        q_UHD = rotate(qkv[:, 0], rows.cos_UR, rows.sin_UR)
+        k_UHD = rotate(qkv[:, 1], rows.cos_UR, rows.sin_UR)
+        scale = float(q_UHD.shape[-1]) ** -0.5
+        out_UHD = self._attention(q_UHD, k_UHD, qkv[:, 2], rows.cu_seqlens_I1, offsets=rows.offsets, scale=scale)
+        out: torch.Tensor = self.wo(out_UHD.flatten(1), rows.slot_U)
+        return out
+
+
+class VisionMlp(nn.Module):
+    """w2(silu(gate) · up); gate and up are the two halves of w1, and silu is rounded before the product."""
+
+    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+        super().__init__()
+        self.w1 = _linear(f"{name}.w1", vision.hidden_size, 2 * vision.intermediate_size, build)
+        self.w2 = _linear(f"{name}.w2", vision.intermediate_size, vision.hidden_size, build)
+
+    def forward(self, x_UY: torch.Tensor, slot_U: torch.Tensor) -> torch.Tensor:
+        gate, up = self.w1(x_UY, slot_U).chunk(2, dim=-1)
+        out: torch.Tensor = self.w2(nn.functional.silu(gate) * up, slot_U)
+        return out
+
+
+class VisionBlock(nn.Module):
+    """One pre-norm block."""
+
+    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(f"{name}.norm1", vision.hidden_size, vision.norm_eps, build)
+        self.attn = VisionAttention(f"{name}.attn", vision, build)
+        self.norm2 = RMSNorm(f"{name}.norm2", vision.hidden_size, vision.norm_eps, build)
+        self.mlp = VisionMlp(f"{name}.mlp", vision, build)
+
+    def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        x_UY = x_UY + self.attn(self.norm1(x_UY), rows)
+        out: torch.Tensor = x_UY + self.mlp(self.norm2(x_UY), rows.slot_U)
+        return out
+
+
+class VisionTower(nn.Module):
+    """Patches of all pictures to one row per patch."""
+
+    def __init__(self, vision: VisionConfig, build: Build) -> None:
+        super().__init__()
+        self.vision = vision
+        width, patch_values = vision.hidden_size, 3 * vision.patch_size**2
+        self.patch_embed = _linear("vision.patch_embed.proj", patch_values, width, build, bias=True)
+        self.blocks = nn.ModuleList(
+            VisionBlock(f"vision.blocks.{index}", vision, build) for index in range(vision.num_hidden_layers)
+        )
+        self.norm = RMSNorm("vision.norm", width, vision.norm_eps, build)
+        self._dtype = build.dtype
+        self._pixels = pixel_table().to(build.device, build.dtype)
+
+    def forward(self, images: ImageBatch) -> torch.Tensor:
+        """Rows [U, Y] of the activation dtype, pictures in order, patches row by row.
+
+        Every op runs once per layer, however many pictures there are.
+        """
+        rows = self._rows(images)
+        patches_UF = normalised(images.patches_U, self._dtype, self._pixels).flatten(1)
+        x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.slot_U)
+        for block in self.blocks:
+            x_UY = block(x_UY, rows)
+        out: torch.Tensor = self.norm(x_UY)
+        return out
+
+    def _rows(self, images: ImageBatch) -> PackedRows:
+        vision, device = self.vision, images.patches_U.device
+        cos_UR, sin_UR = rotary_tables(
+            images.grids_I2, vision.rope_theta, vision.hidden_size // vision.num_attention_heads
+        )
+        counts_I = images.cu_seqlens_I1.diff()
+        return PackedRows(
+            cos_UR=cos_UR.to(device),
+            sin_UR=sin_UR.to(device),
+            cu_seqlens_I1=images.cu_seqlens_I1,
+            offsets=offsets(images.grids_I2),
+            slot_U=images.slot_I.repeat_interleave(counts_I, output_size=len(images.patches_U)),
+        )
+
+
+def _linear(name: str, in_features: int, out_features: int, build: Build, *, bias: bool = False) -> Linear:
+    spec = LinearSpec(name=name, in_features=in_features, out_features=out_features, bias=bias, row_space="patches")
+    return Linear(spec, build)
