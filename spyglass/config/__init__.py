@@ -3,7 +3,9 @@
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.engine import EngineConfig, read_engine_config
 from spyglass.config.model import (
+    CandidatePlan,
     CompressorPlan,
+    EngramConfig,
     LayerPlan,
     ModelConfig,
     RopeSpec,
@@ -17,8 +19,10 @@ from spyglass.config.read import parse_model_config, read_model_config
 
 __all__ = [
     "CachePlan",
+    "CandidatePlan",
     "CompressorPlan",
     "EngineConfig",
+    "EngramConfig",
     "LayerPlan",
     "ModelConfig",
     "RopeSpec",

@@ -82,6 +82,47 @@ class LayerPlan:
     candidates_from: int | None  # layer whose candidate blocks restrict the picks (V4.1)
     router: Literal["hash", "topk"]
     engram: bool = False
+    makes_candidates: bool = False  # this layer's scores choose the candidate blocks of later index sources (V4.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidatePlan:
+    """The first of two selection levels (spec v41 3.3): whole blocks of entries, the newest one always among them."""
+
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngramConfig:
+    """N-gram memory of some layers (spec v41 5): ids are hashed into rows of one table per layer.
+
+    `num_rows[i]` belongs to `layers[i]`. `prime_above`: the hash moduli are the primes from here on (spec 5.2).
+    """
+
+    layers: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    max_ngram: int
+    prime_above: int
+    num_heads: int
+    head_dim: int
+    pad_token_id: int
+    num_classes: int  # size of the compressed vocabulary
+
+    @property
+    def lookback(self) -> int:
+        """Tokens before a row that its hashes read."""
+        return self.max_ngram - 1
+
+    @property
+    def columns(self) -> int:
+        """Table rows that one token reads per layer."""
+        return (self.max_ngram - 1) * self.num_heads
+
+    @property
+    def row_width(self) -> int:
+        """Values one token reads per layer, the input width of the engram's `wkv`."""
+        return self.columns * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +156,8 @@ class TextConfig:
     max_position_embeddings: int
     layers: tuple[LayerPlan, ...]
     reference_rounding: Rounding
+    engram: EngramConfig | None = None
+    candidates: CandidatePlan | None = None
 
     @property
     def num_hidden_layers(self) -> int:

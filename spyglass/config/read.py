@@ -6,18 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from spyglass.config import read_v4, read_v41
 from spyglass.config.fields import Fields
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
-from spyglass.config.read_v4 import REFERENCE_NAMES, read_official, read_reference, refuse_newer
 from spyglass.errors import ConfigError
 
 # `model_type` -> reader. Whole names only: "deepseek_v41" begins with "deepseek_v4" and is another family.
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
-    "deepseek_v4": read_official,
-    "deepseek_v41": refuse_newer,
+    "deepseek_v4": read_v4.read_official,
+    "deepseek_v41": read_v41.read_official,
 }
-SUPPORTED = ("deepseek_v4",)
 _ONLY_V41 = ("kv_source_layers", "engram_layer_ids")  # fields of the reference file that V4 does not have
 
 
@@ -44,10 +43,10 @@ def parse_model_config(values: Mapping[str, object], file: str) -> ModelConfig:
     """
     if "model_type" not in values and {"dim", "n_layers"} <= values.keys():
         if any(name in values for name in _ONLY_V41):
-            return refuse_newer(Fields(file=file, values=values))
-        return read_reference(Fields(file=file, values=values, written=REFERENCE_NAMES))
+            return read_v41.read_reference(Fields(file=file, values=values, written=read_v41.REFERENCE_NAMES))
+        return read_v4.read_reference(Fields(file=file, values=values, written=read_v4.REFERENCE_NAMES))
     fields = Fields(file=file, values=values)
-    supported = "one of the supported families: " + ", ".join(SUPPORTED)
+    supported = "one of the supported families: " + ", ".join(FAMILIES)
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.error("model_type", supported)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from spyglass.config.fields import Fields
 from spyglass.config.model import (
+    CandidatePlan,
     CompressorPlan,
+    EngramConfig,
     LayerPlan,
     ModelConfig,
     RopeSpec,
@@ -21,7 +23,6 @@ from spyglass.config.model import (
     WeightQuant,
     YarnScaling,
 )
-from spyglass.errors import ConfigError
 from spyglass.quant.formats import FakeQuant
 
 POOLED_ALL = 128  # ratio whose pools are all attended
@@ -54,7 +55,7 @@ SCALE_FORMATS = ("ue8m0", "fp32")  # base models keep fp32 scales
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What may be left out: the official file writes all that a computation needs, the reference's own file does not."""
+    """What may be left out: the official file writes all a computation needs, the reference's own file does not."""
 
     eps: float | None
     bos_token_id: int | None
@@ -73,7 +74,7 @@ def read_official(fields: Fields) -> ModelConfig:
             that is not implemented.
     """
     scaling = fields.section("rope_scaling")
-    yarn = _yarn(scaling, check_kind=True)
+    yarn = read_yarn(scaling, check_kind=True)
     scaling.refuse_unseen()
     return _model(fields, yarn, OFFICIAL, _official_weights)
 
@@ -84,15 +85,23 @@ def read_reference(fields: Fields) -> ModelConfig:
     Raises:
         ConfigError: as `read_official`.
     """
-    return _model(fields, _yarn(fields, check_kind=False), REFERENCE, _reference_weights)
+    return _model(fields, read_yarn(fields, check_kind=False), REFERENCE, reference_weights)
 
 
 def _model(
     fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: Callable[[Fields], WeightQuant | None]
 ) -> ModelConfig:
-    _refuse_other_mathematics(fields)
-    ratios = _schedule(fields)
-    text = _text(fields, yarn, ratios, defaults)
+    refuse_other_mathematics(fields)
+    ratios = schedule(fields, (0, POOLED_CHOSEN, POOLED_ALL))
+    head_dim, rope_dim = head_dims(fields)
+    wiring = Wiring(
+        q_head_norm=True,
+        shifted_hyper=False,
+        layers=_layers(fields, yarn, ratios, rope_dim),
+        rounding=_rounding(head_dim - rope_dim),
+        index_head_dim=_index_dim(fields, rope_dim),
+    )
+    text = read_text(fields, wiring, defaults)
     extra = len(fields.integers("compress_ratios")) - len(ratios)
     vocab = text.vocab_size
     return ModelConfig(
@@ -100,17 +109,19 @@ def _model(
         text=text,
         vision=_vision(fields),
         weights=weights(fields),
-        bos_token_id=fields.integer("bos_token_id", default=defaults.bos_token_id, least=0, most=vocab - 1),
-        eos_token_ids=_end_ids(fields, defaults, vocab),
-        pad_token_id=fields.optional_integer("pad_token_id", most=vocab - 1),
-        image_token_id=fields.optional_integer("image_token_id", most=vocab - 1),
+        bos_token_id=fields.integer(
+            "bos_token_id", default=defaults.bos_token_id, least=0, most=vocab - 1, limit="vocab_size"
+        ),
+        eos_token_ids=end_ids(fields, defaults, vocab),
+        pad_token_id=fields.optional_integer("pad_token_id", most=vocab - 1, limit="vocab_size"),
+        image_token_id=fields.optional_integer("image_token_id", most=vocab - 1, limit="vocab_size"),
         num_draft_layers=fields.integer("num_nextn_predict_layers", default=extra, least=0),
         draft={key: value for key, value in fields.values.items() if key.startswith(DRAFT_PREFIX)},
         informational={key: value for key, value in fields.unseen().items() if not key.startswith(DRAFT_PREFIX)},
     )
 
 
-def _refuse_other_mathematics(fields: Fields) -> None:
+def refuse_other_mathematics(fields: Fields) -> None:
     """Fields with one implemented value: absent is fine, another value would be computed wrongly."""
     fields.fixed("num_key_value_heads", 1)
     fields.fixed("hidden_act", "silu")
@@ -121,23 +132,21 @@ def _refuse_other_mathematics(fields: Fields) -> None:
     fields.fixed("tie_word_embeddings", False)
 
 
-def _schedule(fields: Fields) -> tuple[int, ...]:
-    """The ratio of each layer; entries behind the last layer belong to draft stages."""
+def schedule(fields: Fields, known: tuple[int, ...]) -> tuple[int, ...]:
+    """The ratio of each layer, one of `known`; entries behind the last layer belong to draft stages."""
     num_layers = fields.integer("num_hidden_layers")
     ratios = fields.integers("compress_ratios")
     if len(ratios) < num_layers:
-        raise fields.error(
-            "compress_ratios", f"one entry for each of the {num_layers} layers, found {len(ratios)}; nothing is assumed"
-        )
+        layers = fields.spelling("num_hidden_layers")
+        raise fields.error("compress_ratios", f"{layers} = {num_layers} entries, found {len(ratios)}; none is assumed")
     for index, ratio in enumerate(ratios[:num_layers]):
-        if ratio not in (0, POOLED_CHOSEN, POOLED_ALL):
-            raise fields.error(
-                "compress_ratios", f"0, {POOLED_CHOSEN} or {POOLED_ALL} for every layer, layer {index} has {ratio}"
-            )
+        if ratio not in known:
+            expected = ", ".join(map(str, known[:-1])) + f" or {known[-1]}"
+            raise fields.error("compress_ratios", f"{expected} for every layer, layer {index} has {ratio}")
     return ratios[:num_layers]
 
 
-def _yarn(fields: Fields, *, check_kind: bool) -> YarnScaling:
+def read_yarn(fields: Fields, *, check_kind: bool) -> YarnScaling:
     """YaRN numbers, from their own object or the flat reference file; there is no attention temperature (spec 4.3)."""
     if check_kind:
         newer = fields.get("type") is None and fields.get("rope_type") is not None
@@ -148,20 +157,40 @@ def _yarn(fields: Fields, *, check_kind: bool) -> YarnScaling:
     return YarnScaling(
         factor=fields.number("factor", least=1),
         original_max_position=fields.integer("original_max_position_embeddings"),
-        beta_fast=fields.number("beta_fast", least=beta_slow),
+        beta_fast=fields.number("beta_fast", least=beta_slow, limit="beta_slow"),
         beta_slow=beta_slow,
     )
 
 
-def _text(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], defaults: Defaults) -> TextConfig:
-    num_heads = fields.integer("num_attention_heads")
+def head_dims(fields: Fields) -> tuple[int, int]:
+    """`head_dim` and its rotated part."""
     head_dim = fields.integer("head_dim", least=2)
-    rope_dim = fields.integer("qk_rope_head_dim", least=2, most=head_dim - 1)
+    rope_dim = fields.integer("qk_rope_head_dim", least=2, most=head_dim - 1, limit="head_dim")
     if rope_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number: channels are rotated in pairs")
+    return head_dim, rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """What a family decides about its backbone beyond the numbers both write alike."""
+
+    q_head_norm: bool
+    shifted_hyper: bool
+    layers: tuple[LayerPlan, ...]
+    rounding: Rounding
+    index_head_dim: int
+    engram: EngramConfig | None = None
+    candidates: CandidatePlan | None = None
+
+
+def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
+    """The backbone's numbers, which both families write under the same names."""
+    num_heads = fields.integer("num_attention_heads")
+    head_dim, rope_dim = head_dims(fields)
     num_groups = fields.integer("o_groups")
     if num_heads % num_groups:
-        raise fields.error("o_groups", f"a divisor of the {num_heads} attention heads")
+        raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
     num_experts = fields.integer("n_routed_experts")
     return TextConfig(
         vocab_size=fields.integer("vocab_size", least=2),
@@ -174,11 +203,11 @@ def _text(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], defaults: 
         o_lora_rank=fields.integer("o_lora_rank"),
         sliding_window=fields.integer("sliding_window"),
         index_n_heads=fields.integer("index_n_heads"),
-        index_head_dim=_index_dim(fields, rope_dim),
+        index_head_dim=wiring.index_head_dim,
         index_topk=fields.integer("index_topk"),
         n_routed_experts=num_experts,
         n_shared_experts=fields.integer("n_shared_experts", most=1),
-        num_experts_per_tok=fields.integer("num_experts_per_tok", most=num_experts),
+        num_experts_per_tok=fields.integer("num_experts_per_tok", most=num_experts, limit="n_routed_experts"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         swiglu_limit=fields.number("swiglu_limit"),
@@ -186,25 +215,27 @@ def _text(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], defaults: 
         hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
-        q_head_norm=True,
-        shifted_hyper=False,
+        q_head_norm=wiring.q_head_norm,
+        shifted_hyper=wiring.shifted_hyper,
         max_position_embeddings=fields.integer("max_position_embeddings", default=DEFAULT_MAX_POSITION),
-        layers=_layers(fields, yarn, ratios, rope_dim),
-        reference_rounding=_rounding(head_dim - rope_dim),
+        layers=wiring.layers,
+        reference_rounding=wiring.rounding,
+        engram=wiring.engram,
+        candidates=wiring.candidates,
     )
 
 
 def _index_dim(fields: Fields, rope_dim: int) -> int:
-    dim = fields.integer("index_head_dim", least=rope_dim)
+    dim = fields.integer("index_head_dim", least=rope_dim, limit="qk_rope_head_dim")
     if dim & (dim - 1):
         raise fields.error("index_head_dim", "a power of two: index vectors pass a Hadamard rotation")
     return dim
 
 
 def _layers(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], rope_dim: int) -> tuple[LayerPlan, ...]:
-    num_hash = fields.integer("num_hash_layers", least=0, most=len(ratios))
-    near = RopeSpec(theta=fields.number("rope_theta", least=1), dim=rope_dim, yarn=None)
-    far = RopeSpec(theta=fields.number("compress_rope_theta", least=1), dim=rope_dim, yarn=yarn)
+    num_hash = fields.integer("num_hash_layers", least=0, most=len(ratios), limit="num_hidden_layers")
+    near = RopeSpec(theta=fields.number("rope_theta", above=1), dim=rope_dim, yarn=None)
+    far = RopeSpec(theta=fields.number("compress_rope_theta", above=1), dim=rope_dim, yarn=yarn)
     compressors = {0: None, POOLED_CHOSEN: _compressor(POOLED_CHOSEN), POOLED_ALL: _compressor(POOLED_ALL)}
     return tuple(
         LayerPlan(
@@ -262,7 +293,7 @@ def _vision(fields: Fields) -> VisionConfig | None:
         num_attention_heads=num_heads,
         intermediate_size=fields.integer("vision_inter_dim"),
         patch_size=fields.integer("vision_patch_size"),
-        rope_theta=fields.number("vision_rope_theta", least=1),
+        rope_theta=fields.number("vision_rope_theta", above=1),
         downsample_ratio=fields.integer("vision_downsample_ratio"),
         max_tokens=fields.integer("vision_max_n_token", least=SMALLEST_BLOCK),
         min_pixels=fields.integer("vision_min_pixels", least=0),
@@ -276,7 +307,11 @@ def _official_weights(fields: Fields) -> WeightQuant | None:
     expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
     if fields.get("quantization_config") is None:
         return None
-    quant = fields.section("quantization_config")
+    return quantization(fields.section("quantization_config"), expert_dtype)
+
+
+def quantization(quant: Fields, expert_dtype: str | None) -> WeightQuant:
+    """The numbers of a `quantization_config`; it may name the experts' format itself (V4.1)."""
     quant.choice("quant_method", ("fp8",))
     quant.fixed("fmt", "e4m3")
     quant.fixed("activation_scheme", "dynamic")
@@ -284,34 +319,29 @@ def _official_weights(fields: Fields) -> WeightQuant | None:
     block = quant.integers("weight_block_size", least=1)
     if len(block) != 2:
         raise quant.error("weight_block_size", "two integers, rows and columns per scale")
-    return WeightQuant(block=(block[0], block[1]), expert_dtype=expert_dtype)
+    return WeightQuant(
+        block=(block[0], block[1]), expert_dtype=quant.optional_choice("expert_dtype", EXPERT_DTYPES) or expert_dtype
+    )
 
 
-def _reference_weights(fields: Fields) -> WeightQuant | None:
-    """The reference file says only that matrices are fp8; its blocks are 128 x 128 by code."""
+def reference_weights(fields: Fields, block: tuple[int, int] = (128, 128)) -> WeightQuant | None:
+    """The reference file says only that matrices are fp8; its blocks are fixed by code (V4: 128 x 128)."""
     expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
     fields.optional_choice("scale_fmt", SCALE_FORMATS)
     if fields.choice("dtype", ("fp8", "bf16"), default="bf16") == "bf16":
         return None
-    return WeightQuant(block=(128, 128), expert_dtype=expert_dtype)
+    return WeightQuant(block=block, expert_dtype=expert_dtype)
 
 
-def _end_ids(fields: Fields, defaults: Defaults, vocab_size: int) -> tuple[int, ...]:
+def end_ids(fields: Fields, defaults: Defaults, vocab_size: int) -> tuple[int, ...]:
     """`eos_token_id`: one id or a list of them."""
     if isinstance(fields.get("eos_token_id"), list):
         ids = fields.integers("eos_token_id")
         if not ids or max(ids) >= vocab_size:
-            raise fields.error("eos_token_id", f"ids below the vocabulary size {vocab_size}, at least one")
+            raise fields.error(
+                "eos_token_id", f"at least one id, all below {fields.spelling('vocab_size')} {vocab_size}"
+            )
         return ids
-    return (fields.integer("eos_token_id", default=defaults.eos_token_id, least=0, most=vocab_size - 1),)
-
-
-def refuse_newer(fields: Fields) -> ModelConfig:
-    """DeepSeek-V4.1 is a family of its own and is not read as V4.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"{fields.file}: model_type 'deepseek_v41' (DeepSeek-V4.1) is not supported by this version of Spyglass"
+    return (
+        fields.integer("eos_token_id", default=defaults.eos_token_id, least=0, most=vocab_size - 1, limit="vocab_size"),
     )
