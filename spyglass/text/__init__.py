@@ -1,0 +1,1 @@
+"""The backbone, one file per mechanism; `v4.py` is the order in which they act."""

@@ -1,0 +1,128 @@
+"""Latent attention: one stored row per token is key and value of all heads (spec v4 4, 5).
+
+A query sees the raw rows of its window and compressed rows of everything before, in one softmax with a sink per head.
+Two calls: `remember` writes what later rows need, `attend` answers; a driver may attend fewer rows than it remembers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spyglass.batch.types import CacheView, PoolStep
+from spyglass.config.model import LayerPlan
+from spyglass.layers.embedding import PlainSpec, PlainTensor
+from spyglass.layers.linear import GroupedLinear, Linear, LinearSpec
+from spyglass.layers.norm import RMSNorm
+from spyglass.text.compressor import Compressor, CompressorSpec
+from spyglass.text.indexer import Indexer
+from spyglass.text.rounding import RowRounding
+from spyglass.text.step import Step, TextBuild
+
+
+class Attention(nn.Module):
+    """The tensors `attn.*` of one layer."""
+
+    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+        super().__init__()
+        text, build = parts.text, parts.build
+        name = f"layers.{plan.index}.attn"
+        heads, dim, groups = text.num_attention_heads, text.head_dim, text.o_groups
+
+        def linear(which: str, inner: int, outer: int) -> Linear:
+            rounding = parts.rounding.linear
+            return Linear(
+                LinearSpec(name=f"{name}.{which}", in_features=inner, out_features=outer, rounding=rounding), build
+            )
+
+        self.attn_sink = PlainTensor(PlainSpec(name=f"{name}.attn_sink", shape=(heads,)), build)
+        self.wq_a = linear("wq_a", text.hidden_size, text.q_lora_rank)
+        self.q_norm = RMSNorm(f"{name}.q_norm", text.q_lora_rank, text.rms_norm_eps, build)
+        self.wq_b = linear("wq_b", text.q_lora_rank, heads * dim)
+        self.wkv = linear("wkv", text.hidden_size, dim)
+        self.kv_norm = RMSNorm(f"{name}.kv_norm", dim, text.rms_norm_eps, build)
+        self.wo_a = GroupedLinear(
+            LinearSpec(
+                name=f"{name}.wo_a", in_features=heads // groups * dim, out_features=text.o_lora_rank, split="groups"
+            ),
+            groups,
+            build,
+        )
+        self.wo_b = linear("wo_b", groups * text.o_lora_rank, text.hidden_size)
+        self.compressor: Compressor | None = None
+        self.indexer: Indexer | None = None
+        if plan.compressor is not None:
+            spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, dim=dim, pool="pool", state="state")
+            self.compressor = Compressor(spec, plan.compressor, parts, RowRounding(parts, "pool"))
+        if plan.index_from == plan.index:
+            self.indexer = Indexer(plan, parts)
+        self._plan = plan
+        self._window = ("window", plan.index)
+        self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
+        self._heads, self._dim, self._groups = heads, dim, groups
+        self._scale = dim**-0.5
+        self._q_head_norm = text.q_head_norm
+        self._eps = text.rms_norm_eps
+        self._stepwise = parts.stepwise
+        self._stored = RowRounding(parts, "window")
+        self._ops = build.ops
+
+    def remember(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> None:
+        """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input."""
+        plan, slot_T = self._plan, step.batch.slot_T
+        kv_TD = self._ops.rope_partial(self.kv_norm(self.wkv(x_TC, slot_T)), *step.tables[plan.rope])
+        self._ops.cache_write(cache.pages[self._window], self._stored(kv_TD), cache.window_write_T)
+        if self.compressor is None:
+            return
+        pool, tables = cache.pools[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
+        if self.indexer is not None:
+            self.indexer.compressor.remember(x_TC, pool, cache, tables, slot_T)
+        self.compressor.remember(x_TC, pool, cache, tables, slot_T)
+
+    def attend(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
+        """What these rows read from memory, [T, C]; `remember` of this step came first."""
+        slot_T, tables = step.batch.slot_T, step.tables[self._plan.rope]
+        u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
+        q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
+        if self._q_head_norm:
+            q_THD = self._ops.rms_norm(q_THD, None, eps=self._eps, stepwise=self._stepwise)
+        q_THD = self._ops.rope_partial(q_THD, *tables)
+        out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
+        out_THD = self._ops.rope_partial(out_THD, *tables, inverse=True)
+        out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
+        out: torch.Tensor = self.wo_b(out_TGO.flatten(1), slot_T)
+        return out
+
+    def _read(
+        self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView
+    ) -> torch.Tensor:
+        batch = step.batch
+        pool = None if self._pool is None else cache.pools[self._plan.ratio]
+        if pool is not None and pool.max_visible == 0:
+            pool = None
+        picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
+        width = 0 if pool is None else pool.max_visible
+        out_THD: torch.Tensor = self._ops.sparse_attention(
+            q_THD,
+            cache.pages[self._window],
+            cache.table_SP["window"],
+            batch.seq_T,
+            step.lo_T,
+            batch.window_hi_T,
+            self.attn_sink.value,
+            scale=self._scale,
+            window_width=batch.window_width,
+            pool_NBD=None if pool is None or self._pool is None else cache.pages[self._pool],
+            pool_table_SP=None if pool is None else cache.table_SP[f"pool{pool.ratio}"],
+            visible_T=None if pool is None else pool.visible_T,
+            picks_TX=picks_TX,
+            pool_width=width if picks_TX is None else picks_TX.shape[1],
+        )
+        return out_THD
+
+    def _picks(
+        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep | None, cache: CacheView
+    ) -> torch.Tensor | None:
+        if self.indexer is None or pool is None:
+            return None
+        return self.indexer.picks(u_TQ, x_TC, step, pool, cache)

@@ -1,0 +1,81 @@
+"""Compressed memory: `ratio` tokens become one row, pooled channel by channel (spec v4 5.1, 5.4).
+
+e_w = Σ_b softmax_b(gate_b + ape_b) · kv_b over the un-pooled rows of a group (and of the one before where they overlap),
+then a norm and a rotation at the group's first position. Un-pooled rows are kept in fp32 until no group needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from spyglass.batch.types import CacheView, PoolStep
+from spyglass.config.model import CompressorPlan
+from spyglass.layers.embedding import PlainSpec, PlainTensor
+from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.norm import RMSNorm
+from spyglass.text.step import Tables, TextBuild
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorSpec:
+    """Which compressor of which layer: checkpoint name, row width, and the tensors of the cache it fills."""
+
+    name: str
+    layer: int
+    dim: int
+    pool: Literal["pool", "index"]
+    state: Literal["state", "index_state"]
+
+
+class Compressor(nn.Module):
+    """The tensors `{name}.{ape, wkv, wgate, norm}`. Projections, pooling and the stored rows are fp32."""
+
+    def __init__(
+        self,
+        spec: CompressorSpec,
+        plan: CompressorPlan,
+        parts: TextBuild,
+        stored: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        width = spec.dim * (2 if plan.overlap else 1)
+        hidden = parts.text.hidden_size
+
+        def linear(which: str) -> Linear:
+            name = f"{spec.name}.{which}"
+            return Linear(LinearSpec(name=name, in_features=hidden, out_features=width, fp32_out=True), parts.build)
+
+        self.wkv = linear("wkv")
+        self.wgate = linear("wgate")
+        self.ape = PlainTensor(PlainSpec(name=f"{spec.name}.ape", shape=(plan.ratio, width)), parts.build)
+        self.norm = RMSNorm(f"{spec.name}.norm", spec.dim, parts.text.rms_norm_eps, parts.build)
+        self._overlap = plan.overlap
+        self._pool = (spec.pool, spec.layer)
+        self._state = (spec.state, spec.layer)
+        self._dtype = parts.build.dtype
+        self._stored = stored
+        self._ops = parts.build.ops
+
+    def remember(
+        self, x_TC: torch.Tensor, pool: PoolStep, cache: CacheView, tables: Tables | None, slot_T: torch.Tensor | None
+    ) -> None:
+        """Write the entries that close in this step, and the rows that later groups need.
+
+        `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
+        """
+        gate_TE = self.wgate(x_TC, slot_T) + self.ape.tensor().index_select(0, pool.phase_T)
+        rows_TE = torch.cat([self.wkv(x_TC, slot_T), gate_TE], dim=-1)
+        state = cache.pages.get(self._state)
+        if tables is not None:
+            past = None if state is None else state.flatten(0, 1)
+            pooled_PD = self._ops.compress_pool(rows_TE, past, pool.sources_PB, overlap=self._overlap)
+            latent_PD = self.norm(pooled_PD.to(self._dtype))
+            row_PD = self._stored(self._ops.rope_partial(latent_PD, *tables))
+            self._ops.cache_write(cache.pages[self._pool], row_PD, pool.write_P)
+        if state is not None and pool.state_write_T is not None:
+            self._ops.cache_write(state, rows_TE, pool.state_write_T)

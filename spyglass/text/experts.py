@@ -1,0 +1,64 @@
+"""Mixture of experts: the chosen routed ones and one shared expert, all clamped SwiGLUs (spec v4 7.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spyglass.config.model import LayerPlan
+from spyglass.layers.linear import Experts, ExpertsSpec, Linear, LinearSpec
+from spyglass.text.router import Gate
+from spyglass.text.step import Step, TextBuild
+
+
+class SharedExpert(nn.Module):
+    """w2( silu(min(w1 x, limit)) · clamp(w3 x, ±limit) ): weight 1, not scaled, clamped like the routed ones."""
+
+    def __init__(self, name: str, parts: TextBuild) -> None:
+        super().__init__()
+        text, build = parts.text, parts.build
+        hidden, width = text.hidden_size, text.moe_intermediate_size * text.n_shared_experts
+
+        def linear(which: str, inner: int, outer: int) -> Linear:
+            spec = LinearSpec(
+                name=f"{name}.{which}", in_features=inner, out_features=outer, rounding=parts.rounding.linear
+            )
+            return Linear(spec, build)
+
+        self.w1 = linear("w1", hidden, width)
+        self.w3 = linear("w3", hidden, width)
+        self.w2 = linear("w2", width, hidden)
+        self._limit = text.swiglu_limit
+
+    def forward(self, x_TC: torch.Tensor, slot_T: torch.Tensor | None) -> torch.Tensor:
+        """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2."""
+        gate = self.w1(x_TC, slot_T).float().clamp(max=self._limit)
+        up = self.w3(x_TC, slot_T).float().clamp(-self._limit, self._limit)
+        out: torch.Tensor = self.w2((nn.functional.silu(gate) * up).to(x_TC.dtype), slot_T)
+        return out
+
+
+class FeedForward(nn.Module):
+    """The tensors `ffn.*` of one layer."""
+
+    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+        super().__init__()
+        text = parts.text
+        name = f"layers.{plan.index}.ffn"
+        self.gate = Gate(plan, parts)
+        spec = ExpertsSpec(
+            name=f"{name}.experts",
+            num_experts=text.n_routed_experts,
+            hidden=text.hidden_size,
+            width=text.moe_intermediate_size,
+            limit=text.swiglu_limit,
+            rounding=parts.rounding.linear,
+        )
+        self.experts = Experts(spec, parts.build)
+        self.shared_experts = SharedExpert(f"{name}.shared_experts", parts)
+
+    def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
+        ids_TK, weights_TK = self.gate(x_TC, step)
+        routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK)
+        return (routed_TC + self.shared_experts(x_TC, step.batch.slot_T)).to(x_TC.dtype)

@@ -1,0 +1,72 @@
+"""What the layers of a backbone share: how they are built, and what is computed once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spyglass.batch.types import Batch, CacheView
+from spyglass.config.model import LayerPlan, RopeSpec, Rounding, TextConfig
+from spyglass.layers.build import Build
+from spyglass.layers.rope import Rope
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBuild:
+    """Everything a part of the backbone is built from.
+
+    `rounding` is `Rounding()` for plain numerics. `stepwise`: the per-head q norm and the index scores round after
+    every operation, as the released code does (spec v4 3.6). `picture_bias`: whether the checkpoint's `bias_vl` is needed
+    ("required"), may be there ("optional"), or is not part of the model ("none").
+    """
+
+    text: TextConfig
+    build: Build
+    rounding: Rounding
+    stepwise: bool
+    picture_bias: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step as all layers see it: the batch, rotary tables by spec, and what follows from ids and kinds.
+
+    `entry_tables` rotate the entries that close in this step, by (ratio, spec). `picture_T` bool, None without
+    pictures. `ids_T` int64, safe to look up everywhere. `lo_T` first window position of each row, replay considered.
+    """
+
+    batch: Batch
+    tables: Mapping[RopeSpec, Tables]
+    entry_tables: Mapping[tuple[int, RopeSpec], Tables]
+    picture_T: torch.Tensor | None
+    ids_T: torch.Tensor
+    lo_T: torch.Tensor
+
+
+def make_step(batch: Batch, cache: CacheView, ropes: Mapping[RopeSpec, Rope], layers: Sequence[LayerPlan]) -> Step:
+    """Work that would otherwise be repeated in every layer."""
+    lo_T = batch.window_lo_T
+    if cache.valid_from_S is not None:
+        lo_T = torch.maximum(lo_T, cache.valid_from_S[batch.seq_T.long()])
+    entries = {(plan.compressor.ratio, plan.rope) for plan in layers if plan.compressor is not None}
+    return Step(
+        batch=batch,
+        tables={spec: rope.tables(batch.positions_T) for spec, rope in ropes.items()},
+        entry_tables={
+            (ratio, spec): ropes[spec].tables(cache.pools[ratio].positions_P)
+            for ratio, spec in entries
+            if len(cache.pools[ratio].positions_P)
+        },
+        picture_T=batch.kinds_T >= 0 if batch.has_pictures else None,
+        ids_T=batch.ids_T.clamp(min=0).long(),
+        lo_T=lo_T,
+    )
+
+
+def make_ropes(layers: Sequence[LayerPlan], device: torch.device) -> dict[RopeSpec, Rope]:
+    """One rotary table per distinct spec."""
+    return {spec: Rope(spec.theta, spec.dim, spec.yarn, device) for spec in {plan.rope for plan in layers}}
