@@ -51,21 +51,29 @@ class Fields:
         shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
         return ConfigError(f"{where} is {shown}, expected {expected}")
 
-    def integer(self, name: str, *, default: int | None = None, least: int = 1, most: int = MAX_INTEGER) -> int:
-        """An integer in [least, most]; required when no default is given."""
+    def integer(
+        self, name: str, *, default: int | None = None, least: int = 1, most: int = MAX_INTEGER, limit: str = ""
+    ) -> int:
+        """An integer in [least, most]; required when no default is given. `limit` names the field that sets a bound."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if not _is_integer(value) or not least <= value <= most:
-            raise self.error(name, _span("an integer", least, most))
+            raise self.error(name, self._integer_span(least, most, limit))
         return value
 
-    def optional_integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int | None:
+    def optional_integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER, limit: str = "") -> int | None:
         """An integer in [least, most], or None when absent."""
-        return None if self.get(name) is None else self.integer(name, least=least, most=most)
+        return None if self.get(name) is None else self.integer(name, least=least, most=most, limit=limit)
 
     def number(
-        self, name: str, *, default: float | None = None, above: float = 0.0, least: float | None = None
+        self,
+        name: str,
+        *,
+        default: float | None = None,
+        above: float = 0.0,
+        least: float | None = None,
+        limit: str = "",
     ) -> float:
         """A finite number greater than `above`, and at least `least` if given; required when no default is given."""
         value = self.get(name)
@@ -73,8 +81,8 @@ class Fields:
             return default
         number = _as_float(value)
         if number is None or number <= above or (least is not None and number < least):
-            limit = f"of at least {least:g}" if least is not None else f"above {above:g}"
-            raise self.error(name, f"a finite number {limit}")
+            bound = f"of at least {least:g}" if least is not None else f"above {above:g}"
+            raise self.error(name, f"a finite number {bound}{self._because(limit)}")
         return number
 
     def optional_number(self, name: str, *, least: float) -> float | None:
@@ -117,6 +125,13 @@ class Fields:
             file=self.file, values=value, prefix=f"{self.prefix}{self.spelling(name)}.", written=written or {}
         )
 
+    def _integer_span(self, least: int, most: int, limit: str) -> str:
+        span = f"of at least {least}" if most == MAX_INTEGER else f"from {least} to {most}"
+        return f"an integer {span}{self._because(limit)}"
+
+    def _because(self, limit: str) -> str:
+        return f" (because of {self.prefix}{self.spelling(limit)})" if limit else ""
+
     def refuse_unseen(self) -> None:
         """Refuse fields nobody asked for: in this object, an unknown field may change what is computed."""
         for key in self.values:
@@ -140,7 +155,3 @@ def _as_float(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _span(kind: str, least: int, most: int) -> str:
-    return f"{kind} of at least {least}" if most == MAX_INTEGER else f"{kind} from {least} to {most}"
