@@ -5,6 +5,8 @@ Attention rows: FP8 on the plain channels, the rotary ones stored as bf16. Index
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from spyglass.ops.table import Ops
@@ -14,7 +16,7 @@ from spyglass.text.step import TextBuild
 class RowRounding:
     """Window rows ("window") and compressed rows ("pool"); unchanged in plain numerics."""
 
-    def __init__(self, parts: TextBuild, which: str) -> None:
+    def __init__(self, parts: TextBuild, which: Literal["window", "pool"]) -> None:
         rounding = parts.rounding
         self._ops: Ops = parts.build.ops
         self._quant = rounding.window if which == "window" else rounding.pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,15 +21,15 @@ class TextBuild:
     """Everything a part of the backbone is built from.
 
     `rounding` is `Rounding()` for plain numerics. `stepwise`: the per-head q norm and the index scores round after
-    every operation, as the released code does (spec v4 3.6). `picture_bias`: whether the checkpoint's `bias_vl` is needed
-    ("required"), may be there ("optional"), or is not part of the model ("none").
+    every operation, as the released code does (spec v4 3.6). `picture_bias`: whether the checkpoint's `bias_vl` is
+    needed ("required"), may be there ("optional"), or is not part of the model ("none").
     """
 
     text: TextConfig
     build: Build
     rounding: Rounding
     stepwise: bool
-    picture_bias: str
+    picture_bias: Literal["required", "optional", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
