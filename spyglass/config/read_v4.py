@@ -280,6 +280,8 @@ def _vision(fields: Fields) -> VisionConfig | None:
     num_layers = fields.integer("vision_n_layers", default=0, least=0)
     if num_layers == 0:
         return None
+    if "vision_max_wh_ratio" not in fields.values:
+        raise fields.error("vision_max_wh_ratio", "a number of at least 1, or null for no limit")
     width = fields.integer("vision_dim")
     num_heads = fields.integer("vision_n_heads")
     if width % (4 * num_heads):
