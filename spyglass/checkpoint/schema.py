@@ -16,10 +16,6 @@ from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 Group = Literal["text", "draft", "vision", "aligner", "image"]
 Kind = Literal["matrix", "vector", "index"]
 IMAGE_VECTORS = ("image_start", "image_end", "image_newline", "image_pad")
-_PACKED_TAILS = frozenset(
-    "attn.wq_a attn.wq_b attn.wkv attn.wo_a attn.wo_b attn.indexer.wq_b main_proj e_proj h_proj "
-    "ffn.shared_experts.w1 ffn.shared_experts.w2 ffn.shared_experts.w3".split()
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +38,6 @@ def group_of(name: str) -> Group:
     if name.startswith("aligner."):
         return "aligner"
     return "image" if name in IMAGE_VECTORS else "text"
-
-
-def takes_packed(name: str) -> bool:
-    """Whether the model computes with the packed form of this matrix; all others are expanded when they are loaded."""
-    _, _, tail = name.removeprefix("mtp.").removeprefix("layers.").partition(".")
-    return tail in _PACKED_TAILS or tail.startswith("ffn.experts.")
 
 
 def stored_tensors(name: str, spec: TensorSpec, format: Format) -> list[tuple[str, str, tuple[int, ...]]]:
