@@ -114,7 +114,7 @@ class VisionLanguageModel(nn.Module):
         return out
 
     def forward(self, batch: Batch, cache: CacheView, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing between them."""
+        """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing in between."""
         hidden_TC, _ = self.text(self.embed(batch, image_rows_IC), batch, cache)
         return self.logits(hidden_TC, batch.logit_rows_R)
 

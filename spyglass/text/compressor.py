@@ -1,7 +1,8 @@
 """Compressed memory: `ratio` tokens become one row, pooled channel by channel (spec v4 5.1, 5.4).
 
 e_w = Σ_b softmax_b(gate_b + ape_b) · kv_b over the un-pooled rows of a group (and of the one before, where groups
-overlap), then a norm and a rotation at the group's first position. Un-pooled rows are kept in fp32 until no group needs them.
+overlap), then a norm and a rotation at the group's first position. Un-pooled rows are kept in fp32 until no group
+needs them.
 """
 
 from __future__ import annotations
