@@ -1,0 +1,116 @@
+"""The `spyglass` command's frame: verbs, exit codes, one clear line for what a person got wrong."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spyglass.cli import main as frame
+from spyglass.cli.options import add_engine_options, engine_config
+from spyglass.config import EngineConfig
+from spyglass.errors import ConfigError, SpyglassError
+
+
+def verb(run: Any) -> SimpleNamespace:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--times", type=int, default=1)
+
+    return SimpleNamespace(HELP="a verb", add_arguments=add_arguments, run=run)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    monkeypatch.setattr(frame, "load_verb", lambda name: verb(run))
+
+
+def raising(error: BaseException) -> Any:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in frame.VERBS)
+
+
+def test_no_verb_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main([]) == 2
+    assert "usage: spyglass" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["fly"]) == 2
+    assert capsys.readouterr().err == (f"spyglass: error: unknown verb 'fly'; the verbs are {', '.join(frame.VERBS)}\n")
+
+
+@pytest.mark.parametrize("error", [SpyglassError("broken"), ConfigError("broken")])
+def test_our_errors_are_one_line_and_exit_two(
+    error: SpyglassError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, raising(error))
+    assert frame.main(["run"]) == 2
+    assert capsys.readouterr().err == "spyglass: error: broken\n"
+
+
+def test_our_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, raising(AssertionError("a bug")))
+    with pytest.raises(AssertionError, match="a bug"):
+        frame.main(["run"])
+
+
+def test_a_key_press_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch, raising(KeyboardInterrupt()))
+    assert frame.main(["run"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_verb_decides_the_exit_code_and_sees_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, lambda args: args.times)
+    assert frame.main(["check", "--times", "3"]) == 3
+
+
+def test_options_may_not_be_abbreviated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch, lambda args: 0)
+    with pytest.raises(SystemExit) as caught:
+        frame.main(["check", "--time", "3"])
+    assert caught.value.code == 2
+    assert "--time" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    code = (
+        "import sys; from types import SimpleNamespace as N; from spyglass.cli import main as m\n"
+        "def run(args):\n    for _ in range(200000): print('line')\n    return 0\n"
+        "m.load_verb = lambda name: N(HELP='', add_arguments=lambda p: None, run=run)\n"
+        "sys.exit(m.main(['run']))"
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -1', sys.executable, code], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")
+
+
+def parse_engine(*words: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return engine_config(parser.parse_args(words))
+
+
+def test_engine_options_are_the_fields_of_the_engine_configuration() -> None:
+    assert parse_engine() == EngineConfig()
+    assert parse_engine(
+        "--device", "cpu", "--numerics", "plain", "--images", "0", "--expand-weights", "--threads", "1"
+    ) == EngineConfig(device="cpu", numerics="plain", images=0, expand_weights=True, threads=1)
+
+
+def test_an_option_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPYGLASS_IMAGES", "3")
+    assert parse_engine().images == 3
+    assert parse_engine("--images", "5").images == 5

@@ -1,0 +1,77 @@
+"""Engine configuration: what is stated wins over the environment, and nothing meaningless passes."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from spyglass.config import EngineConfig, read_engine_config
+from spyglass.errors import ConfigError
+
+
+def test_stated_wins_over_environment_wins_over_default() -> None:
+    environment = {"SPYGLASS_DEVICE": "cuda:1", "SPYGLASS_IMAGES": "3", "SPYGLASS_EXPAND_WEIGHTS": "true", "HOME": "x"}
+    config = read_engine_config({"device": "cpu", "images": None, "threads": 2}, environment)
+    assert config == EngineConfig(device="cpu", images=3, expand_weights=True, threads=2)
+    assert read_engine_config({}, {}) == EngineConfig()
+
+
+def test_every_field_has_a_variable_and_a_help_text() -> None:
+    texts = {"device": "cpu", "dtype": "float32", "numerics": "plain", "ops": "reference", "expand_weights": "1"}
+    environment = {f"SPYGLASS_{item.name.upper()}": texts.get(item.name, "7") for item in fields(EngineConfig)}
+    config = read_engine_config({}, environment)
+    assert all(getattr(config, item.name) in (texts.get(item.name), 7, True) for item in fields(EngineConfig))
+    assert all(item.metadata["help"] for item in fields(EngineConfig))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("device", 0),
+        ("dtype", "float16"),
+        ("numerics", "exact"),
+        ("ops", "triton"),
+        ("images", -1),
+        ("images", True),
+        ("images", 1.0),
+        ("max_step_tokens", 0),
+        ("max_sequences", "64"),
+        ("max_length", 0),
+        ("cache_bytes", 0),
+        ("image_cache_bytes", -1),
+        ("threads", 0),
+        ("expand_weights", 1),
+    ],
+)
+def test_a_meaningless_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is "):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("SPYGLASS_IMAGES", "many"),
+        ("SPYGLASS_THREADS", "1.5"),
+        ("SPYGLASS_EXPAND_WEIGHTS", "maybe"),
+        ("SPYGLASS_IMAGE", "1"),
+    ],
+)
+def test_a_bad_or_unknown_variable_is_refused_by_name(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} is "):
+        read_engine_config({}, {variable: text})
+
+
+def test_a_misspelt_option_is_not_dropped() -> None:
+    with pytest.raises(ConfigError, match="'image' is not known; known are device, dtype"):
+        read_engine_config({"image": 1}, {})
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = EngineConfig()
+    with pytest.raises(FrozenInstanceError):
+        config.device = "cpu"  # type: ignore[misc]
