@@ -1,0 +1,42 @@
+"""The field table of docs/formats.md says what the reader does, field by field."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+
+from spyglass.config import parse_model_config
+from spyglass.config.read_v4 import REFERENCE_NAMES
+from spyglass.errors import ConfigError
+from tests.unit.config.family_configs import flash_vision
+
+FORMATS = Path(__file__).resolve().parents[3] / "docs" / "formats.md"
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", re.MULTILINE)
+SECTION = FORMATS.read_text(encoding="utf-8").split("### DeepSeek-V4\n")[1].split("\n### ")[0]
+ROWS = {field: (short, rule) for field, short, rule in ROW.findall(SECTION)}
+
+
+@pytest.mark.parametrize("field", ROWS)
+def test_a_field_may_be_left_out_exactly_where_the_table_says_so(field: str) -> None:
+    values = copy.deepcopy(flash_vision())
+    values.pop(field, None)
+    if ROWS[field][1].startswith("needed"):
+        with pytest.raises(ConfigError, match=f"{field} is missing"):
+            parse_model_config(values, "config.json")
+    else:
+        assert ROWS[field][1].startswith(("default", "if present"))
+        parse_model_config(values, "config.json")
+
+
+def test_every_field_that_is_read_stands_in_the_table() -> None:
+    config = parse_model_config(flash_vision(), "config.json")
+    read = flash_vision().keys() - config.informational.keys() - config.draft.keys()
+    assert read <= ROWS.keys()
+
+
+def test_the_short_names_are_the_ones_that_are_read() -> None:
+    documented = {field: short.strip("`") for field, (short, _) in ROWS.items() if re.fullmatch(r"`\w+`", short)}
+    assert documented == {field: short for field, short in REFERENCE_NAMES.items() if field in ROWS}
