@@ -58,7 +58,8 @@ class Aligner(nn.Module):
         cells_ID = unfold_cells(rows_UY, grids, self.ratio)
         slot = None
         if slot_I is not None:
-            counts = torch.tensor([num_cells(grid, self.ratio) for grid in grids], device=rows_UY.device)
+            cells = [num_cells(grid, self.ratio) for grid in grids]
+            counts = torch.tensor(cells, dtype=torch.int64, device=rows_UY.device)
             slot = slot_I.repeat_interleave(counts, output_size=len(cells_ID))
         hidden_IC = nn.functional.gelu(self.w1(cells_ID, slot), approximate="none")
         out_IC: torch.Tensor = self.w2(hidden_IC, slot)
