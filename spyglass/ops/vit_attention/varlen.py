@@ -11,6 +11,7 @@ from spyglass.errors import DeviceError
 
 
 def usable(device_type: str, dtype: str) -> bool:
+    """Half precision on a GPU; float32 stays with the reference."""
     return device_type == "cuda" and dtype in ("bfloat16", "float16")
 
 
