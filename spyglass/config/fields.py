@@ -96,6 +96,13 @@ class Fields:
             raise self.error(name, f"a list of integers of at least {least}")
         return tuple(value)
 
+    def words(self, name: str, count: int, allowed: tuple[str, ...], *, limit: str) -> list[str]:
+        """A list of `count` words (as many as field `limit` says), each one of `allowed`; required."""
+        value = self.get(name)
+        if not isinstance(value, list) or len(value) != count or not all(word in allowed for word in value):
+            raise self.error(name, f"{self.spelling(limit)} = {count} words, each {' or '.join(map(repr, allowed))}")
+        return value
+
     def choice(self, name: str, allowed: tuple[str, ...], *, default: str | None = None) -> str:
         """One of a few strings; required when no default is given."""
         value = self.get(name)

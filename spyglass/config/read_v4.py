@@ -23,6 +23,7 @@ from spyglass.config.model import (
     WeightQuant,
     YarnScaling,
 )
+from spyglass.config.saved_v4 import is_saved_spelling, official_spelling
 from spyglass.quant.formats import FakeQuant
 
 POOLED_ALL = 128  # ratio whose pools are all attended
@@ -67,12 +68,14 @@ REFERENCE = Defaults(eps=REFERENCE_EPS, bos_token_id=0, eos_token_id=1)
 
 
 def read_official(fields: Fields) -> ModelConfig:
-    """The released flat file (spec v4 1.1).
+    """The released flat file (spec v4 1.1), also as transformers saves it.
 
     Raises:
         ConfigError: a needed field is missing or malformed, fields contradict one another, or something is asked for
             that is not implemented.
     """
+    if is_saved_spelling(fields):
+        fields = official_spelling(fields)
     scaling = fields.section("rope_scaling")
     yarn = read_yarn(scaling, check_kind=True)
     scaling.refuse_unseen()
