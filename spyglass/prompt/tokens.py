@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,9 @@ class ImagePlan:
 class ImageSpan:
     """The token block of one picture at a prompt position.
 
-    `start`: position of the first token of the block, leading pads included. `lead`: leading pads, outside the span of mutual
-    visibility. `kinds` int8 [n] over the whole block; `order` int32 [num IMAGE]: aligner row of the k-th IMAGE slot.
+    `start`: position of the first token of the block, leading pads included. `lead`: leading pads, outside the span
+    of mutual visibility. `kinds` int8 [n] over the whole block; `order` int32 [num IMAGE]: aligner row of the k-th
+    IMAGE slot.
     """
 
     image: int  # index into Prompt.patches / plans / digests
@@ -54,13 +56,26 @@ class ImageSpan:
         return len(self.kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """A picture that is already cut, as one part of a prompt.
+
+    `pixels` [N, 3, p, p]: uint8, or finite floats that are already normalised. `vit_grid` (rows, columns), N = rows *
+    columns. Nothing is checked here: `prompt_from_parts` does, and its errors name the picture.
+    """
+
+    pixels: NDArray[Any]
+    vit_grid: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt ready to run. Positions are 0..T-1. Picture positions hold id -1: ids are never inspected to find pictures.
+    """A prompt ready to run. Positions are 0..T-1. Picture positions hold id -1: ids are never inspected to find
+    pictures.
 
-    `image_row_T` int32: row of the concatenated aligner outputs for IMAGE positions, -1 elsewhere.
-    `visible_T2` int32: extra keys visible left (beyond nothing) and right of each position: (i - START, END - i) inside a
-    span whose layout is bidirectional, (0, 0) elsewhere. `digests` hold pixels and plan of each picture.
+    `image_row_T` int32: row of the concatenated aligner outputs for IMAGE positions, -1 elsewhere. `visible_T2`
+    int32: extra keys visible left (beyond nothing) and right of each position: (i - START, END - i) inside a span
+    whose layout is bidirectional, (0, 0) elsewhere. `digests` hold pixels and plan of each picture.
     """
 
     ids_T: NDArray[np.int32]
@@ -68,7 +83,9 @@ class Prompt:
     spans: tuple[ImageSpan, ...]
     image_row_T: NDArray[np.int32]
     visible_T2: NDArray[np.int32]
-    patches: tuple[NDArray[np.uint8] | NDArray[np.float32], ...]  # [N, 3, p, p]; uint8 pixels, or already normalised floats
+    patches: tuple[
+        NDArray[np.uint8] | NDArray[np.float32], ...
+    ]  # [N, 3, p, p]; uint8 pixels, or already normalised floats
     plans: tuple[ImagePlan, ...]
     digests: tuple[bytes, ...]
 

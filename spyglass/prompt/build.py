@@ -1,0 +1,311 @@
+"""From chat messages, or from ids and pictures in order, to a `Prompt`.
+
+Every picture is opened, its size checked and planned before anything of it is unpacked; its token block is laid out
+at the position where it really stands, since V4 pads depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from spyglass.config.model import ModelConfig, VisionConfig
+from spyglass.errors import PromptError
+from spyglass.prompt import span_v4, span_v41
+from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, encode_chat, render_chat
+from spyglass.prompt.decode import (
+    CHAT_RULES,
+    PYTHON_LIMITS,
+    REFERENCE_RULES,
+    ImageLimits,
+    PictureRules,
+    PictureSource,
+    open_picture,
+    oriented_size,
+    read_source,
+    to_rgb,
+)
+from spyglass.prompt.digest import prompt_digest
+from spyglass.prompt.image import cut, resize
+from spyglass.prompt.placeholder import resolve_placeholder
+from spyglass.prompt.plan import plan_image, plan_patches
+from spyglass.prompt.tokenizer import PromptTokenizer
+from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind
+from spyglass.prompt.visibility import visible_extra
+
+PICTURE_ID = -1  # what `Prompt.ids_T` holds at picture positions
+_LAYOUTS = {"paired": span_v4.layout, "reading": span_v41.layout}
+_NUM_ROLES = len(TokenKind) - 1  # all but TEXT
+Pixels = NDArray[np.uint8] | NDArray[np.float32]
+
+
+@runtime_checkable
+class CutPicture(Protocol):
+    """A picture that is already cut: `Patches`, or anything shaped like it."""
+
+    @property
+    def pixels(self) -> Any:
+        """[N, 3, p, p], uint8 or already normalised floats."""
+
+    @property
+    def vit_grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+
+
+Part = Sequence[int] | NDArray[np.integer[Any]] | PictureSource | CutPicture | PictureRef
+
+
+def build_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    config: ModelConfig,
+    tokenizer: PromptTokenizer | None,
+    *,
+    thinking: bool = False,
+    effort: Effort | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str | Mapping[str, Any] | None = None,
+    response_format: Mapping[str, Any] | None = None,
+    without_vision: Literal["refuse", "note"] = "refuse",
+    rules: PictureRules = CHAT_RULES,
+    limits: ImageLimits = PYTHON_LIMITS,
+) -> Prompt:
+    """Prompt of a chat in OpenAI form; the options are those of `ChatOptions`, pictures follow `rules` and `limits`.
+
+    Raises:
+        PromptError: malformed messages or pictures, no tokenizer, or one that does not fit the model.
+    """
+    options = ChatOptions(
+        thinking=thinking,
+        effort=effort,
+        tools=tools,
+        tool_choice=tool_choice,
+        response_format=response_format,
+        without_vision=without_vision,
+    )
+    rendered = render_chat(messages, config, options)
+    if tokenizer is None:
+        raise PromptError("this checkpoint has no tokenizer.json, so it takes ids and pictures, not text; add the file")
+    placeholder = resolve_placeholder(config, tokenizer)
+    return prompt_from_parts(
+        encode_chat(rendered, tokenizer), config, rules=rules, limits=limits, placeholder=placeholder
+    )
+
+
+def prompt_from_parts(
+    parts: Iterable[Part],
+    config: ModelConfig,
+    *,
+    rules: PictureRules = REFERENCE_RULES,
+    limits: ImageLimits = PYTHON_LIMITS,
+    placeholder: int | None = None,
+) -> Prompt:
+    """Prompt of token-id lists and pictures in the order given; needs no tokenizer.
+
+    A part is a list of ids below the vocabulary size, a picture (bytes, path, data URL, PIL), or `Patches`. Ids that
+    already stand for pictures are refused: roles of the reference's convention (>= vocabulary size), and the
+    unexpanded placeholder (`placeholder`, else that of config.json).
+
+    Raises:
+        PromptError: an id out of range, a picture that cannot be used, named by its number, or an empty prompt.
+    """
+    parts = list(parts)
+    if config.vision is not None and placeholder is None:
+        placeholder = config.image_token_id
+    draft = _Draft(config=config, placeholder=placeholder)
+    num_pictures = sum(_is_picture(part) for part in parts)
+    pictures = _Pictures(vision=config.vision, rules=rules, limits=limits, count=num_pictures)
+    for number, part in enumerate(parts):
+        if _is_picture(part):
+            draft.add_picture(*pictures.read(part))
+        else:
+            draft.add_ids(part, f"part {number}")
+    return draft.finish()
+
+
+def _is_picture(part: object) -> bool:
+    sources = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
+    return isinstance(part, PictureRef | CutPicture) or isinstance(part, sources)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pictures:
+    """Reads the pictures of one prompt in order and keeps count of what they cost together."""
+
+    vision: VisionConfig | None
+    rules: PictureRules
+    limits: ImageLimits
+    count: int
+    number: int = 0
+    total_bytes: int = 0
+    total_pixels: int = 0
+
+    def read(self, part: object) -> tuple[Pixels, ImagePlan]:
+        """Patches and plan of the next picture."""
+        name = f"image {self.number}"
+        source = part
+        if isinstance(part, PictureRef):
+            source, name = part.source, f"{name} ({part.name})"
+        if self.vision is None:
+            raise PromptError(f"{name}: this model takes no pictures; use a vision checkpoint")
+        if self.count > self.limits.images:
+            raise PromptError(f"the prompt has {self.count} pictures, the limit is {self.limits.images}; send fewer")
+        self.number += 1
+        if isinstance(source, CutPicture):
+            return _checked_patches(source, self.vision, name)
+        assert isinstance(source, bytes | bytearray | memoryview | str | os.PathLike | Image.Image)
+        return self._decode(source, self.vision, name)
+
+    def _decode(self, source: PictureSource, vision: VisionConfig, name: str) -> tuple[NDArray[np.uint8], ImagePlan]:
+        data = read_source(source, limits=self.limits, name=name)
+        self.total_bytes += len(data) if isinstance(data, bytes) else 0
+        if self.total_bytes > self.limits.total_bytes:
+            raise PromptError(
+                f"{name}: the pictures together exceed {self.limits.total_bytes} bytes; send smaller files"
+            )
+        picture = open_picture(data, limits=self.limits, name=name)
+        width, height = size = oriented_size(picture, self.rules)
+        if self.count >= self.limits.crowd and max(size) > self.limits.crowded_side:
+            raise PromptError(
+                f"{name} is {width}x{height}; from {self.limits.crowd} pictures on a side may have "
+                f"{self.limits.crowded_side} pixels, scale it down"
+            )
+        self.total_pixels += width * height
+        if self.total_pixels > self.limits.total_pixels:
+            raise PromptError(
+                f"{name}: the pictures together exceed {self.limits.total_pixels} pixels; scale them down"
+            )
+        try:
+            plan = plan_image(width, height, vision)
+        except PromptError as error:
+            raise PromptError(f"{name}: {error}") from error
+        rgb = to_rgb(picture, self.rules, name=name)
+        if rgb.size != size:
+            raise PromptError(f"{name} unpacks to {rgb.width}x{rgb.height}, its header said {width}x{height}")
+        return cut(resize(rgb, plan, name=name), plan), plan
+
+
+def _checked_patches(part: CutPicture, vision: VisionConfig, name: str) -> tuple[Pixels, ImagePlan]:
+    """Patches as they are, with their plan; floats become fp32."""
+    try:
+        rows, columns = part.vit_grid
+        plan = plan_patches((rows, columns), vision)
+        pixels: NDArray[Any] = np.asarray(part.pixels)
+    except PromptError as error:
+        raise PromptError(f"{name}: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(
+            f"{name}: patches need an array `pixels` and `vit_grid` = (rows, columns): {error}"
+        ) from error
+    patch = vision.patch_size
+    expected = (plan.vit_grid[0] * plan.vit_grid[1], 3, patch, patch)
+    if pixels.shape != expected:
+        raise PromptError(
+            f"{name}: patches of shape {list(pixels.shape)}, a grid of {rows}x{columns} needs {list(expected)}"
+        )
+    if pixels.dtype == np.uint8:
+        return pixels, plan
+    if not np.issubdtype(pixels.dtype, np.floating):
+        raise PromptError(f"{name}: patches are {pixels.dtype}; give uint8 pixels or normalised floats")
+    with np.errstate(over="ignore"):
+        values = pixels.astype(np.float32)
+    if not np.isfinite(values).all():
+        bad = int(np.argwhere(~np.isfinite(values).all(axis=(1, 2, 3)))[0, 0])
+        raise PromptError(f"{name}: patch {bad} holds a value that is not finite in fp32")
+    return values, plan
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A prompt while it grows."""
+
+    config: ModelConfig
+    placeholder: int | None
+    ids: list[NDArray[np.int32]] = field(default_factory=list)
+    kinds: list[NDArray[np.int8]] = field(default_factory=list)
+    rows: list[NDArray[np.int32]] = field(default_factory=list)
+    spans: list[ImageSpan] = field(default_factory=list)
+    pixels: list[Pixels] = field(default_factory=list)
+    plans: list[ImagePlan] = field(default_factory=list)
+    position: int = 0
+    num_cells: int = 0
+
+    def add_ids(self, part: object, name: str) -> None:
+        """Text ids at the end of what is there."""
+        ids = _checked_ids(part, self.config.text.vocab_size, self.placeholder, name)
+        self._append(ids, np.full(len(ids), TokenKind.TEXT, np.int8), np.full(len(ids), -1, np.int32))
+
+    def add_picture(self, pixels: Pixels, plan: ImagePlan) -> None:
+        """A picture's block at the end of what is there."""
+        assert self.config.vision is not None
+        span = _LAYOUTS[self.config.vision.layout](plan, self.position, len(self.spans))
+        rows = np.full(span.length, -1, np.int32)
+        rows[span.kinds == TokenKind.IMAGE] = span.order + self.num_cells
+        self._append(np.full(span.length, PICTURE_ID, np.int32), span.kinds, rows)
+        self.num_cells += plan.llm_grid[0] * plan.llm_grid[1]
+        self.spans.append(span)
+        self.pixels.append(pixels)
+        self.plans.append(plan)
+
+    def _append(self, ids: NDArray[np.int32], kinds: NDArray[np.int8], rows: NDArray[np.int32]) -> None:
+        self.ids.append(ids)
+        self.kinds.append(kinds)
+        self.rows.append(rows)
+        self.position += len(ids)
+
+    def finish(self) -> Prompt:
+        """The prompt, with who sees whom and every picture's digest."""
+        if self.position == 0:
+            raise PromptError("the prompt is empty; give at least one token or picture")
+        kinds_T = np.concatenate(self.kinds)
+        vision = self.config.vision
+        paired = vision is not None and vision.layout == "paired" and bool(self.spans)
+        return Prompt(
+            ids_T=np.concatenate(self.ids),
+            kinds_T=kinds_T,
+            spans=tuple(self.spans),
+            image_row_T=np.concatenate(self.rows),
+            visible_T2=visible_extra(kinds_T, vision.max_tokens)
+            if vision is not None and paired
+            else np.zeros((self.position, 2), np.int32),
+            patches=tuple(self.pixels),
+            plans=tuple(self.plans),
+            digests=tuple(map(prompt_digest, self.pixels, self.plans)),
+        )
+
+
+def _checked_ids(part: object, vocab_size: int, placeholder: int | None, name: str) -> NDArray[np.int32]:
+    try:
+        ids: NDArray[Any] = np.asarray(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(f"{name} is neither a list of token ids nor a picture: {error}") from error
+    if ids.ndim == 1 and ids.size == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise PromptError(
+            f"{name} is a {type(part).__name__} that is neither a flat list of integer token ids nor a picture"
+        )
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        raise PromptError(f"{name}: {_why_not(int(ids[bad[0]]), vocab_size)} (index {bad[0]})")
+    if placeholder is not None and (ids == placeholder).any():
+        index = int(np.flatnonzero(ids == placeholder)[0])
+        raise PromptError(
+            f"{name}: id {placeholder} (index {index}) is the picture placeholder; leave it out and give the picture "
+            "as a part of its own, where its block belongs"
+        )
+    return ids.astype(np.int32)
+
+
+def _why_not(token: int, vocab_size: int) -> str:
+    if vocab_size <= token < vocab_size + _NUM_ROLES:
+        return (
+            f"id {token} is a picture role (vocabulary size {vocab_size} + {TokenKind(token - vocab_size).name}); "
+            "token lists hold text only, give the picture as a part of its own"
+        )
+    return f"id {token} is outside the vocabulary 0..{vocab_size - 1}"

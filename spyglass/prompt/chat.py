@@ -1,0 +1,269 @@
+"""Chat messages in OpenAI form to ids and pictures, through the model makers' own renderer (`deepseek_recipe`).
+
+What the renderer marks as a special token becomes that token's id, everything else is encoded as text: user text,
+history, reasoning, tool results and tool descriptions cannot spell a special token. Pictures travel as numbered stubs
+under a spelling chosen so that no text of the request contains it, and come back as `PictureRef`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import deepseek_recipe
+from PIL import Image
+
+from spyglass.config.model import ModelConfig
+from spyglass.errors import PromptError
+from spyglass.prompt.data_url import is_data_url
+from spyglass.prompt.decode import PictureSource
+from spyglass.prompt.tokenizer import PromptTokenizer
+
+Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[Effort, ...] = ("minimal", "low", "medium", "high", "xhigh", "max")
+WITHOUT_PICTURE = "[picture left out: this model takes none]"
+_PICTURE_ROLES = ("system", "user", "tool")
+_STUB = "data:image/png;base64,"
+_MODEL = "spyglass"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation is rendered.
+
+    `thinking`: whether the answer starts with reasoning; off by default, as in the reference's own vision command
+    line. `effort`: how much, only with `thinking`; None = the renderer's default, "high" (minimal counts as low,
+    medium as high). `tools`, `tool_choice`, `response_format`: as in the OpenAI request. `without_vision`: what a
+    picture does to a model that has no vision: "refuse", or "note" (a short text stands in for it).
+    """
+
+    thinking: bool = False
+    effort: Effort | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
+    without_vision: Literal["refuse", "note"] = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class PictureRef:
+    """A picture of a conversation: what holds it, and where the request had it, for errors."""
+
+    source: PictureSource
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation in the renderer's form: text pieces, special tokens by spelling, pictures."""
+
+    pieces: tuple[str | SpecialPiece | PictureRef, ...]
+
+    @property
+    def text(self) -> str:
+        """The prompt as one string, pictures left out; for eyes and tests, never for encoding."""
+        return "".join(
+            "" if isinstance(piece, PictureRef) else piece if isinstance(piece, str) else piece.spelling
+            for piece in self.pieces
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialPiece:
+    """A special token put there by the renderer."""
+
+    spelling: str
+
+
+def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, options: ChatOptions) -> RenderedChat:
+    """Render OpenAI-form messages as the family of `config` was trained; picture parts are joined with blank lines.
+
+    A picture part is `{"type": "image_url", "image_url": {"url": DATA_URL}}`; in Python `url` may also be bytes, a
+    `pathlib.Path` or a PIL picture. A plain string is never taken for a path: requests from elsewhere must not read
+    files.
+
+    Raises:
+        PromptError: a malformed message, an unknown kind of part, a picture where none may be; named by its place.
+    """
+    _check_options(options)
+    plain, pictures = _without_pictures(messages, config, options)
+    spelling = _unused_spelling([plain, list(options.tools)])
+    tokens = deepseek_recipe.SpecialTokens(image=spelling)
+    conversation = _convert(plain, options, tokens)
+    is_v41 = config.family == "deepseek_v41"
+    encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
+    rendered = encoding.with_special_tokens(tokens).render_conversation(conversation)
+    order = [pictures[_stub_number(source)] for source in rendered.image_sources]
+    found = sum(rendered.prompt[start:stop] == spelling for start, stop in rendered.special_ranges)
+    if not found == len(order) == len(pictures):
+        raise PromptError(f"the conversation has {len(pictures)} pictures, its rendering has room for {found}")
+    return RenderedChat(_split(rendered.prompt, rendered.special_ranges, spelling, order))
+
+
+def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | PictureRef]:
+    """Ids and pictures of a rendered conversation in prompt order; neighbouring ids are one list.
+
+    Raises:
+        PromptError: the tokenizer lacks a special token that this conversation needs.
+    """
+    parts: list[list[int] | PictureRef] = []
+    for piece in rendered.pieces:
+        if isinstance(piece, PictureRef):
+            parts.append(piece)
+            continue
+        if not parts or isinstance(parts[-1], PictureRef):
+            parts.append([])
+        ids = parts[-1]
+        assert isinstance(ids, list)
+        ids.extend(
+            [_special(piece.spelling, tokenizer)] if isinstance(piece, SpecialPiece) else tokenizer.encode_text(piece)
+        )
+    return parts
+
+
+def _special(spelling: str, tokenizer: PromptTokenizer) -> int:
+    token = tokenizer.special_id(spelling)
+    if token is None:
+        raise PromptError(f"the tokenizer has no special token {spelling}; use the tokenizer of this model's family")
+    return token
+
+
+def _check_options(options: ChatOptions) -> None:
+    if options.effort is not None and options.effort not in EFFORTS:
+        raise PromptError(f"effort is {options.effort!r}; it is one of {', '.join(EFFORTS)}, or none with thinking off")
+    if options.effort is not None and not options.thinking:
+        raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
+
+
+def _without_pictures(
+    messages: Sequence[Mapping[str, Any]], config: ModelConfig, options: ChatOptions
+) -> tuple[list[dict[str, Any]], list[PictureRef]]:
+    """The messages with every picture replaced by a numbered stub, and the pictures in that order."""
+    if not isinstance(messages, list | tuple):
+        raise PromptError(f"messages must be a list of messages, not {type(messages).__name__}")
+    pictures: list[PictureRef] = []
+    plain = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise PromptError(f"{where} must be an object with role and content, not {type(message).__name__}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            role = message.get("role")
+            parts = [
+                _plain_part(part, f"{where}.content[{place}]", role, pictures, config, options)
+                for place, part in enumerate(content)
+            ]
+            message = {**message, "content": parts}
+        plain.append(dict(message))
+    return plain, pictures
+
+
+def _plain_part(
+    part: object,
+    where: str,
+    role: object,
+    pictures: list[PictureRef],
+    config: ModelConfig,
+    options: ChatOptions,
+) -> dict[str, Any]:
+    """One content part as JSON; a picture is moved to `pictures`."""
+    if not isinstance(part, Mapping):
+        raise PromptError(f"{where} must be an object with a type, not {type(part).__name__}")
+    kind = part.get("type")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{where}.text must be a string")
+        return dict(part)
+    if kind != "image_url":
+        raise PromptError(f"{where} has the unknown type {kind!r}; parts are text or image_url")
+    if role not in _PICTURE_ROLES:
+        raise PromptError(
+            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(_PICTURE_ROLES)}"
+        )
+    if config.vision is None:
+        if options.without_vision == "note":
+            return {"type": "text", "text": WITHOUT_PICTURE}
+        raise PromptError(f"{where} is a picture, and this model takes no pictures; use a vision checkpoint")
+    pictures.append(_picture_ref(part.get("image_url"), where))
+    return {"type": "image_url", "image_url": {"url": _stub(len(pictures) - 1)}}
+
+
+def _picture_ref(value: object, where: str) -> PictureRef:
+    if isinstance(value, Mapping):
+        value, where = value.get("url"), f"{where}.image_url.url"
+    else:
+        where = f"{where}.image_url"
+    if isinstance(value, str) and not is_data_url(value):
+        raise PromptError(
+            f"{where} must be a data URL, not {value[:40]!r}; pictures are not fetched, and from Python a file is "
+            "passed as pathlib.Path"
+        )
+    if not isinstance(value, str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
+        raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL picture)")
+    return PictureRef(value, where)
+
+
+def _stub(number: int) -> str:
+    return _STUB + base64.b64encode(str(number).encode()).decode()
+
+
+def _stub_number(source: deepseek_recipe.ImageSource) -> int:
+    assert source.data_url is not None
+    return int(base64.b64decode(source.data_url.removeprefix(_STUB)))
+
+
+def _unused_spelling(request: object) -> str:
+    """A picture spelling that occurs nowhere in the request, so that no text can pass for a picture."""
+    text = json.dumps(request, ensure_ascii=False, default=repr)
+    number = 0
+    while (spelling := f"<picture {number}>") in text:
+        number += 1
+    return spelling
+
+
+def _convert(
+    messages: list[dict[str, Any]], options: ChatOptions, tokens: deepseek_recipe.SpecialTokens
+) -> deepseek_recipe.Conversation:
+    """Let the library check and convert the request. The version decides only that pictures are kept, for both."""
+    body: dict[str, Any] = {
+        "model": _MODEL,
+        "messages": messages,
+        "thinking": {"type": "enabled" if options.thinking else "disabled"},
+    }
+    if options.effort is not None:
+        body["reasoning_effort"] = options.effort
+    if options.tools:
+        body["tools"] = [dict(tool) for tool in options.tools]
+    if options.tool_choice is not None:
+        choice = options.tool_choice
+        body["tool_choice"] = choice if isinstance(choice, str) else dict(choice)
+    if options.response_format is not None:
+        body["response_format"] = dict(options.response_format)
+    version = deepseek_recipe.ModelVersion.DeepseekV41Flash
+    conversion = deepseek_recipe.ConversionOptions().with_special_tokens(tokens).with_model_alias(_MODEL, version)
+    try:
+        return deepseek_recipe.ChatCompletionRequest(body).convert(conversion).conversation
+    except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PromptError(f"the messages cannot be rendered: {error}") from error
+
+
+def _split(
+    prompt: str, special_ranges: Sequence[tuple[int, int]], spelling: str, order: Sequence[PictureRef]
+) -> tuple[str | SpecialPiece | PictureRef, ...]:
+    pieces: list[str | SpecialPiece | PictureRef] = []
+    pictures = iter(order)
+    done = 0
+    for start, stop in special_ranges:
+        if start > done:
+            pieces.append(prompt[done:start])
+        token = prompt[start:stop]
+        pieces.append(next(pictures) if token == spelling else SpecialPiece(token))
+        done = stop
+    if done < len(prompt):
+        pieces.append(prompt[done:])
+    return tuple(pieces)

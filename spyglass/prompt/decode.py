@@ -1,0 +1,229 @@
+"""From whatever holds a picture (bytes, a path, a data URL, a PIL picture) to RGB pixels, by stated rules.
+
+`open_picture` reads only the header and refuses what is too large, so nothing is unpacked before its size is known;
+`to_rgb` unpacks. The default rules are the reference's: `convert("RGB")` and nothing else (docs/formats.md,
+"Pictures").
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from spyglass.errors import PromptError
+from spyglass.prompt.data_url import decode_data_url, is_data_url
+from spyglass.prompt.samples import drop_transparency_note, flatten_on_white, refuse_non_finite, scale_samples
+
+PictureSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image
+
+# What Pillow's decoders raise on damaged or hostile files. Nearly everything, which is why it is a list: a new kind
+# must be seen.
+DECODER_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureRules:
+    """Where the reference and people's wishes part.
+
+    `exif`: "stored" leaves pixels as the file has them, "upright" applies the orientation tag. `alpha`: "drop" shows
+    whatever colour hides under transparent pixels, "white" puts the picture on white. `samples`: "clip" cuts 16-bit
+    samples at 255, "scale" maps 0..65535 to 0..255.
+    """
+
+    exif: Literal["stored", "upright"] = "stored"
+    alpha: Literal["drop", "white"] = "drop"
+    samples: Literal["clip", "scale"] = "clip"
+
+
+REFERENCE_RULES = PictureRules()
+CHAT_RULES = PictureRules(exif="upright", samples="scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """How large pictures may be. The defaults are a published public contract, meant for servers.
+
+    `file_bytes` and `total_bytes` count encoded files, one and all of a prompt; `side` pixels, `crowded_side` from
+    `crowd` pictures on; `pixels` and `total_pixels` count decoded pixels, one and all of a prompt; `url_chars` bounds a
+    remote address.
+    """
+
+    file_bytes: int = 32 << 20
+    total_bytes: int = 64 << 20
+    side: int = 8192
+    crowd: int = 15
+    crowded_side: int = 4096
+    images: int = 600
+    pixels: int = 8192 * 8192
+    total_pixels: int = 256_000_000
+    url_chars: int = 8192
+
+
+# For one's own pictures in Python: only what cannot be meant is refused. Pillow itself stops at 178,956,970 pixels.
+PYTHON_LIMITS = ImageLimits(
+    file_bytes=1 << 30,
+    total_bytes=8 << 30,
+    side=65_535,
+    crowded_side=65_535,
+    images=10_000,
+    pixels=178_956_970,
+    total_pixels=1 << 36,
+)
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
+_ORIENTATIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+def read_source(
+    source: PictureSource, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
+) -> bytes | Image.Image:
+    """The encoded bytes behind `source`, or the PIL picture that it is. A str is a data URL or a path.
+
+    Raises:
+        PromptError: unknown kind, unreadable or empty file, more than `limits.file_bytes`, a remote address.
+    """
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, str) and is_data_url(source):
+        data = decode_data_url(source, most_bytes=limits.file_bytes, name=name)
+    elif isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+        raise PromptError(f"{name} is a remote address; pictures are not fetched here, pass its bytes or a data URL")
+    elif isinstance(source, str | os.PathLike):
+        data = _read_file(source, limits, name)
+    elif isinstance(source, bytes | bytearray | memoryview):
+        data = bytes(source)
+    else:
+        raise PromptError(
+            f"{name} is a {type(source).__name__}; a picture is bytes, a path, a data URL or a PIL picture"
+        )
+    if not data:
+        raise PromptError(f"{name} is empty")
+    if len(data) > limits.file_bytes:
+        raise PromptError(f"{name} has {len(data)} bytes, the limit is {limits.file_bytes}; send a smaller file")
+    return data
+
+
+def open_picture(
+    source: PictureSource, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
+) -> Image.Image:
+    """Open a picture without unpacking it: its `size` is known and within `limits`, its pixels are not yet read.
+
+    Animations stand at their first frame. A PIL picture is taken at the frame it stands at.
+
+    Raises:
+        PromptError: not one of `FORMATS`, damaged header, a side or pixel count over the limits; errors begin with
+        `name`.
+    """
+    data = read_source(source, limits=limits, name=name)
+    if isinstance(data, Image.Image):
+        picture = data
+    else:
+        try:
+            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            raise PromptError(
+                f"{name} is none of {', '.join(FORMATS)} (or its header is damaged): it begins with {data[:12]!r}"
+            ) from None
+        except DECODER_FAULTS as error:
+            raise PromptError(f"{name} cannot be opened: {_reason(error)}") from error
+    width, height = picture.size
+    if width < 1 or height < 1:
+        raise PromptError(f"{name} has no pixels ({width}x{height})")
+    if max(width, height) > limits.side:
+        raise PromptError(f"{name} is {width}x{height}, a side may have {limits.side} pixels; scale it down")
+    if width * height > limits.pixels:
+        raise PromptError(f"{name} has {width * height} pixels, the limit is {limits.pixels}; scale it down")
+    return picture
+
+
+def oriented_size(picture: Image.Image, rules: PictureRules = REFERENCE_RULES) -> tuple[int, int]:
+    """(width, height) that `to_rgb` will give, from the header alone."""
+    width, height = picture.size
+    return (height, width) if _orientation(picture, rules) in _SIDEWAYS else (width, height)
+
+
+def to_rgb(picture: Image.Image, rules: PictureRules = REFERENCE_RULES, *, name: str = "the picture") -> Image.Image:
+    """Unpack a picture and make it RGB by `rules`. The input is left as it was; an RGB input may be returned itself.
+
+    Raises:
+        PromptError: damaged or truncated data, a mode without a way to RGB, NaN or infinite samples.
+    """
+    try:
+        picture.load()
+        orientation = _orientation(picture, rules)
+        if picture.mode == "F":
+            refuse_non_finite(picture, name)
+        if rules.samples == "scale":
+            picture = scale_samples(picture)
+        if rules.alpha == "white":
+            picture = flatten_on_white(picture)
+        if picture.mode != "RGB":
+            picture = drop_transparency_note(picture).convert("RGB")
+        turn = _ORIENTATIONS.get(orientation)
+        return picture if turn is None else picture.transpose(turn)
+    except DECODER_FAULTS as error:
+        raise PromptError(f"{name} cannot be decoded: {_reason(error)}") from error
+
+
+def _orientation(picture: Image.Image, rules: PictureRules) -> int:
+    """EXIF orientation to undo, 1 = none. Pillow turns TIFF pictures upright by itself, under either rule."""
+    if rules.exif == "stored" or picture.format == "TIFF":
+        return 1
+    try:
+        value = picture.getexif().get(ExifTags.Base.Orientation, 1)
+    except DECODER_FAULTS:  # unreadable EXIF says nothing about orientation
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _read_file(path: str | os.PathLike[str], limits: ImageLimits, name: str) -> bytes:
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise PromptError(f"{name}: {os.fspath(path)} is not a file")
+        if status.st_size > limits.file_bytes:
+            raise PromptError(
+                f"{name} has {status.st_size} bytes, the limit is {limits.file_bytes}; send a smaller file"
+            )
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise PromptError(f"{name} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,92 @@
+"""The checkpoint's tokenizer, split in two on purpose: text can never spell a special token.
+
+`encode_text` knows only the base vocabulary, so what a person, a tool or an earlier answer wrote stays text, whatever
+it spells; special tokens are put in by id. Full encoding with the added vocabulary is not offered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from spyglass.errors import PromptError
+
+FILE_NAME = "tokenizer.json"
+
+
+class PromptTokenizer:
+    """A `tokenizer.json`, ready to make prompts and to read answers."""
+
+    __slots__ = ("_added", "_full", "_plain")
+
+    def __init__(self, text: str, name: str = FILE_NAME) -> None:
+        """`text` is the content of a tokenizer.json; `name` says in errors where it came from.
+
+        Raises:
+            PromptError: not a tokenizer.json.
+        """
+        try:
+            parsed: dict[str, Any] = json.loads(text)
+            self._added: dict[str, int] = {token["content"]: token["id"] for token in parsed["added_tokens"]}
+        except (ValueError, LookupError, TypeError) as error:
+            raise PromptError(f"{name} is not a tokenizer file: {error!r}") from error
+        self._full = _build(text, name)
+        self._plain = _build(json.dumps(parsed | {"added_tokens": []}, ensure_ascii=False), name)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of `text` as text: spellings of special tokens come out as ordinary pieces.
+
+        Raises:
+            PromptError: the text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def special_id(self, spelling: str) -> int | None:
+        """Id of an added token by its exact spelling, None when this tokenizer has no such token."""
+        return self._added.get(spelling)
+
+    def spelling(self, token: int) -> str | None:
+        """Spelling of an id in the vocabulary's own alphabet, None when there is no such id."""
+        piece: str | None = self._full.id_to_token(token)
+        return piece
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens spelled out; incomplete UTF-8 shows as U+FFFD."""
+        text: str = self._full.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def _build(text: str, name: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception, whatever is wrong with the file
+        raise PromptError(f"{name} is not a tokenizer file: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:
+    """The tokenizer of a checkpoint folder, None when it has none: ids and pictures need no tokenizer, only text does.
+
+    Raises:
+        PromptError: the file is there but is no tokenizer.
+    """
+    path = Path(folder) / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise PromptError(f"{path} cannot be read: {error}") from error
+    return PromptTokenizer(text, str(path))
