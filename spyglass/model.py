@@ -5,6 +5,7 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +13,15 @@ import torch
 from torch import nn
 
 from spyglass.batch.types import Batch, CacheView, ImageBatch
+from spyglass.checkpoint.load import LoadReport, load_into
+from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.config.model import ModelConfig, Rounding
-from spyglass.errors import PromptError
+from spyglass.config.read import read_model_config
+from spyglass.errors import ConfigError, DeviceError, PromptError
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
 from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.ops.table import bind_ops
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
@@ -24,6 +29,7 @@ from spyglass.vision.aligner import Aligner
 from spyglass.vision.tower import VisionTower
 
 Numerics = Literal["reference", "plain"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
@@ -39,11 +45,19 @@ class ModelOptions:
 
 
 class VisionLanguageModel(nn.Module):
-    """Tower and aligner (None without pictures), embedding, backbone, head."""
+    """Tower and aligner (None without pictures), embedding, backbone, head.
+
+    Raises:
+        ConfigError: the family has no backbone here.
+    """
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
         text, build = config.text, options.build
+        if config.family != "deepseek_v4":
+            raise ConfigError(
+                f"models of family {config.family!r} can be read but not run yet; run a deepseek_v4 model"
+            )
         self.config = config
         self.options = options
         self.embedding = Embedding("embed", text.vocab_size, text.hidden_size, build)
@@ -126,14 +140,88 @@ class VisionLanguageModel(nn.Module):
 
 def _text_build(config: ModelConfig, options: ModelOptions) -> TextBuild:
     reference = options.numerics == "reference"
-    if config.vision is None:
-        bias: Literal["required", "optional", "none"] = "none"
-    else:
-        bias = "required" if options.pictures else "optional"
     return TextBuild(
         text=config.text,
         build=options.build,
         rounding=config.text.reference_rounding if reference else Rounding(),
         stepwise=reference,
-        picture_bias=bias,
+        pictures=config.vision is not None and options.pictures,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run. `numerics` and `dtype` are what "auto" became; `report` says which tensors were read."""
+
+    model: VisionLanguageModel
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    numerics: Numerics
+    report: LoadReport
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    numerics: Literal["auto", "reference", "plain"] = "auto",
+    images: bool = True,
+    ops: Literal["auto", "reference"] = "auto",
+    expand: bool = False,
+    progress: bool = True,
+) -> LoadedModel:
+    """Read a checkpoint folder into a model.
+
+    `dtype` of activations: "auto" is bfloat16, as released. `numerics`: "auto" is "reference" when any matrix is stored
+    as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
+    takes the fastest implementation that runs here, "reference" the defining one. `expand` decodes packed weights while
+    loading (more memory, sometimes faster). `progress` shows a bar on a terminal.
+
+    Raises:
+        ConfigError: config.json is missing, malformed or of an unknown family.
+        CheckpointError: the files do not hold what the configuration promises, or are damaged.
+        DeviceError: an unknown or absent device, dtype or op choice.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise DeviceError(f"dtype={dtype!r} is not known; use 'auto', 'float32' or 'bfloat16'")
+    if numerics not in ("auto", "reference", "plain"):
+        raise DeviceError(f"numerics={numerics!r} is not known; use 'auto', 'reference' or 'plain'")
+    place = find_device(device)
+    config = read_model_config(path)
+    checkpoint = open_checkpoint(os.fspath(path))
+    dtype_name = "bfloat16" if dtype == "auto" else dtype
+    chosen = numerics if numerics != "auto" else default_numerics(checkpoint)
+    build = Build(ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand)
+    model = VisionLanguageModel(config, ModelOptions(build=build, numerics=chosen, pictures=images))
+    model.eval()
+    skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
+    report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)
+    return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)
+
+
+def default_numerics(checkpoint: Checkpoint) -> Numerics:
+    """What "auto" means for these files: the released rounding wherever a weight is packed."""
+    weights = (tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(("scale", "scale_inv")))
+    packed = any(tensor.dtype in ("F8_E4M3", "I8", "U8") for tensor in weights)
+    return "reference" if packed else "plain"
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device, if this machine has it.
+
+    Raises:
+        DeviceError: the name is no device, or torch does not see it.
+    """
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device={device!r} is not a device; use 'cpu' or 'cuda'") from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if (place.index or 0) >= count:
+            raise DeviceError(f"device={device!r} was asked for, but torch sees {count} CUDA devices; use 'cpu'")
+    elif place.type != "cpu":
+        raise DeviceError(f"device={device!r} is not supported; use 'cpu' or 'cuda'")
+    return place

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ def picture_tokens(
 
 @dataclass(kw_only=True)
 class Memory:
-    """Pages for `sequences` sequences of at most `length` tokens; every group keeps everything unless `ring` is given."""
+    """Pages for `sequences` sequences of at most `length` tokens; every group keeps all rows unless `ring` is given."""
 
     text: TextConfig
     dtype: torch.dtype
@@ -166,6 +167,6 @@ def prefill(
     return torch.cat(
         [
             run(model, memory, [Part(sequence=0, tokens=tokens.cut(start, stop), start=start)])
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, stop in pairwise(bounds)
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -38,15 +39,16 @@ class Embedding(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSpec:
-    """A tensor that is used as it is: full checkpoint name, shape, dtype it is held in.
+    """A tensor that is used as it is: checkpoint name, shape, dtype it is held in.
 
-    `below`: entries of an index table must lie in 0 .. below - 1. `optional`: the checkpoint may lack it.
+    `kind` as in `WeightSlot`; an "index" table's entries must lie in 0 .. below - 1. `optional`: it may be absent.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    below: int | None = None
+    kind: Literal["matrix", "vector", "index"] = "vector"
+    below: int = 0
     optional: bool = False
 
 
@@ -60,13 +62,14 @@ class PlainTensor(nn.Module):
         self._device = build.device
 
     def slots(self) -> list[WeightSlot]:
-        kind = "vector" if self.spec.below is None else "index"
-        return [WeightSlot(self.spec.name, self.spec.shape, kind, self._put, self.spec.optional)]
+        spec = self.spec
+        return [WeightSlot(spec.name, spec.shape, spec.kind, self._put, spec.optional)]
 
     def _put(self, found: Packed) -> None:
-        if self.spec.below is not None:
+        if self.spec.kind == "index":
             _refuse_outside(self.spec.name, found.data, self.spec.below)
-        self.value = found.data.to(self._device, self.spec.dtype)
+        plain = found.data if found.format.block is None else decode(found, torch.float32)
+        self.value = plain.to(self._device, self.spec.dtype)
 
     def tensor(self) -> torch.Tensor:
         """The loaded tensor."""

@@ -22,18 +22,18 @@ class Gate(nn.Module):
         text, build = parts.text, parts.build
         name, experts = f"layers.{plan.index}.ffn.gate", text.n_routed_experts
         hashed = plan.router == "hash"
-        self.weight = PlainTensor(PlainSpec(name=f"{name}.weight", shape=(experts, text.hidden_size)), build)
+        self.weight = PlainTensor(PlainSpec(name=name, shape=(experts, text.hidden_size), kind="matrix"), build)
         self.bias = PlainTensor(PlainSpec(name=f"{name}.bias", shape=(experts,), optional=hashed), build)
         self.bias_vl: PlainTensor | None = None
-        if parts.picture_bias != "none":
-            optional = parts.picture_bias == "optional"
-            self.bias_vl = PlainTensor(PlainSpec(name=f"{name}.bias_vl", shape=(experts,), optional=optional), build)
+        if parts.pictures:
+            self.bias_vl = PlainTensor(PlainSpec(name=f"{name}.bias_vl", shape=(experts,)), build)
         self.tid2eid: PlainTensor | None = None
         if hashed:
             table = PlainSpec(
                 name=f"{name}.tid2eid",
                 shape=(text.vocab_size, text.num_experts_per_tok),
                 dtype=torch.int32,
+                kind="index",
                 below=experts,
             )
             self.tid2eid = PlainTensor(table, build)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -21,15 +20,15 @@ class TextBuild:
     """Everything a part of the backbone is built from.
 
     `rounding` is `Rounding()` for plain numerics. `stepwise`: the per-head q norm and the index scores round after
-    every operation, as the released code does (spec v4 3.6). `picture_bias`: whether the checkpoint's `bias_vl` is
-    needed ("required"), may be there ("optional"), or is not part of the model ("none").
+    every operation, as the released code does (spec v4 3.6). `pictures`: rows of pictures may come, so the routers need
+    their own bias for them.
     """
 
     text: TextConfig
     build: Build
     rounding: Rounding
     stepwise: bool
-    picture_bias: Literal["required", "optional", "none"]
+    pictures: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
