@@ -19,7 +19,7 @@ from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.errors import PromptError
 
-Patches = NDArray[Any] | torch.Tensor
+PatchArray = NDArray[Any] | torch.Tensor
 Grid = tuple[int, int]
 
 
@@ -35,7 +35,7 @@ def num_cells(grid: Grid, ratio: int) -> int:
 
 
 def pack_images(
-    patches: Sequence[Patches],
+    patches: Sequence[PatchArray],
     vit_grids: Sequence[Grid],
     image_positions: Sequence[int],
     vision: VisionConfig,
@@ -64,7 +64,7 @@ def pack_images(
     )
 
 
-def split_patches(patches_U: Patches, vit_grids: Sequence[Grid]) -> list[Patches]:
+def split_patches(patches_U: PatchArray, vit_grids: Sequence[Grid]) -> list[PatchArray]:
     """Cut the concatenated patches [U, 3, p, p] of several pictures back into one array per picture.
 
     Raises:
@@ -103,7 +103,7 @@ def _check_lengths(patches: int, grids: int, positions: int, slots: int | None) 
         raise PromptError(f"{slots} adapter slots were given for {patches} pictures; give one per picture, 0 for none")
 
 
-def _check_picture(picture: int, pixels: Patches, grid: Grid, positions: int, vision: VisionConfig) -> None:
+def _check_picture(picture: int, pixels: PatchArray, grid: Grid, positions: int, vision: VisionConfig) -> None:
     rows, columns = grid
     side, ratio = vision.patch_size, vision.downsample_ratio
     if rows < 1 or columns < 1:
@@ -129,15 +129,15 @@ def _check_picture(picture: int, pixels: Patches, grid: Grid, positions: int, vi
         )
 
 
-def _is_pixels(patches: Patches) -> bool:
+def _is_pixels(patches: PatchArray) -> bool:
     return patches.dtype in (np.dtype(np.uint8), torch.uint8)
 
 
-def _is_float(patches: Patches) -> bool:
+def _is_float(patches: PatchArray) -> bool:
     return patches.dtype.is_floating_point if isinstance(patches, torch.Tensor) else patches.dtype.kind == "f"
 
 
-def _tensor(patches: Patches) -> torch.Tensor:
+def _tensor(patches: PatchArray) -> torch.Tensor:
     """The same values as a tensor; a read-only or strided array is copied, torch cannot hold either."""
     return (
         patches if isinstance(patches, torch.Tensor) else torch.from_numpy(np.require(patches, requirements=["C", "W"]))
