@@ -7,7 +7,7 @@ Keys are slot names: a matrix is one entry (`layers.3.attn.wq_a`) however it is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spyglass.config.model import LayerPlan, ModelConfig, TextConfig, VisionConfig
@@ -20,13 +20,17 @@ IMAGE_VECTORS = ("image_start", "image_end", "image_newline", "image_pad")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One entry. `shape` is logical, `official` the format of the official checkpoint; optional ones may be absent."""
+    """One entry. `shape` is logical, `official` the format of the official checkpoint; optional ones may be absent.
+
+    `siblings`: how many experts the layer has, for an expert's matrix and for the table of experts; 0 elsewhere.
+    """
 
     shape: tuple[int, ...]
     kind: Kind
     group: Group
     official: Format
     optional: bool = False
+    siblings: int = 0
 
 
 def group_of(name: str) -> Group:
@@ -133,7 +137,7 @@ def _vector(shape: tuple[int, ...], official: Format = BF16, group: Group = "tex
 
 
 def _in_group(spec: TensorSpec, group: Group) -> TensorSpec:
-    return TensorSpec(shape=spec.shape, kind=spec.kind, group=group, official=spec.official, optional=spec.optional)
+    return replace(spec, group=group)
 
 
 def _ends(text: TextConfig) -> dict[str, TensorSpec]:
@@ -243,13 +247,18 @@ def _router(prefix: str, text: TextConfig, plan: LayerPlan, *, has_vision: bool)
         result[f"{prefix}.bias_vl"] = _vector((experts,), F32)
     if hashed:
         shape = (text.vocab_size, text.num_experts_per_tok)
-        result[f"{prefix}.tid2eid"] = TensorSpec(shape=shape, kind="index", group="text", official=I64)
+        result[f"{prefix}.tid2eid"] = TensorSpec(
+            shape=shape, kind="index", group="text", official=I64, siblings=experts
+        )
     return result
 
 
 def _experts(prefix: str, text: TextConfig, formats: _Formats) -> dict[str, TensorSpec]:
     width, inner = text.hidden_size, text.moe_intermediate_size
-    up, down = _matrix((inner, width), formats.expert), _matrix((width, inner), formats.expert)
+    up, down = (
+        replace(_matrix(shape, formats.expert), siblings=text.n_routed_experts)
+        for shape in ((inner, width), (width, inner))
+    )
     result = {
         f"{prefix}experts.{expert}.{name}": spec
         for expert in range(text.n_routed_experts)
