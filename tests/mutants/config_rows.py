@@ -1,0 +1,57 @@
+"""Faults in reading a configuration."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+V4 = "spyglass/config/read_v4.py"
+READ = "spyglass/config/read.py"
+FIELDS = "spyglass/config/fields.py"
+JSON = "spyglass/config/json_file.py"
+SAVED = "spyglass/config/saved_v4.py"
+ENGINE = "spyglass/config/engine.py"
+MODEL = "spyglass/config/model.py"
+TESTS = "tests/unit/config"
+
+CONFIG_ROWS: list[Mutant] = [
+    Mutant(READ, "family not in FAMILIES", "not family.startswith('deepseek_v4')", TESTS, "families by prefix"),
+    Mutant(V4, "if len(ratios) < num_layers:", "if not ratios:", TESTS, "a short schedule passes"),
+    Mutant(V4, "if ratio not in known:", "if ratio < 0:", TESTS, "any ratio passes"),
+    Mutant(V4, "return ratios[:num_layers]", "return ratios", TESTS, "draft stages taken for layers"),
+    Mutant(V4, "rope=far if ratio else near", "rope=far", TESTS, "YaRN in window-only layers"),
+    Mutant(V4, "yarn=None)", "yarn=yarn)", TESTS, "YaRN in the plain table"),
+    Mutant(V4, "index_from=index if ratio == POOLED_CHOSEN", "index_from=index if ratio", TESTS, "ratio 128 selects"),
+    Mutant(V4, '"hash" if index < num_hash', '"hash" if index <= num_hash', TESTS, "one hash layer too many"),
+    Mutant(V4, "overlap=chosen", "overlap=False", TESTS, "no overlap at ratio 4"),
+    Mutant(V4, "kv_dims=plain_dims", "kv_dims=plain_dims + 64", TESTS, "rope channels rounded to fp8"),
+    Mutant(V4, "hadamard=True", "hadamard=False", TESTS, "no Hadamard in reference numerics"),
+    Mutant(V4, "rows = FakeQuant(element=\"e4m3\", block=64)", "rows = FakeQuant(element=\"e4m3\", block=128)", TESTS,
+           "row rounding in blocks of 128"),
+    Mutant(V4, "q_head_norm=True", "q_head_norm=False", TESTS, "no per-head norm of q"),
+    Mutant(V4, 'fields.fixed("norm_topk_prob", True)', "", TESTS, "unnormalised routing accepted"),
+    Mutant(V4, "if num_layers == 0:", 'if "vision_dim" not in fields.values:', TESTS, "a tower by another sign"),
+    Mutant(V4, 'rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps)', "rms_norm_eps=1e-6", TESTS,
+           "a fixed eps"),
+    Mutant(V4, "if num_heads % num_groups:", "if False:", TESTS, "groups need not divide the heads"),
+    Mutant(V4, "if rope_dim % 2:", "if False:", TESTS, "an odd rope dimension passes"),
+    Mutant(V4, "if dim & (dim - 1):", "if False:", TESTS, "any index width passes"),
+    Mutant(V4, "    scaling.refuse_unseen()\n", "", TESTS, "unknown rope fields ignored"),
+    Mutant(FIELDS, "isinstance(value, int) and not isinstance(value, bool)", "isinstance(value, int)", TESTS,
+           "true is an integer"),
+    Mutant(FIELDS, "return number if math.isfinite(number) else None", "return number", TESTS, "infinite numbers pass"),
+    Mutant(FIELDS, "same_kind = isinstance(got, bool) == isinstance(value, bool)", "same_kind = True", TESTS,
+           "1 passes for true"),
+    Mutant(FIELDS, "{self.file}: {self.prefix}{key}\"", "{self.file}: {key}\"", TESTS, "the section is not named"),
+    Mutant(JSON, "if key in seen:", "if False:", TESTS, "repeated keys pass"),
+    Mutant(JSON, "parse_constant=refuse_constant, ", "", TESTS, "NaN passes as JSON"),
+    Mutant(JSON, "except RecursionError:", "except ZeroDivisionError:", TESTS, "deep nesting is a traceback"),
+    Mutant(JSON, "if not path.is_file():", "if not path.exists():", TESTS, "a folder is opened as a file"),
+    Mutant(SAVED, "if HASHED in words[count:]:", "if False:", TESTS, "hashed layers anywhere"),
+    Mutant(SAVED, 'near.number("rope_theta", above=1)', 'far.number("rope_theta", above=1)', TESTS, "bases mixed up"),
+    Mutant(MODEL, "(2 if self.overlap else 1)", "1", TESTS, "overlapping pools read one group"),
+    Mutant(ENGINE, "        if value is not None:\n", "        if name not in values:\n", TESTS, "environment wins"),
+    Mutant("spyglass/cli/main.py", "return INTERRUPTED", "return 0", "tests/unit/cli", "a key press looks like success"),
+    Mutant("spyglass/cli/main.py", "except SpyglassError as error:", "except ZeroDivisionError as error:", "tests/unit/cli",
+           "our errors are a traceback"),
+    Mutant("spyglass/cli/main.py", "allow_abbrev=False", "allow_abbrev=True", "tests/unit/cli", "options abbreviated"),
+]  # fmt: skip
