@@ -10,6 +10,7 @@ FIELDS = "spyglass/config/fields.py"
 JSON = "spyglass/config/json_file.py"
 SAVED = "spyglass/config/saved_v4.py"
 ENGINE = "spyglass/config/engine.py"
+MAIN = "spyglass/cli/main.py"
 MODEL = "spyglass/config/model.py"
 TESTS = "tests/unit/config"
 
@@ -50,8 +51,8 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(SAVED, 'near.number("rope_theta", above=1)', 'far.number("rope_theta", above=1)', TESTS, "bases mixed up"),
     Mutant(MODEL, "(2 if self.overlap else 1)", "1", TESTS, "overlapping pools read one group"),
     Mutant(ENGINE, "        if value is not None:\n", "        if name not in values:\n", TESTS, "environment wins"),
-    Mutant("spyglass/cli/main.py", "return INTERRUPTED", "return 0", "tests/unit/cli", "a key press looks like success"),
-    Mutant("spyglass/cli/main.py", "except SpyglassError as error:", "except ZeroDivisionError as error:", "tests/unit/cli",
+    Mutant(MAIN, "return INTERRUPTED", "return 0", "tests/unit/cli", "a key press looks like success"),
+    Mutant(MAIN, "except SpyglassError as error:", "except ZeroDivisionError as error:", "tests/unit/cli",
            "our errors are a traceback"),
-    Mutant("spyglass/cli/main.py", "allow_abbrev=False", "allow_abbrev=True", "tests/unit/cli", "options abbreviated"),
+    Mutant(MAIN, "allow_abbrev=False", "allow_abbrev=True", "tests/unit/cli", "options abbreviated"),
 ]  # fmt: skip

@@ -16,6 +16,8 @@ MOST_LINES = 400
 MOST_KERNEL_LINES = 600
 VAGUE_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "base", "misc", "core"}
 READS_ENVIRONMENT = {"config/engine.py"}
+# The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
+CATCHES_WHOLESALE = {"prompt/tokenizer.py", "engram/vocabulary.py"}
 PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")
 UNANCHORED_TODO = re.compile(r"(?:#|//)\s*(?:TODO|FIXME|XXX)\b(?!\(#?\w)")
@@ -70,6 +72,7 @@ def test_errors_are_never_caught_wholesale(trees: dict[Path, ast.Module]) -> Non
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler)
+        and name(path) not in CATCHES_WHOLESALE
         and (node.type is None or {"Exception", "BaseException"} & set(re.findall(r"\w+", ast.unparse(node.type))))
     ]
     assert not wholesale
