@@ -22,7 +22,7 @@ from spyglass.prompt.interop import (
     to_vllm_ids,
 )
 from spyglass.prompt.placeholder import resolve_placeholder
-from spyglass.prompt.plan import plan_image, plan_patches
+from spyglass.prompt.plan import contained_size, layout_block, plan_image, plan_patches
 from spyglass.prompt.released import V4_VISION, V41_VISION
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import ImagePlan, ImageSpan, Patches, Prompt, TokenKind
@@ -49,10 +49,12 @@ __all__ = [
     "TokenKind",
     "build_prompt",
     "check_spans",
+    "contained_size",
     "cut",
     "encode_chat",
     "is_legal_cut",
     "kinds_of_reference_ids",
+    "layout_block",
     "legal_cuts",
     "load_tokenizer",
     "normalisation_table",

@@ -17,7 +17,6 @@ from PIL import Image
 
 from spyglass.config.model import ModelConfig, VisionConfig
 from spyglass.errors import PromptError
-from spyglass.prompt import span_v4, span_v41
 from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, encode_chat, render_chat
 from spyglass.prompt.decode import (
     CHAT_RULES,
@@ -34,13 +33,12 @@ from spyglass.prompt.decode import (
 from spyglass.prompt.digest import prompt_digest
 from spyglass.prompt.image import cut, resize
 from spyglass.prompt.placeholder import resolve_placeholder
-from spyglass.prompt.plan import plan_image, plan_patches
+from spyglass.prompt.plan import layout_block, plan_image, plan_patches
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind
 from spyglass.prompt.visibility import visible_extra
 
 PICTURE_ID = -1  # what `Prompt.ids_T` holds at picture positions
-_LAYOUTS = {"paired": span_v4.layout, "reading": span_v41.layout}
 _NUM_ROLES = len(TokenKind) - 1  # all but TEXT
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
 
@@ -243,7 +241,7 @@ class _Draft:
     def add_picture(self, pixels: Pixels, plan: ImagePlan) -> None:
         """A picture's block at the end of what is there."""
         assert self.config.vision is not None
-        span = _LAYOUTS[self.config.vision.layout](plan, self.position, len(self.spans))
+        span = layout_block(plan, self.position, self.config.vision, len(self.spans))
         rows = np.full(span.length, -1, np.int32)
         rows[span.kinds == TokenKind.IMAGE] = span.order + self.num_cells
         self._append(np.full(span.length, PICTURE_ID, np.int32), span.kinds, rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from spyglass.config.model import VisionConfig
 from spyglass.errors import ConfigError, PromptError
 from spyglass.prompt import span_v4, span_v41
-from spyglass.prompt.tokens import ImagePlan
+from spyglass.prompt.tokens import ImagePlan, ImageSpan
 
 _DELIMITERS = 2  # START and END
 _LEAST_BUDGET = 8  # tokens of the smallest V4 block (1 x 1) with room for the solver's float rows and columns
@@ -24,9 +24,10 @@ _LEAST_BUDGET = 8  # tokens of the smallest V4 block (1 x 1) with room for the s
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What the two layouts do differently: the token formula, the cap on it and the solver for blocks over the cap."""
+    """What the two layouts do differently: token formula, block, share of the cap, solver for blocks over the cap."""
 
     num_tokens: Callable[[int, int], int]
+    layout: Callable[[ImagePlan, int, int], ImageSpan]
     reserve: int  # tokens of the cap that leading pads may take
     fit: Callable[[float, float, int, int, int], tuple[int, int]]
 
@@ -93,6 +94,11 @@ def plan_patches(vit_grid: tuple[int, int], vision: VisionConfig) -> ImagePlan:
         stretch=False,
         patch_size=vision.patch_size,
     )
+
+
+def layout_block(plan: ImagePlan, start: int, vision: VisionConfig, image: int = 0) -> ImageSpan:
+    """Token block of picture number `image` at prompt position `start`, in the layout of `vision`."""
+    return _RULES[vision.layout].layout(plan, start, image)
 
 
 def contained_size(size: tuple[int, int], box: tuple[int, int]) -> tuple[int, int]:
@@ -169,6 +175,6 @@ def _even(count: int) -> int:
 
 
 _RULES = {
-    "paired": _Rule(num_tokens=span_v4.num_tokens, reserve=span_v4.MAX_LEAD, fit=_fit_paired),
-    "reading": _Rule(num_tokens=span_v41.num_tokens, reserve=0, fit=_fit_reading),
+    "paired": _Rule(num_tokens=span_v4.num_tokens, layout=span_v4.layout, reserve=span_v4.MAX_LEAD, fit=_fit_paired),
+    "reading": _Rule(num_tokens=span_v41.num_tokens, layout=span_v41.layout, reserve=0, fit=_fit_reading),
 }

@@ -22,10 +22,12 @@ FILE_NAME = "tokenizer.json"
 class PromptTokenizer:
     """A `tokenizer.json`, ready to make prompts and to read answers."""
 
-    __slots__ = ("_added", "_full", "_plain")
+    __slots__ = ("_added", "_full", "_plain", "special_ids")
 
     def __init__(self, text: str, name: str = FILE_NAME) -> None:
         """`text` is the content of a tokenizer.json; `name` says in errors where it came from.
+
+        `special_ids` are the added tokens that stand for no text.
 
         Raises:
             PromptError: not a tokenizer.json.
@@ -33,6 +35,7 @@ class PromptTokenizer:
         try:
             parsed: dict[str, Any] = json.loads(text)
             self._added: dict[str, int] = {token["content"]: token["id"] for token in parsed["added_tokens"]}
+            self.special_ids = frozenset(token["id"] for token in parsed["added_tokens"] if token["special"])
         except (ValueError, LookupError, TypeError) as error:
             raise PromptError(f"{name} is not a tokenizer file: {error!r}") from error
         self._full = _build(text, name)
