@@ -62,6 +62,17 @@ def assert_close(
         )
 
 
+def assert_same_argmax(logits_TV: torch.Tensor | Any, argmax_T: Any, tolerance: Tolerance, label: str = "") -> None:
+    """Every row's best token is the expected one, unless the expected one is closer to the best than the tolerance."""
+    logits, expected = _as_float64(logits_TV), np.asarray(argmax_T, np.int64)
+    behind = logits.max(axis=-1) - np.take_along_axis(logits, expected[:, None], axis=-1)[:, 0]
+    worst = int(behind.argmax())
+    assert behind[worst] <= 2 * tolerance.absolute, (
+        f"{label}: row {worst} has its best token at {int(logits[worst].argmax())}, expected {expected[worst]}, "
+        f"which is {behind[worst]!r} below it"
+    )
+
+
 def assert_law(actual: torch.Tensor | Any, expected: torch.Tensor | Any, label: str = "") -> None:
     """The bound of the equivalence laws: largest difference at most LAW_OF_MAX of the largest expected magnitude."""
     scale = float(np.abs(_as_float64(expected)).max())
