@@ -75,9 +75,8 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
         return USER_FAULT
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `spyglass` command; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def dispatch(arguments: Sequence[str]) -> int:
+    """Do what a command line asks for; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
         return 0 if arguments else USER_FAULT
@@ -88,10 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in VERBS:
         print(f"spyglass: error: unknown verb {name!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
         return USER_FAULT
+    return run_verb(name, rest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `spyglass` command; returns the exit code."""
     try:
-        code = run_verb(name, rest)
-        sys.stdout.flush()
-        return code
+        try:
+            return dispatch(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
