@@ -12,9 +12,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import deepseek_recipe
 from PIL import Image
 
 from spyglass.config.model import ModelConfig
@@ -22,6 +21,9 @@ from spyglass.errors import PromptError
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import PictureSource
 from spyglass.prompt.tokenizer import PromptTokenizer
+
+if TYPE_CHECKING:
+    import deepseek_recipe  # loaded on first use: ids and pictures need no renderer
 
 Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = ("minimal", "low", "medium", "high", "xhigh", "max")
@@ -89,6 +91,8 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
     Raises:
         PromptError: a malformed message, an unknown kind of part, a picture where none may be; named by its place.
     """
+    import deepseek_recipe
+
     _check_options(options)
     plain, pictures = _without_pictures(messages, config, options)
     spelling = _unused_spelling([plain, list(options.tools)])
@@ -230,6 +234,8 @@ def _convert(
     messages: list[dict[str, Any]], options: ChatOptions, tokens: deepseek_recipe.SpecialTokens
 ) -> deepseek_recipe.Conversation:
     """Let the library check and convert the request. The version decides only that pictures are kept, for both."""
+    import deepseek_recipe
+
     body: dict[str, Any] = {
         "model": _MODEL,
         "messages": messages,
