@@ -1,0 +1,8 @@
+"""Time and memory: who runs next, where rows live, how tokens are drawn. `LLM` is the door."""
+
+from spyglass.engine.engine import Engine
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import Delta, RequestOutput, SamplingParams, TokenLogprob, Usage
+from spyglass.prompt.tokens import Patches
+
+__all__ = ["LLM", "Delta", "Engine", "Patches", "RequestOutput", "SamplingParams", "TokenLogprob", "Usage"]

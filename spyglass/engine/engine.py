@@ -1,0 +1,283 @@
+"""The one step loop: requests in, one packed forward pass per step, tokens out.
+
+`add` checks and queues, `step` runs, `abort` frees. Everything that draws tokens or reads logits goes through `step`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from spyglass.config.cache import cache_plans
+from spyglass.config.engine import EngineConfig
+from spyglass.config.model import ModelConfig
+from spyglass.engine.blocks import Blocks
+from spyglass.engine.detokenize import Detokenizer, TokenBytes
+from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, TokenLogprob, Usage
+from spyglass.engine.runner import ModelParts, Runner, StepOutput
+from spyglass.engine.sampler import DrawStep, draw, logprobs_of
+from spyglass.engine.scheduler import Scheduler
+from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.prompt.tokens import Prompt
+
+_LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
+
+
+class Engine:
+    """Runs requests on a model. Not thread-safe: one thread calls it.
+
+    `banned` ids are never drawn. `blocks` lays out the memory (tests pass their own). Without `token_bytes` (a folder
+    without a tokenizer) answers are ids only.
+
+    Raises:
+        ConfigError: a step is too small for the largest picture of the model.
+        CapacityError: `cache_bytes` is too small to run anything.
+    """
+
+    def __init__(
+        self,
+        model: ModelParts,
+        config: ModelConfig,
+        options: EngineConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        banned: Collection[int] = (),
+        token_bytes: TokenBytes | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        _check_step_size(config, options)
+        self._config, self._device, self._token_bytes = config, device, token_bytes
+        limit = config.text.max_position_embeddings
+        self.max_length = limit if options.max_length is None else min(options.max_length, limit)
+        self.blocks = blocks or Blocks(
+            cache_plans(config.text),
+            dtype=dtype,
+            device=device,
+            max_sequences=options.max_sequences,
+            step_tokens=options.max_step_tokens,
+            max_length=self.max_length,
+            cache_bytes=options.cache_bytes,
+        )
+        self._scheduler = Scheduler(self.blocks, options.max_step_tokens)
+        self._runner = Runner(model, config.text, self.blocks, device)
+        usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
+        self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
+        self._sequences: dict[int, TokenSequence] = {}
+        self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._sequences or self._lost)
+
+    def add(self, prompt: Prompt, params: SamplingParams, sink: torch.Tensor | None = None) -> int:
+        """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
+
+        Raises:
+            PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
+            CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
+        """
+        self._check(prompt, params)
+        room = self.max_length - len(prompt)
+        sequence = TokenSequence(
+            self._next_id,
+            prompt,
+            params,
+            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            detokenizer=None if self._token_bytes is None else Detokenizer(self._token_bytes, params.stop),
+            sink=sink,
+        )
+        self._scheduler.add(sequence)
+        self._sequences[sequence.request_id] = sequence
+        self._next_id += 1
+        return sequence.request_id
+
+    def abort(self, request_id: int) -> Delta | None:
+        """End a request now and free everything it holds; its last delta, or None if it is not running."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, "abort", (), "")
+
+    def step(self) -> list[Delta]:
+        """Run one step; what it added to each answer.
+
+        If the model fails, the error comes through. The requests of that step are over: what they held is free, and the
+        next call returns their last deltas. All others go on.
+        """
+        if self._lost:
+            lost, self._lost = self._lost, []
+            return lost
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return []
+        done = False
+        try:
+            with torch.inference_mode():
+                output = self._runner.run(chunks)
+                self._score(chunks, output)
+                deltas = self._draw(chunks, output)
+            done = True
+        finally:
+            if not done:
+                self._lost = [
+                    self._finish(chunk.sequence, "abort", (), "", error="the model failed in a step of this request")
+                    for chunk in chunks
+                    if chunk.sequence.request_id in self._sequences
+                ]
+        return deltas
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        if len(prompt) == 0:
+            raise PromptError("the prompt is empty; give at least one token")
+        if int(prompt.ids_T.max()) >= self._config.text.vocab_size:
+            raise PromptError(
+                f"the prompt has id {prompt.ids_T.max()}, the vocabulary {self._config.text.vocab_size} ids"
+            )
+        need = len(prompt) + (params.max_tokens != 0)
+        if need > self.max_length:
+            raise CapacityError(
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
+                f"together is {self.max_length}; shorten it or raise max_length"
+            )
+        if self._token_bytes is None and params.stop:
+            raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
+
+    def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
+        """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""
+        step = max(1, _LOGITS_AT_ONCE // self._config.text.vocab_size)
+        for chunk, first in zip(chunks, output.first, strict=True):
+            sequence = chunk.sequence
+            stop = min(chunk.stop, len(sequence.prompt))
+            if sequence.sink is None and sequence.params.prompt_logprobs is None:
+                continue
+            for start in range(chunk.start, stop, step):
+                count = min(step, stop - start)
+                row = first + start - chunk.start
+                logits_RV = self._runner.logits(output.hidden_TC, torch.arange(row, row + count, device=self._device))
+                if sequence.sink is not None:
+                    sequence.sink[start : start + count] = logits_RV
+                if sequence.params.prompt_logprobs is not None:
+                    _keep_prompt_logprobs(sequence, start, logits_RV)
+
+    def _draw(self, chunks: Sequence[Chunk], output: StepOutput) -> list[Delta]:
+        """A token for every sequence whose tokens are all computed; those that only wanted their prompt run end."""
+        drawing = [chunk.sequence for chunk in chunks if chunk.draws]
+        closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
+        deltas = [self._finish(sequence, "length", (), "") for sequence in closed]
+        if not drawing:
+            return deltas
+        logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
+        step = DrawStep(
+            params=[s.params for s in drawing],
+            seed_S=np.array([s.seed for s in drawing], np.uint64),
+            position_S=np.array([s.length for s in drawing], np.uint64),
+            used=[None if s.counts is None else s.counts.used for s in drawing],
+        )
+        drawn = draw(logits_SV, step, self._banned)
+        for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
+            deltas.append(self._accept(sequence, token, logprob) if sound else self._refuse(sequence))
+        return deltas
+
+    def _accept(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
+        """Append a drawn token, and end the answer where it ends."""
+        params = sequence.params
+        sequence.append(token)
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        reason: FinishReason | None = None
+        text = ""
+        if token in params.stop_token_ids or (token in self._config.eos_token_ids and not params.ignore_eos):
+            reason = "stop"
+        elif sequence.detokenizer is not None:
+            text, stopped = sequence.detokenizer.push(token)
+            if stopped:
+                return self._finish(sequence, "stop", (token,), text, flush=False)
+        if reason is None and len(sequence.answer) == sequence.limit:
+            reason = "length"
+        if reason is not None:
+            return self._finish(sequence, reason, (token,), text)
+        sequence.text.append(text)
+        return Delta(
+            request_id=sequence.request_id,
+            text=text,
+            token_ids=(token,),
+            logprobs=None if logprob is None else (logprob,),
+        )
+
+    def _refuse(self, sequence: TokenSequence) -> Delta:
+        """The model gave no finite logits: end this answer and say so, leave the others alone."""
+        return self._finish(sequence, "abort", (), "", error="the model gave no finite logits for this request")
+
+    def _finish(
+        self,
+        sequence: TokenSequence,
+        reason: FinishReason,
+        tokens: tuple[int, ...],
+        text: str,
+        *,
+        flush: bool = True,
+        error: str | None = None,
+    ) -> Delta:
+        """The last delta of a request, everything it held given back."""
+        if flush and sequence.detokenizer is not None:
+            rest, stopped = sequence.detokenizer.finish()
+            text, reason = text + rest, "stop" if stopped else reason
+        sequence.text.append(text)
+        self._drop(sequence)
+        params, prompt = sequence.params, sequence.prompt
+        output = RequestOutput(
+            request_id=sequence.request_id,
+            text="".join(sequence.text),
+            token_ids=tuple(sequence.answer),
+            finish_reason=reason,
+            usage=Usage(
+                prompt_tokens=len(prompt),
+                picture_tokens=int((prompt.kinds_T >= 0).sum()),
+                completion_tokens=len(sequence.answer),
+            ),
+            logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
+            error=error,
+        )
+        last = tuple(sequence.logprobs[-len(tokens) :]) if tokens and params.logprobs is not None else None
+        return Delta(
+            request_id=sequence.request_id,
+            text=text,
+            token_ids=tokens,
+            logprobs=last,
+            finish_reason=reason,
+            output=output,
+        )
+
+    def _drop(self, sequence: TokenSequence) -> None:
+        if self._sequences.pop(sequence.request_id, None) is not None:
+            self._scheduler.remove(sequence)
+
+
+def _check_step_size(config: ModelConfig, options: EngineConfig) -> None:
+    vision = config.vision
+    if vision is None or not options.images or vision.layout != "paired":
+        return
+    if options.max_step_tokens < vision.max_tokens:
+        raise ConfigError(
+            f"max_step_tokens is {options.max_step_tokens}, but a picture of this model may take {vision.max_tokens} "
+            f"tokens that must run in one step; raise it to at least {vision.max_tokens}, or set images=0"
+        )
+
+
+def _keep_prompt_logprobs(sequence: TokenSequence, start: int, logits_RV: torch.Tensor) -> None:
+    """Row t of the prompt foretells token t + 1; picture positions have no token."""
+    prompt, top = sequence.prompt, sequence.params.prompt_logprobs
+    rows = [r for r in range(len(logits_RV)) if start + r + 1 < len(prompt) and prompt.ids_T[start + r + 1] >= 0]
+    if not rows:
+        return
+    picked = logits_RV[torch.as_tensor(rows, device=logits_RV.device)]
+    ids = torch.as_tensor([int(prompt.ids_T[start + r + 1]) for r in rows], device=picked.device)
+    for r, logprob in zip(rows, logprobs_of(picked, picked.logsumexp(dim=-1), ids, [top] * len(rows)), strict=True):
+        sequence.prompt_logprobs[start + r + 1] = logprob

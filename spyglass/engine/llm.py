@@ -1,0 +1,320 @@
+"""`LLM`: a checkpoint folder that answers. Prompts of any kind go in together; the engine's one loop runs them."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast, overload
+
+import numpy as np
+import torch
+
+from spyglass.config.engine import read_engine_config
+from spyglass.config.model import ModelConfig
+from spyglass.engine.detokenize import TokenBytes
+from spyglass.engine.engine import Engine
+from spyglass.engine.request import Delta, RequestOutput, SamplingParams
+from spyglass.errors import PromptError, SpyglassError
+from spyglass.model import load_model
+from spyglass.prompt.build import Part, build_prompt, prompt_from_parts
+from spyglass.prompt.chat import Effort
+from spyglass.prompt.decode import PYTHON_LIMITS
+from spyglass.prompt.interop import VLLM_FIRST_ID
+from spyglass.prompt.placeholder import RELEASED_VOCABULARY, resolve_placeholder
+from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
+from spyglass.prompt.tokens import Prompt, TokenKind
+
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Prompt | Sequence[int] | Sequence[Part]
+_R = TypeVar("_R")
+_PAD_SPELLING = "<｜▁pad▁｜>"
+
+
+class LLM:
+    """A model with its tokenizer and engine.
+
+    `path` is a checkpoint folder. The options are those of `EngineConfig`, which documents each; one left out (None)
+    comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json serves token ids and pictures.
+    `threads` is set for the whole process. `progress` shows a bar on a terminal while loading.
+
+    Raises:
+        ConfigError: config.json or an option means nothing.
+        CheckpointError: the files do not hold what config.json promises.
+        DeviceError: a device, dtype or op choice that is not to be had here.
+        PromptError: the tokenizer contradicts the checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] | None = None,
+        numerics: Literal["auto", "plain", "reference"] | None = None,
+        images: int | None = None,
+        *,
+        ops: Literal["auto", "reference"] | None = None,
+        expand_weights: bool | None = None,
+        max_step_tokens: int | None = None,
+        max_sequences: int | None = None,
+        max_length: int | None = None,
+        cache_bytes: int | None = None,
+        image_cache_bytes: int | None = None,
+        threads: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        stated = {
+            "device": device,
+            "dtype": dtype,
+            "numerics": numerics,
+            "images": images,
+            "ops": ops,
+            "expand_weights": expand_weights,
+            "max_step_tokens": max_step_tokens,
+            "max_sequences": max_sequences,
+            "max_length": max_length,
+            "cache_bytes": cache_bytes,
+            "image_cache_bytes": image_cache_bytes,
+            "threads": threads,
+        }
+        self.options = options = read_engine_config(stated)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
+        self.loaded = load_model(
+            path,
+            device=("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device,
+            dtype=options.dtype,
+            numerics=options.numerics,
+            images=options.images > 0,
+            ops=options.ops,
+            expand=options.expand_weights,
+            progress=progress,
+        )
+        self.config: ModelConfig = self.loaded.config
+        self._placeholder = resolve_placeholder(self.config, self.tokenizer)
+        self.engine = Engine(
+            self.loaded.model,
+            self.config,
+            options,
+            dtype=self.loaded.dtype,
+            device=self.loaded.device,
+            banned=self._never_drawn(),
+            token_bytes=None if self.tokenizer is None else TokenBytes(self.tokenizer),
+        )
+        self._mail: dict[int, deque[Delta]] = {}
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to prompts of any kinds and lengths, run together.
+
+        A prompt is text (raw, after a BOS), a list of token ids (taken as it is), a `Prompt`, or a list of parts:
+        token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. `params`: one for all, or
+        one each. All are checked before any runs.
+
+        Raises:
+            PromptError: a prompt or its parameters cannot be used; the message says which.
+            CapacityError: a prompt is too long for the model or the memory.
+        """
+        many = [cast("PromptLike", prompts)] if _is_one_prompt(prompts) else list(cast("Sequence[PromptLike]", prompts))
+        return self._run(self._build_all(many, self._prompt), params)
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = False,
+        effort: Effort | None = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool = False,
+        effort: Effort | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool = False,
+        effort: Effort | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """The answer to a conversation in OpenAI form, or the answers to a list of conversations.
+
+        Picture parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
+        PIL picture. `thinking` lets the model reason first; `effort` says how much.
+
+        Raises:
+            PromptError: malformed messages or pictures, or a model that takes none.
+            CapacityError: a prompt is too long for the model or the memory.
+        """
+        one = _is_conversation(messages)
+        many = [cast("Messages", messages)] if one else list(cast("Sequence[Messages]", messages))
+        outputs = self._run(
+            self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort)), params
+        )
+        return outputs[0] if one else outputs
+
+    def stream(
+        self,
+        request: PromptLike | Messages,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = False,
+        effort: Effort | None = None,
+    ) -> Iterator[Delta]:
+        """The answer to one prompt (as in `generate`) or conversation (as in `chat`), piece by piece.
+
+        The last piece carries the whole `output`. Several streams may be read in turn; closing one ends its request.
+
+        Raises:
+            PromptError, CapacityError: as `generate`, before anything is yielded.
+        """
+        if _is_conversation(request):
+            prompt = self.chat_prompt(cast("Messages", request), thinking=thinking, effort=effort)
+        else:
+            prompt = self._prompt(cast("PromptLike", request))
+        return self._follow(self._add(prompt, params or SamplingParams()))
+
+    def logits(self, parts: Sequence[int] | Sequence[Part]) -> torch.Tensor:
+        """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
+
+        The prompt is given as in `generate`: parts in order, or just token ids.
+
+        Raises:
+            PromptError, CapacityError: as `generate`.
+        """
+        prompt = self._prompt(parts)
+        out_TV = torch.empty(len(prompt), self.config.text.vocab_size, dtype=torch.float32)
+        request = self.engine.add(prompt, SamplingParams(max_tokens=0), sink=out_TV)
+        self._mail[request] = deque()
+        for delta in self._follow(request):
+            if delta.output is not None and delta.output.error is not None:
+                raise SpyglassError(delta.output.error)
+        return out_TV
+
+    def chat_prompt(self, messages: Messages, *, thinking: bool = False, effort: Effort | None = None) -> Prompt:
+        """The `Prompt` of a conversation, as `chat` runs it.
+
+        Raises:
+            PromptError: as `chat`.
+        """
+        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
+        return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=limits)
+
+    def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
+        prompts = []
+        for number, request in enumerate(requests):
+            with _naming(number, len(requests)):
+                prompts.append(build(request))
+        return prompts
+
+    def _prompt(self, prompt: PromptLike) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise PromptError(
+                    "text needs a tokenizer, and this model folder has none; give ids, or add tokenizer.json"
+                )
+            ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
+            return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
+        parts = [cast("Sequence[int]", prompt)] if _is_ids(prompt) else cast("Sequence[Part]", prompt)
+        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
+        return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise PromptError(
+                f"{len(prompts)} prompts with {len(params)} SamplingParams; give one for all, or one each"
+            )
+        requests: list[int] = []
+        outputs: list[RequestOutput] = []
+        try:
+            for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+                with _naming(number, len(prompts)):
+                    requests.append(self._add(prompt, each))
+            for request in requests:
+                *_, last = self._follow(request)
+                assert last.output is not None
+                outputs.append(last.output)
+        finally:
+            for request in requests[len(outputs) :]:
+                self._cancel(request)
+        return outputs
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> int:
+        request = self.engine.add(prompt, params)
+        self._mail[request] = deque()
+        return request
+
+    def _follow(self, request: int) -> Iterator[Delta]:
+        """Deltas of one request; steps run as they are needed, and what they bring for others is kept for them."""
+        try:
+            while True:
+                while not self._mail[request]:
+                    for delta in self.engine.step():
+                        if delta.request_id in self._mail:
+                            self._mail[delta.request_id].append(delta)
+                delta = self._mail[request].popleft()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._cancel(request)
+
+    def _cancel(self, request: int) -> None:
+        self.engine.abort(request)
+        self._mail.pop(request, None)
+
+    def _never_drawn(self) -> set[int]:
+        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
+        banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
+        if self.tokenizer is not None:
+            banned.add(self.tokenizer.special_id(_PAD_SPELLING))
+        if self.config.text.vocab_size == RELEASED_VOCABULARY:
+            banned.update(range(VLLM_FIRST_ID, VLLM_FIRST_ID + len(TokenKind) - 1))
+        return {token for token in banned if token is not None}
+
+
+@contextmanager
+def _naming(number: int, count: int) -> Iterator[None]:
+    """An error of one request of several says which."""
+    try:
+        yield
+    except SpyglassError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"request {number}: {error}") from error
+
+
+def _is_conversation(request: object) -> bool:
+    return isinstance(request, Sequence) and len(request) > 0 and isinstance(request[0], Mapping)
+
+
+def _is_ids(prompt: object) -> bool:
+    """A flat list of token ids, rather than a list of parts or prompts."""
+    if isinstance(prompt, np.ndarray):
+        return True
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    return isinstance(prompts, str | Prompt) or _is_ids(prompts)

@@ -1,0 +1,145 @@
+"""What a caller asks of a prompt and what comes back: `SamplingParams` in, `Delta` while it runs, `RequestOutput` last.
+
+All values are checked when they are made, so that nothing inside the step loop can fail on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spyglass.errors import PromptError
+
+FinishReason = Literal["stop", "length", "abort"]
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How an answer is drawn. Penalties first, then temperature, top_k, top_p, min_p.
+
+    `temperature` 0 = always the most likely token. `top_k` 0 = off: keep tokens with fewer than k strictly likelier
+    ones. `top_p`: keep tokens whose strictly likelier ones have less than this mass, after top_k. `min_p`: keep tokens
+    at least this times as likely as the likeliest. `repetition_penalty` divides positive and multiplies negative logits
+    of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted once, `frequency_penalty`
+    once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer and are not part of its
+    text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens` None = as long as the
+    model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each chosen token and of the n
+    likeliest; `prompt_logprobs` the same for the prompt. Log-probabilities are the model's own: before bans, penalties
+    and temperature.
+
+    Raises:
+        PromptError: a value is out of range; the message names the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 256
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require_number("temperature", self.temperature, "at least 0", lambda x: x >= 0)
+        _require_number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        _require_number("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
+        _require_number("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
+        _require_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
+        _require_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
+        _require_count("top_k", self.top_k)
+        for name in ("max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
+            raise PromptError(f"seed is {self.seed!r}, expected None or an integer from 0 to 2**64 - 1")
+        if not isinstance(self.ignore_eos, bool):
+            raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise PromptError(f"stop holds {text!r}, expected non-empty strings")
+        for token in self.stop_token_ids:
+            if not _is_int(token) or token < 0:
+                raise PromptError(f"stop_token_ids holds {token!r}, expected token ids (integers from 0)")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sampler must know which tokens have been used."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token, and the likeliest (id, log-probability) pairs at its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts. `prompt_tokens` counts every prompt position, of which `picture_tokens` belong to pictures."""
+
+    prompt_tokens: int
+    picture_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
+
+    `prompt_logprobs` has one entry per prompt position; None for the first and for picture positions. `error` says why
+    the engine itself ended the answer ("abort").
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to one answer. The last one of a request has `finish_reason` and the whole `output`.
+
+    `text` may be empty while a character or a possible stop string is incomplete; it is never taken back.
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    output: RequestOutput | None = None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_count(name: str, value: object) -> None:
+    if not _is_int(value) or value < 0:  # type: ignore[operator]  # an int, as just checked
+        raise PromptError(f"{name} is {value!r}, expected an integer of at least 0")
+
+
+def _require_number(name: str, value: object, expected: str, ok: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not ok(value):
+        raise PromptError(f"{name} is {value!r}, expected a number {expected}")

@@ -1,0 +1,165 @@
+"""One step of the model: pictures, then tokens, through the model's four parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.batch.assemble import SequenceStep, assemble
+from spyglass.batch.types import Batch, CacheView, ImageBatch
+from spyglass.config.model import TextConfig
+from spyglass.engine.blocks import Blocks
+from spyglass.engine.sequence import Chunk
+from spyglass.prompt.tokens import Prompt
+
+
+class ModelParts(Protocol):
+    """The model as a driver sees it (`spyglass.model.VisionLanguageModel`)."""
+
+    def encode_images(self, images: ImageBatch) -> torch.Tensor:
+        """Image rows [I, C], picture by picture."""
+
+    def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
+        """Residual streams [T, M, C]."""
+
+    def text(self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView) -> tuple[torch.Tensor, Any]:
+        """Hidden states [T, C] and what was captured."""
+
+    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [R, V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Hidden states of a step's rows; `first` row of each chunk; `draw_rows` int64 rows whose chunks draw a token."""
+
+    hidden_TC: torch.Tensor
+    first: tuple[int, ...]
+    draw_rows: torch.Tensor
+
+
+class Runner:
+    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`."""
+
+    def __init__(self, model: ModelParts, text: TextConfig, blocks: Blocks, device: torch.device) -> None:
+        self._model, self._text, self._blocks, self._device = model, text, blocks, device
+
+    def run(self, chunks: Sequence[Chunk]) -> StepOutput:
+        """One forward pass over all chunks; afterwards their tokens count as computed."""
+        self._encode_pictures(chunks)
+        rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
+        start = np.array([chunk.start for chunk in chunks], np.int64)
+        stop = np.array([chunk.stop for chunk in chunks], np.int64)
+        self._blocks.extend(rows, start, stop)
+        image_rows, index = _image_rows(chunks)
+        steps = [self._step(chunk, index_n) for chunk, index_n in zip(chunks, index, strict=True)]
+        batch, cache = assemble(steps, self._text, self._blocks.page_rows, self._blocks.pages, self._device)
+        streams = self._model.embed(batch, image_rows)
+        hidden, _ = self._model.text(streams, batch, cache)
+        self._blocks.settle(rows, stop)
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.stop
+            for picture in [p for p in chunk.sequence.image_rows if _end(chunk.sequence.prompt, p) <= chunk.stop]:
+                del chunk.sequence.image_rows[picture]
+        first = tuple(accumulate((chunk.stop - chunk.start for chunk in chunks[:-1]), initial=0))
+        return StepOutput(hidden_TC=hidden, first=first, draw_rows=batch.logit_rows_R)
+
+    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [R, V] of rows of a step."""
+        return self._model.logits(hidden_TC, rows_R)
+
+    def _step(self, chunk: Chunk, image_index_n: NDArray[np.int32] | None) -> SequenceStep:
+        sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
+        assert sequence.row is not None
+        visible = None
+        if start < len(sequence.prompt) and sequence.prompt.spans:
+            visible = _padded(sequence.prompt.visible_T2[start:stop], stop - start, 0)
+        return SequenceStep(
+            ids_n=sequence.ids(start, stop),
+            kinds_n=sequence.kinds(start, stop),
+            start=start,
+            tables=self._blocks.tables(sequence.row),
+            logit_rows=[stop - start - 1] if chunk.draws else [],
+            visible_n2=visible,
+            image_index_n=image_index_n,
+        )
+
+    def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:
+        """Encode all pictures whose rows are first needed now, in one packed call (pixels and floats: one each)."""
+        wanted = [
+            (chunk.sequence, picture)
+            for chunk in chunks
+            for picture in _pictures(chunk)
+            if picture not in chunk.sequence.image_rows
+        ]
+        for floats in (False, True):
+            group = [(s, p) for s, p in wanted if (s.prompt.patches[p].dtype != np.uint8) == floats]
+            if not group:
+                continue
+            rows = self._model.encode_images(_pack([(s.prompt, p) for s, p in group], self._device))
+            counts = [_cells(s.prompt, p) for s, p in group]
+            assert len(rows) == sum(counts), (len(rows), counts)
+            for (sequence, picture), part in zip(group, rows.split(counts), strict=True):
+                sequence.image_rows[picture] = part
+
+
+def _pictures(chunk: Chunk) -> list[int]:
+    """Pictures with tokens in the chunk, in prompt order."""
+    if chunk.start >= len(chunk.sequence.prompt):
+        return []
+    spans = chunk.sequence.prompt.spans
+    return [span.image for span in spans if span.start < chunk.stop and span.start + span.length > chunk.start]
+
+
+def _cells(prompt: Prompt, picture: int) -> int:
+    rows, columns = prompt.plans[picture].llm_grid
+    return rows * columns
+
+
+def _end(prompt: Prompt, picture: int) -> int:
+    span = prompt.spans[picture]
+    return span.start + span.length
+
+
+def _pack(pictures: Sequence[tuple[Prompt, int]], device: torch.device) -> ImageBatch:
+    patches = [torch.from_numpy(np.ascontiguousarray(prompt.patches[picture])) for prompt, picture in pictures]
+    offsets = list(accumulate((len(part) for part in patches), initial=0))
+    return ImageBatch(
+        patches_U=torch.cat(patches).to(device),
+        grids_I2=tuple(prompt.plans[picture].vit_grid for prompt, picture in pictures),
+        cu_seqlens_I1=torch.tensor(offsets, dtype=torch.int32, device=device),
+        slot_I=torch.zeros(len(patches), dtype=torch.int32, device=device),
+    )
+
+
+def _image_rows(chunks: Sequence[Chunk]) -> tuple[torch.Tensor | None, list[NDArray[np.int32] | None]]:
+    """Image rows of all pictures in the step, and per chunk the row of each of its positions (-1 = none)."""
+    parts: list[torch.Tensor] = []
+    index: list[NDArray[np.int32] | None] = []
+    first = 0
+    for chunk in chunks:
+        pictures = _pictures(chunk)
+        if not pictures:
+            index.append(None)
+            continue
+        prompt = chunk.sequence.prompt
+        # a prompt counts rows over all its pictures; the step only has those from `pictures[0]` on
+        before = sum(_cells(prompt, picture) for picture in range(pictures[0]))
+        row_n = _padded(prompt.image_row_T[chunk.start : chunk.stop], chunk.stop - chunk.start, -1)
+        index.append(np.where(row_n >= 0, row_n - before + first, -1).astype(np.int32))
+        parts += [chunk.sequence.image_rows[picture] for picture in pictures]
+        first += sum(_cells(prompt, picture) for picture in pictures)
+    return (torch.cat(parts) if parts else None), index
+
+
+def _padded(part: NDArray[np.int32], length: int, value: int) -> NDArray[np.int32]:
+    """A slice of a prompt's array, filled up where the chunk goes on into the answer."""
+    if len(part) == length:
+        return part
+    return np.concatenate([part, np.full((length - len(part), *part.shape[1:]), value, part.dtype)])

@@ -1,0 +1,160 @@
+"""One request on its way: its tokens so far, how far the model has seen them, and what has come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.engine.detokenize import Detokenizer
+from spyglass.engine.request import SamplingParams, TokenLogprob
+from spyglass.engine.sampler import UsedTokens
+from spyglass.prompt.tokens import Prompt, TokenKind
+from spyglass.prompt.visibility import legal_cuts
+
+_ROOM = 256  # answer tokens a buffer has room for before it first grows
+
+
+class TokenCounts:
+    """Distinct ids of prompt and answer with their counts in the answer, kept as arrays for the sampler."""
+
+    __slots__ = ("_counts", "_ids", "_place")
+
+    def __init__(self, prompt_ids: NDArray[np.int32]) -> None:
+        ids = np.unique(prompt_ids[prompt_ids >= 0]).astype(np.int64)
+        self._place = {token: place for place, token in enumerate(ids.tolist())}
+        self._ids = np.concatenate([ids, np.zeros(_ROOM, np.int64)])
+        self._counts = np.zeros(len(self._ids), np.float32)
+
+    def add(self, token: int) -> None:
+        """Count one answer token."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    @property
+    def used(self) -> UsedTokens:
+        """What `sampler.penalise` reads."""
+        return UsedTokens(ids_J=self._ids[: len(self._place)], counts_J=self._counts[: len(self._place)])
+
+
+class TokenSequence:
+    """Tokens of one request. `computed` of its `length` tokens have their rows in memory.
+
+    `limit` bounds the answer. `row` is its page-table row, None while it waits. `served` is the last step that ran it.
+    `sink` float32 [T, V] receives the logits of every prompt row.
+    """
+
+    __slots__ = (
+        "_cut_before",
+        "_ids",
+        "_kinds",
+        "answer",
+        "computed",
+        "counts",
+        "detokenizer",
+        "image_rows",
+        "length",
+        "limit",
+        "logprobs",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "request_id",
+        "row",
+        "seed",
+        "served",
+        "sink",
+        "text",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        limit: int,
+        seed: int,
+        detokenizer: Detokenizer | None,
+        sink: torch.Tensor | None = None,
+    ) -> None:
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
+        self.length = len(prompt)
+        self.computed = 0
+        self.row: int | None = None
+        self.served = -1
+        self.answer: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * len(prompt)
+        self.image_rows: dict[int, torch.Tensor] = {}
+        self.counts = TokenCounts(prompt.ids_T) if params.penalised else None
+        room = min(limit, _ROOM)
+        self._ids = np.concatenate([prompt.ids_T, np.zeros(room, np.int32)])
+        self._kinds = np.concatenate([prompt.kinds_T, np.full(room, TokenKind.TEXT, np.int8)])
+        self._cut_before = _cut_before(prompt)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens whose rows are not in memory yet."""
+        return self.length - self.computed
+
+    def append(self, token: int) -> None:
+        """One more answer token."""
+        if self.length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._kinds = np.concatenate([self._kinds, np.full_like(self._kinds, TokenKind.TEXT)])
+        self._ids[self.length] = token
+        self.length += 1
+        self.answer.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
+
+    def cut_at_most(self, place: int) -> int:
+        """The last legal end of a step at or before position `place`; never inside a span (spec v4 6.4)."""
+        if self._cut_before is None or place >= len(self._cut_before):
+            return place
+        return int(self._cut_before[place])
+
+    def longest_piece(self) -> int:
+        """Tokens of the longest stretch that cannot be cut."""
+        if self._cut_before is None:
+            return 1
+        return int(np.diff(np.unique(self._cut_before)).max())
+
+    def ids(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Token ids, -1 at picture positions."""
+        return self._ids[start:stop]
+
+    def kinds(self, start: int, stop: int) -> NDArray[np.int8]:
+        """Token kinds."""
+        return self._kinds[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, stop) of a sequence run in the next step."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step ends with a new token for this sequence."""
+        return self.stop == self.sequence.length and len(self.sequence.answer) < self.sequence.limit
+
+
+def _cut_before(prompt: Prompt) -> NDArray[np.int64] | None:
+    """Last legal cut at or before each of 0..T; None when every cut is legal."""
+    legal = legal_cuts(prompt)
+    if legal.all():
+        return None
+    return np.maximum.accumulate(np.where(legal, np.arange(len(legal)), 0))
