@@ -143,7 +143,8 @@ class Fields:
         """Refuse fields nobody asked for: in this object, an unknown field may change what is computed."""
         for key in self.values:
             if key not in self.seen:
-                raise ConfigError(f"{self.file}: {self.prefix}{key} is not understood; remove it if it has no effect")
+                shown = repr(f"{self.prefix}{key}")
+                raise ConfigError(f"{self.file}: {shown} is not understood; remove it if it has no effect")
 
     def unseen(self) -> dict[str, object]:
         """The fields nobody asked for."""

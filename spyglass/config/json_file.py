@@ -27,7 +27,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         seen: dict[str, object] = {}
         for key, value in pairs:
             if key in seen:
-                raise ConfigError(f"{path}: {key} is written twice; keep one of the two values")
+                raise ConfigError(f"{path}: {key!r} is written twice; keep one of the two values")
             seen[key] = value
         return seen
 

@@ -224,8 +224,8 @@ def test_v4_numbers_do_not_make_a_v41_model() -> None:
         (b"3", "expected a JSON object, got int"),
         (b"\xef\xbb\xbf{}", "byte-order mark"),
         (b'{"a": "\xff"}', "not UTF-8"),
-        (b'{"hidden_size": 1, "hidden_size": 2}', "hidden_size is written twice"),
-        (b'{"rope_scaling": {"factor": 1, "factor": 2}}', "factor is written twice"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' is written twice"),
+        (b'{"rope_scaling": {"factor": 1, "factor": 2}}', "'factor' is written twice"),
         (b'{"rms_norm_eps": NaN}', "NaN"),
         (b'{"rms_norm_eps": -Infinity}', "-Infinity"),
         (b"[" * 100_000, "nested too deeply"),
@@ -293,3 +293,18 @@ def test_any_object_either_loads_or_is_refused(values: dict[str, Any]) -> None:
             parse({**flash_vision(), **values, **family})
         except ConfigError as error:
             assert str(error).startswith("config.json: ")
+
+
+@given(data=st.data())
+def test_a_damaged_file_either_loads_or_is_refused(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sound = json.dumps(flash_vision()).encode()
+    first, length = data.draw(st.integers(0, len(sound) - 1)), data.draw(st.integers(0, 40))
+    damaged = sound[:first] + data.draw(st.binary(max_size=6)) + sound[first + length :]
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_bytes(damaged)
+    try:
+        read_model_config(folder)
+    except ConfigError as error:
+        assert "\n" not in str(error)
