@@ -1,0 +1,138 @@
+"""`spyglass run`: ask a checkpoint about pictures, or talk to it; the answer streams, the numbers go to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spyglass.cli.options import add_engine_options
+from spyglass.config.engine import EngineConfig
+from spyglass.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from spyglass.engine import LLM, Delta, RequestOutput, SamplingParams
+
+HELP = "Ask a checkpoint about pictures, or talk to it: with a question once, without one as a chat."
+_DEFAULT_MODEL = "demo-model"
+_RANDOM_WEIGHTS = "spyglass_random_weights"
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options."""
+    parser.add_argument("question", nargs="?", help="left out: standard input, or a chat on a terminal")
+    parser.add_argument("--model", metavar="DIR", help=f"checkpoint folder (default: {_DEFAULT_MODEL})")
+    parser.add_argument(
+        "--image", metavar="PHOTO", type=Path, action="append", default=[], help="a picture file; may be repeated"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token (default: 1)")
+    parser.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens of this mass")
+    parser.add_argument("--top-k", type=int, metavar="N", help="draw from this many likeliest tokens")
+    parser.add_argument(
+        "--min-p", type=float, metavar="X", help="draw from tokens this times as likely as the likeliest"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument("--thinking", choices=("on", "off"), default="off", help="reason before answering")
+    parser.add_argument("--effort", metavar="LEVEL", help="how much to reason, with --thinking on: low, high, max")
+    parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer one question, or hold a chat; the result is the exit code."""
+    folder = _model_folder(args.model)
+    from spyglass.engine import LLM, SamplingParams  # after the cheap checks: this loads torch
+
+    stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    params = SamplingParams(**stated)
+    engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    llm = LLM(folder, progress=True, **engine)
+    if llm.config.informational.get(_RANDOM_WEIGHTS):
+        _note(f"{folder} has random weights: its words are noise")
+    talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
+    for number, question in enumerate(_questions(args.question)):
+        talk.ask(question, args.image if number == 0 else ())
+    return 0
+
+
+class _Talk:
+    """A conversation so far, and how it is answered."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, *, thinking: bool, effort: Any, stream: bool) -> None:
+        self._llm, self._params = llm, params
+        self._thinking, self._effort, self._stream = thinking, effort, stream
+        self._messages: list[dict[str, Any]] = []
+
+    def ask(self, question: str, images: Sequence[Path]) -> None:
+        """Put a question, print the answer and its numbers."""
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
+        started = time.perf_counter()
+        deltas = self._llm.stream(self._messages, self._params, thinking=self._thinking, effort=self._effort)
+        times: list[float] = []
+        output = None
+        for delta in deltas:
+            times.append(time.perf_counter())
+            self._print(delta)
+            output = delta.output
+        assert output is not None
+        print(flush=True)
+        if output.error is not None:
+            _note(output.error)
+        _note(_numbers(output, len(images), started, times))
+        self._messages.append({"role": "assistant", "content": output.text})
+
+    def _print(self, delta: Delta) -> None:
+        if self._stream:
+            print(delta.text, end="", flush=True)
+        elif delta.output is not None:
+            print(delta.output.text, end="")
+
+
+def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
+    usage = output.usage
+    pictures = f" ({usage.picture_tokens} of pictures)" if images else ""
+    told = f"prompt {usage.prompt_tokens} tokens{pictures}, first token after {times[0] - started:.2f} s"
+    told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
+    if len(times) > 1:
+        told += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    return told
+
+
+def _model_folder(stated: str | None) -> Path:
+    folder = Path(stated or _DEFAULT_MODEL)
+    if stated is None and not folder.is_dir():
+        raise ConfigError(f"there is no folder {_DEFAULT_MODEL} here; name a checkpoint folder with --model DIR")
+    return folder
+
+
+def _questions(stated: str | None) -> Iterator[str]:
+    """The one question that was given, or all of standard input, or line by line from a terminal."""
+    if stated is not None:
+        yield stated
+    elif not sys.stdin.isatty():
+        text = sys.stdin.read().strip()
+        if not text:
+            raise PromptError("there is no question: give one as an argument or on standard input")
+        yield text
+    else:
+        _note("empty line or end of input ends the chat")
+        while question := _line():
+            yield question
+
+
+def _line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _note(text: str) -> None:
+    print(f"spyglass: {text}", file=sys.stderr, flush=True)
