@@ -6,6 +6,7 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ from spyglass.checkpoint.load import LoadReport, load_into
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
-from spyglass.errors import ConfigError, DeviceError, PromptError
+from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
 from spyglass.layers.linear import Linear, LinearSpec
@@ -25,6 +26,7 @@ from spyglass.ops.table import bind_ops
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
+from spyglass.text.v41 import V41Backbone
 from spyglass.vision.aligner import Aligner
 from spyglass.vision.tower import VisionTower
 
@@ -33,6 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
+_NO_VECTOR = {"paired": (), "reading": ("image_pad",)}  # spans in reading order have no pads (spec v41 7.2)
+_BACKBONES: Mapping[str, Callable[[TextBuild], V4Backbone | V41Backbone]] = {
+    "deepseek_v4": V4Backbone,
+    "deepseek_v41": V41Backbone,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +52,15 @@ class ModelOptions:
 
 
 class VisionLanguageModel(nn.Module):
-    """Tower and aligner (None without pictures), embedding, backbone, head.
-
-    Raises:
-        ConfigError: the family has no backbone here.
-    """
+    """Tower and aligner (None without pictures), embedding, backbone of the family, head."""
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
         text, build = config.text, options.build
-        if config.family != "deepseek_v4":
-            raise ConfigError(
-                f"models of family {config.family!r} can be read but not run yet; run a deepseek_v4 model"
-            )
         self.config = config
         self.options = options
         self.embedding = Embedding("embed", text.vocab_size, text.hidden_size, build)
-        self.text = V4Backbone(_text_build(config, options))
+        self.text = _BACKBONES[config.family](_text_build(config, options))
         head = LinearSpec(name="head", in_features=text.hidden_size, out_features=text.vocab_size, fp32_out=True)
         self.head = Linear(head, build)
         self.vision: VisionTower | None = None
@@ -71,6 +70,8 @@ class VisionLanguageModel(nn.Module):
             self.vision = VisionTower(config.vision, build)
             self.aligner = Aligner(config.vision, text.hidden_size, build)
             for name in _LEARNED.values():
+                if name in _NO_VECTOR[config.vision.layout]:
+                    continue
                 spec = PlainSpec(name=name, shape=(text.hidden_size,), dtype=build.dtype)
                 self.learned[name] = PlainTensor(spec, build)
         self._streams = text.hc_mult
@@ -111,9 +112,10 @@ class VisionLanguageModel(nn.Module):
         kinds_T = batch.kinds_T.long()
         table_KC = x_TC.new_zeros(len(_LEARNED) + 1, x_TC.shape[1])
         for kind, name in _LEARNED.items():
-            holder = self.learned[name]
-            assert isinstance(holder, PlainTensor)
-            table_KC[kind] = holder.tensor()
+            if name in self.learned:
+                holder = self.learned[name]
+                assert isinstance(holder, PlainTensor)
+                table_KC[kind] = holder.tensor()
         x_TC = torch.where((kinds_T >= 0)[:, None], table_KC[kinds_T.clamp(min=0)], x_TC)
         if batch.image_index_T is not None:
             assert image_rows_IC is not None, "the step has IMAGE rows, but no image rows were handed over"

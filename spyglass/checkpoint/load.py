@@ -76,8 +76,8 @@ def load_into(
 ) -> LoadReport:
     """Fill every slot, reading each needed tensor once, in the order of the files.
 
-    `skip` names parts that stay unread (`draft` unless asked for; `vision` when pictures are not wanted). `progress`
-    shows a bar when standard error is a terminal.
+    `skip` names parts that stay unread (`draft` unless asked for; `vision` when pictures are not wanted); engram tables
+    never enter a module and stay where they are. `progress` shows a bar when standard error is a terminal.
 
     Raises:
         CheckpointError: tensors are missing, left over or misshapen (nothing is read then), or a file cannot be read.
@@ -89,7 +89,7 @@ def load_into(
     for slot in slots:
         assert slot.name not in by_name, f"two slots are called {slot.name}"
         by_name[slot.name] = slot
-    matched = match(checkpoint, by_name, skip=frozenset(skip))
+    matched = match(checkpoint, by_name, skip=frozenset({*skip, "engram"}))
     matched.refuse_faults(checkpoint.directory)
     nbytes = sum(source.nbytes for source in matched.sources.values())
     with tqdm(total=nbytes, unit="B", unit_scale=True, desc="loading", disable=None if progress else True) as bar:

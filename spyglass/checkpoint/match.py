@@ -12,12 +12,12 @@ from typing import Literal, Protocol
 
 from spyglass.checkpoint.names import StackedPart, from_stacked, to_native
 from spyglass.checkpoint.safetensors import Checkpoint, TensorHeader, list_names
-from spyglass.checkpoint.schema import group_of
+from spyglass.checkpoint.schema import TABLE_ROWS, group_of
 from spyglass.errors import CheckpointError
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
-Part = Literal["text", "vision", "draft"]
-PARTS: tuple[Part, ...] = ("text", "vision", "draft")
+Part = Literal["text", "vision", "draft", "engram"]
+PARTS: tuple[Part, ...] = ("text", "vision", "draft", "engram")
 SQUARE_BLOCKS = (128, 32)
 MAX_STACKED_EXPERTS = 4096
 _PLAIN = {"BF16": BF16, "F32": F32}
@@ -62,6 +62,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    mixed: list[str] = field(default_factory=list)
 
     def faults(self) -> list[str]:
         """One line per kind of fault, each listing names; empty when the checkpoint fits."""
@@ -69,6 +70,7 @@ class Match:
             ("missing", self.missing, "tensors"),
             ("left over", self.left_over, "tensors that the model has no place for"),
             ("misshapen", self.misshapen, "tensors"),
+            ("mixed", self.mixed, "expert matrices that differ in format from the first of their layer"),
         )
         return [f"{word} ({len(names)} {what}): {list_names(names)}" for word, names, what in kinds if names]
 
@@ -84,9 +86,9 @@ class Match:
 
 
 def part_of(name: str) -> Part:
-    """Which of the three counted parts a native name belongs to."""
+    """Which of the counted parts a native name belongs to; engram tables are a part of their own."""
     group = group_of(name)
-    return group if group in ("text", "draft") else "vision"
+    return group if group in ("text", "draft", "engram") else "vision"
 
 
 def match(
@@ -110,8 +112,20 @@ def match(
             result.left_over.append(f"{header.name} (a scale without an FP8 or FP4 weight)")
         else:
             result.left_over.append(header.name)
+    result.mixed.extend(_mixed_experts(result.sources))
     result.left_over[:] = dict.fromkeys(result.left_over)
     return result
+
+
+def _mixed_experts(sources: Mapping[str, Source]) -> list[str]:
+    """Expert matrices whose format differs from their layer's first: experts are stacked, a stack has one format."""
+    first: dict[str, Format] = {}
+    mixed = []
+    for name, source in sources.items():
+        layer, experts, _ = name.partition(".ffn.experts.")
+        if experts and first.setdefault(layer, source.format) != source.format:
+            mixed.append(f"{name} is {source.format}, the layer's first is {first[layer]}")
+    return mixed
 
 
 def native_tensors(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
@@ -150,18 +164,19 @@ def _cut(header: TensorHeader, part: StackedPart) -> TensorHeader:
 
 def _take(name: str, entry: Wanted, found: dict[str, TensorHeader], result: Match) -> None:
     """Move one entry's tensors from `found` into the result."""
-    weight_name = f"{name}.weight" if entry.kind == "matrix" else name
+    packable = entry.kind in ("matrix", "table")
+    weight_name = f"{name}.weight" if packable else name
     weight = found.pop(weight_name, None)
     if weight is None:
         (result.at_init if entry.optional else result.missing).append(weight_name)
         return
     scale = None
-    if entry.kind == "matrix" and weight.dtype in _PACKED:
+    if packable and weight.dtype in _PACKED:
         scale = found.pop(f"{name}.scale", None)
         if scale is None:
             result.missing.append(f"{name}.scale")
             return
-    format = _plain_format(entry, weight) if scale is None else _packed_format(entry.shape, weight, scale)
+    format = _plain_format(entry, weight) if scale is None else _packed_format(entry, weight, scale)
     if isinstance(format, str):
         result.misshapen.append(f"{weight_name} is {_describe(weight)}, expected {format}")
     else:
@@ -173,13 +188,18 @@ def _plain_format(entry: Wanted, weight: TensorHeader) -> Format | str:
     formats = {"I64": I64} if entry.kind == "index" else _PLAIN
     if weight.dtype in formats and weight.shape == entry.shape:
         return formats[weight.dtype]
-    packed = ", or F8_E4M3 or packed FP4 with scales" if entry.kind == "matrix" else ""
+    packed = {"matrix": ", or F8_E4M3 or packed FP4 with scales", "table": ", or F8_E4M3 with scales"}.get(
+        entry.kind, ""
+    )
     return f"{list(entry.shape)} in {' or '.join(formats)}{packed}"
 
 
-def _packed_format(shape: tuple[int, ...], weight: TensorHeader, scale: TensorHeader) -> Format | str:
+def _packed_format(entry: Wanted, weight: TensorHeader, scale: TensorHeader) -> Format | str:
     """The format that dtype and scale shape tell, or what was expected instead."""
-    if weight.dtype == "F8_E4M3":
+    shape = entry.shape
+    if entry.kind == "table":
+        formats, known = [TABLE_ROWS], weight.dtype == "F8_E4M3" and scale.dtype in _E8M0
+    elif weight.dtype == "F8_E4M3":
         formats = [fp8((block, block), "F32" if scale.dtype == "F32" else "F8_E8M0") for block in SQUARE_BLOCKS]
         known = scale.dtype in (*_E8M0, "F32")
     else:

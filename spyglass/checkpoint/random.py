@@ -53,7 +53,9 @@ def new_checkpoint(
         raise CheckpointError(f"{directory} already holds a checkpoint; choose another folder or remove it")
     specs = preset_tensors(preset)
     plain = format == "bf16"
-    formats = {name: BF16 if plain and spec.kind == "matrix" else spec.official for name, spec in specs.items()}
+    formats = {
+        name: BF16 if plain and spec.kind in ("matrix", "table") else spec.official for name, spec in specs.items()
+    }
     if headers_only:
         layout = save_headers(directory, [(name, spec, formats[name]) for name, spec in specs.items()], names=names)
     else:
@@ -90,7 +92,9 @@ def random_tensor(name: str, spec: TensorSpec, *, seed: int) -> Packed:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     if spec.kind == "index":
-        return _table(spec, generator)
+        return _expert_table(spec, generator)
+    if spec.kind == "table" and spec.official.name == "fp8":
+        return _engram_table(spec, generator)
     if spec.official.name == "fp4":
         return _fp4_matrix(spec, generator)
     if spec.official.block is None and len(spec.shape) == 2:
@@ -117,7 +121,19 @@ def _fp4_matrix(spec: TensorSpec, generator: torch.Generator) -> Packed:
     return Packed(spec.official, codes, scale, spec.shape)
 
 
-def _table(spec: TensorSpec, generator: torch.Generator) -> Packed:
+def _engram_table(spec: TensorSpec, generator: torch.Generator) -> Packed:
+    """Normal values from a table of 256 quantiles, so that gigabytes need no float32; scales of two sizes."""
+    quantiles = torch.special.ndtri((torch.arange(256) + 0.5) / 256).to(torch.float8_e4m3fn)
+    data = torch.empty(spec.shape, dtype=torch.uint8).random_(0, 256, generator=generator)
+    for rows in data.split(max(_DRAWN_VALUES // spec.shape[1], 1)):
+        rows.copy_(quantiles.view(torch.uint8)[rows.int()])
+    scale_shape = spec.official.scale_shape(spec.shape)
+    assert scale_shape is not None
+    scale = torch.empty(scale_shape, dtype=torch.uint8).random_(126, 128, generator=generator)
+    return Packed(spec.official, data.view(torch.float8_e4m3fn), scale, spec.shape)
+
+
+def _expert_table(spec: TensorSpec, generator: torch.Generator) -> Packed:
     """`tid2eid` [V, K]: K different experts for every token id."""
     rows, chosen = spec.shape
     picks = torch.rand((rows, spec.siblings), generator=generator).topk(chosen, dim=1).indices
@@ -135,7 +151,7 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if tail in _CENTRED:
         centre, spread = _CENTRED[tail]
         return centre + spread * noise
-    if tail.endswith("norm") or tail in ("norm1", "norm2"):
+    if tail.endswith("norm") or tail in ("norm1", "norm2", "q_weight", "k_weight"):
         return 1.0 + 0.1 * noise
     if tail.startswith("hc_"):
         return _hyper_values(tail, noise)

@@ -76,7 +76,7 @@ def save_headers(
 
 
 def _tensor_names(item: SaveItem) -> list[str]:
-    if item.spec.kind != "matrix":
+    if item.spec.kind not in ("matrix", "table"):
         return [item.name]
     return [f"{item.name}.weight"] + ([f"{item.name}.scale"] if item.format.block is not None else [])
 

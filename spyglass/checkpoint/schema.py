@@ -1,4 +1,4 @@
-"""Every tensor that a configuration promises: the official layout as data (spec v4 2.1-2.2). Torch-free.
+"""Every tensor that a configuration promises: the official layouts as data (spec v4 2.1-2.2, v41 2.2). Torch-free.
 
 Keys are slot names: a matrix is one entry (`layers.3.attn.wq_a`) however it is stored, a plain tensor has its full name
 (`layers.3.attn.attn_sink`). `stored_tensors` spells an entry out as the one or two tensors of a file.
@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spyglass.config.model import LayerPlan, ModelConfig, TextConfig, VisionConfig
+from spyglass.config.model import CompressorPlan, LayerPlan, ModelConfig, TextConfig, VisionConfig
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
-Group = Literal["text", "draft", "vision", "aligner", "image"]
-Kind = Literal["matrix", "vector", "index"]
+Group = Literal["text", "engram", "draft", "vision", "aligner", "image"]
+GROUPS: tuple[Group, ...] = ("text", "draft", "vision", "aligner", "image")
+Kind = Literal["matrix", "vector", "index", "table"]
 IMAGE_VECTORS = ("image_start", "image_end", "image_newline", "image_pad")
+TABLE_ROWS = fp8((1, 32))  # an engram table has one scale per row and 32 columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +43,14 @@ def group_of(name: str) -> Group:
         return "vision"
     if name.startswith("aligner."):
         return "aligner"
+    if name.startswith("layers.") and ".engram.embed" in name:
+        return "engram"
     return "image" if name in IMAGE_VECTORS else "text"
 
 
 def stored_tensors(name: str, spec: TensorSpec, format: Format) -> list[tuple[str, str, tuple[int, ...]]]:
     """(tensor name, safetensors dtype, stored shape) of an entry written in `format`: the weight, then its scale."""
-    if spec.kind != "matrix":
+    if spec.kind not in ("matrix", "table"):
         return [(name, format.weight_dtype, spec.shape)]
     tensors = [(f"{name}.weight", format.weight_dtype, format.storage_shape(spec.shape))]
     scale_shape = format.scale_shape(spec.shape)
@@ -67,8 +71,9 @@ class _Formats:
 def _official_formats(config: ModelConfig) -> _Formats:
     if config.weights is None:
         return _Formats(BF16, BF16)
-    dense = fp8(config.weights.block)
-    return _Formats(dense, fp8(config.weights.block, "F32") if config.weights.expert_dtype == "fp8" else FP4)
+    block = config.weights.block
+    expert = {"fp8": fp8(block, "F32"), "bf16": BF16}.get(config.weights.expert_dtype or "fp4", FP4)
+    return _Formats(fp8(block), expert)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
@@ -98,6 +103,9 @@ def draft_tensors(config: ModelConfig, kind: Literal["dspark", "classic"]) -> di
     """`mtp.*`: stages like window-only layers without table, plus projections and heads of their kind (spec v4 8)."""
     text, formats = config.text, _official_formats(config)
     stage = _window_only(text)
+    experts = config.draft.get("dspark_n_routed_experts")
+    if kind == "dspark" and experts is not None:
+        text = replace(text, n_routed_experts=int(experts))
     width, last = text.hidden_size, config.num_draft_layers - 1
     result: dict[str, TensorSpec] = {}
     for index in range(config.num_draft_layers):
@@ -108,22 +116,25 @@ def draft_tensors(config: ModelConfig, kind: Literal["dspark", "classic"]) -> di
             result |= {f"{prefix}{name}.weight": _vector((width,)) for name in ("enorm", "hnorm")}
         if kind == "classic" or index == last:
             result[f"{prefix}norm.weight"] = _vector((width,))
-            result |= _hyper_head(f"{prefix}hc_head_", text)
+            if not text.shifted_hyper:
+                result |= _hyper_head(f"{prefix}hc_head_", text)
     if kind == "dspark":
         result |= _dspark_ends(config, formats.dense)
     return {name: _in_group(spec, "draft") for name, spec in result.items()}
 
 
+_MARKOV = {"deepseek_v4": ("markov_w1", "markov_w2"), "deepseek_v41": ("embed", "head")}
+
+
 def _dspark_ends(config: ModelConfig, dense: Format) -> dict[str, TensorSpec]:
-    """What only the first and the last DSpark stage have (spec v4 2.2)."""
+    """What only the first and the last DSpark stage have (spec v4 2.2, v41 2.2)."""
     text, last = config.text, config.num_draft_layers - 1
     width, rank = text.hidden_size, int(config.draft["dspark_markov_rank"])
     sources = len(config.draft["dspark_target_layer_ids"])
     return {
         "mtp.0.main_proj": _matrix((width, sources * width), dense),
         "mtp.0.main_norm.weight": _vector((width,)),
-        f"mtp.{last}.markov_head.markov_w1": _matrix((text.vocab_size, rank)),
-        f"mtp.{last}.markov_head.markov_w2": _matrix((text.vocab_size, rank)),
+        **{f"mtp.{last}.markov_head.{part}": _matrix((text.vocab_size, rank)) for part in _MARKOV[config.family]},
         f"mtp.{last}.confidence_head.proj": _matrix((1, width + rank)),
     }
 
@@ -147,7 +158,7 @@ def _ends(text: TextConfig) -> dict[str, TensorSpec]:
         "embed": table,
         "head": table,
         "norm.weight": _vector((text.hidden_size,)),
-        **_hyper_head("hc_head_", text),
+        **({} if text.shifted_hyper else _hyper_head("hc_head_", text)),
     }
 
 
@@ -184,6 +195,8 @@ def _layer(
     result |= _hyper(f"{prefix}hc_attn_", text) | _hyper(f"{prefix}hc_ffn_", text)
     result |= _attention(f"{prefix}attn.", text, formats.dense)
     result |= _compression(f"{prefix}attn.", text, plan, formats.dense)
+    if plan.engram:
+        result |= _engram(f"{prefix}engram.", text, plan.index, formats)
     result |= _router(f"{prefix}ffn.gate", text, plan, has_vision=has_vision)
     return result | _experts(f"{prefix}ffn.", text, formats)
 
@@ -218,24 +231,47 @@ def _compression(prefix: str, text: TextConfig, plan: LayerPlan, dense: Format) 
     """Compressor and indexer of a layer that owns them."""
     result: dict[str, TensorSpec] = {}
     if plan.compressor is not None:
-        result |= _pooling(f"{prefix}compressor.", text, plan, text.head_dim)
+        result |= _pooling(f"{prefix}compressor.", text, plan.compressor, text.head_dim)
+        result |= _index_keys(f"{prefix}indexer.", text, plan.compressor)
     if plan.index_from == plan.index:
         heads, dim = text.index_n_heads, text.index_head_dim
         result[f"{prefix}indexer.wq_b"] = _matrix((heads * dim, text.q_lora_rank), dense)
         result[f"{prefix}indexer.weights_proj"] = _matrix((heads, text.hidden_size))
-        result |= _pooling(f"{prefix}indexer.compressor.", text, plan, dim)
     return result
 
 
-def _pooling(prefix: str, text: TextConfig, plan: LayerPlan, dim: int) -> dict[str, TensorSpec]:
+def _index_keys(prefix: str, text: TextConfig, compressor: CompressorPlan) -> dict[str, TensorSpec]:
+    """What makes the index keys of a layer that owns compressed rows: a compressor of their own, or the latent."""
+    dim = text.index_head_dim
+    if compressor.index_keys == "compressor":
+        return _pooling(f"{prefix}compressor.", text, compressor, dim)
+    if compressor.index_keys == "latent":
+        return {f"{prefix}wk": _matrix((dim, text.head_dim)), f"{prefix}k_norm.weight": _vector((dim,))}
+    return {}
+
+
+def _pooling(prefix: str, text: TextConfig, compressor: CompressorPlan, dim: int) -> dict[str, TensorSpec]:
     """One compressor that makes rows of `dim` channels; overlapping ones carry a second series of columns."""
-    assert plan.compressor is not None, plan
-    width = dim * (2 if plan.compressor.overlap else 1)
+    width = dim * (2 if compressor.overlap else 1)
+    result = {f"{prefix}wkv": _matrix((width, text.hidden_size)), f"{prefix}norm.weight": _vector((dim,))}
+    if compressor.gated:
+        result[f"{prefix}wgate"] = _matrix((width, text.hidden_size))
+    if compressor.positional_bias:
+        result[f"{prefix}ape"] = _vector((compressor.ratio, width), F32)
+    return result
+
+
+def _engram(prefix: str, text: TextConfig, layer: int, formats: _Formats) -> dict[str, TensorSpec]:
+    """Table and gate of an engram layer (spec v41 2.2)."""
+    engram, streams, width = text.engram, text.hc_mult, text.hidden_size
+    assert engram is not None
+    rows = engram.num_rows[engram.layers.index(layer)]
+    stored = BF16 if formats.dense == BF16 else TABLE_ROWS
+    table = TensorSpec(shape=(rows, engram.head_dim), kind="table", group="engram", official=stored)
     return {
-        f"{prefix}ape": _vector((plan.compressor.ratio, width), F32),
-        f"{prefix}wkv": _matrix((width, text.hidden_size)),
-        f"{prefix}wgate": _matrix((width, text.hidden_size)),
-        f"{prefix}norm.weight": _vector((dim,)),
+        f"{prefix}embed": table,
+        f"{prefix}wkv": _matrix(((streams + 1) * width, engram.row_width), formats.dense),
+        **{f"{prefix}{name}": _vector((streams, width)) for name in ("q_weight", "k_weight")},
     }
 
 
@@ -270,7 +306,7 @@ def _experts(prefix: str, text: TextConfig, formats: _Formats) -> dict[str, Tens
 
 
 def _vision(vision: VisionConfig, text_width: int) -> dict[str, TensorSpec]:
-    """Tower, aligner and the four vectors of the token block."""
+    """Tower, aligner and the vectors of the token block; one in reading order has no pads."""
     width, inner, patch = vision.hidden_size, vision.intermediate_size, 3 * vision.patch_size**2
 
     def linear(
@@ -289,4 +325,5 @@ def _vision(vision: VisionConfig, text_width: int) -> dict[str, TensorSpec]:
     result["vision.norm.weight"] = _vector((width,), group="vision")
     result |= linear("aligner.w1", text_width, vision.downsample_ratio**2 * width, "aligner")
     result |= linear("aligner.w2", text_width, text_width, "aligner")
-    return result | {name: _vector((text_width,), group="image") for name in IMAGE_VECTORS}
+    vectors = [name for name in IMAGE_VECTORS if vision.layout == "paired" or name != "image_pad"]
+    return result | {name: _vector((text_width,), group="image") for name in vectors}

@@ -22,6 +22,7 @@ OPS = (
     "router_topk",
     "sparse_attention",
     "index_topk",
+    "index_blocks",
     "compress_pool",
     "hyper_mix",
     "hyper_collapse",
@@ -47,6 +48,7 @@ class Ops:
     router_topk: Callable[..., Any]
     sparse_attention: Callable[..., Any]
     index_topk: Callable[..., Any]
+    index_blocks: Callable[..., Any]
     compress_pool: Callable[..., Any]
     hyper_mix: Callable[..., Any]
     hyper_collapse: Callable[..., Any]

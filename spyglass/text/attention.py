@@ -1,6 +1,7 @@
-"""Latent attention: one stored row per token is key and value of all heads (spec v4 4, 5).
+"""Latent attention: one stored row per token is key and value of all heads (spec v4 4, 5; v41 3.1, 4.4).
 
 A query sees the raw rows of its window and compressed rows of everything before, in one softmax with a sink per head.
+Compressed rows, and the choice among them, may be those of a layer below.
 Two calls: `remember` writes what later rows need, `attend` answers; a driver may attend fewer rows than it remembers.
 """
 
@@ -75,9 +76,9 @@ class Attention(nn.Module):
         if self.compressor is None:
             return
         pool, tables = cache.pools[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
+        latent_PD = self.compressor.remember(x_TC, pool, cache, tables, slot_T)
         if self.indexer is not None:
-            self.indexer.compressor.remember(x_TC, pool, cache, tables, slot_T)
-        self.compressor.remember(x_TC, pool, cache, tables, slot_T)
+            self.indexer.remember(x_TC, latent_PD, pool, cache, tables, slot_T)
 
     def attend(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
         """What these rows read from memory, [T, C]; `remember` of this step came first."""
@@ -123,6 +124,10 @@ class Attention(nn.Module):
     def _picks(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep | None, cache: CacheView
     ) -> torch.Tensor | None:
-        if self.indexer is None or pool is None:
+        source = self._plan.index_from
+        if source is None or pool is None:
             return None
-        return self.indexer.picks(u_TQ, x_TC, step, pool, cache)
+        picks = step.choices.picks
+        if self.indexer is not None:
+            picks[source] = self.indexer.picks(u_TQ, x_TC, step, pool, cache)
+        return picks[source]

@@ -1,4 +1,4 @@
-"""Compressed memory: `ratio` tokens become one row, pooled channel by channel (spec v4 5.1, 5.4).
+"""Compressed memory: `ratio` tokens become one row, pooled channel by channel (spec v4 5.1, 5.4; v41 4.5).
 
 e_w = Σ_b softmax_b(gate_b + ape_b) · kv_b over the un-pooled rows of a group (and of the one before, where groups
 overlap), then a norm and a rotation at the group's first position. Un-pooled rows are kept in fp32 until no group
@@ -34,7 +34,11 @@ class CompressorSpec:
 
 
 class Compressor(nn.Module):
-    """The tensors `{name}.{ape, wkv, wgate, norm}`. Projections, pooling and the stored rows are fp32."""
+    """The tensors `{name}.{wkv, norm}`, and `ape` and `wgate` where the plan has them.
+
+    Projections, pooling and the stored rows are fp32; a compressor without gate copies rows and projects in the
+    activation dtype.
+    """
 
     def __init__(
         self,
@@ -49,11 +53,14 @@ class Compressor(nn.Module):
 
         def linear(which: str) -> Linear:
             name = f"{spec.name}.{which}"
-            return Linear(LinearSpec(name=name, in_features=hidden, out_features=width, fp32_out=True), parts.build)
+            spec_of = LinearSpec(name=name, in_features=hidden, out_features=width, fp32_out=plan.gated)
+            return Linear(spec_of, parts.build)
 
         self.wkv = linear("wkv")
-        self.wgate = linear("wgate")
-        self.ape = PlainTensor(PlainSpec(name=f"{spec.name}.ape", shape=(plan.ratio, width)), parts.build)
+        self.wgate = linear("wgate") if plan.gated else None
+        self.ape: PlainTensor | None = None
+        if plan.positional_bias:
+            self.ape = PlainTensor(PlainSpec(name=f"{spec.name}.ape", shape=(plan.ratio, width)), parts.build)
         self.norm = RMSNorm(f"{spec.name}.norm", spec.dim, parts.text.rms_norm_eps, parts.build)
         self._overlap = plan.overlap
         self._pool = (spec.pool, spec.layer)
@@ -64,19 +71,37 @@ class Compressor(nn.Module):
 
     def remember(
         self, x_TC: torch.Tensor, pool: PoolStep, cache: CacheView, tables: Tables | None, slot_T: torch.Tensor | None
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Write the entries that close in this step, and the rows that later groups need.
 
         `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
+        Returns the new entries before rotation, [P, D] in the activation dtype.
         """
-        gate_TE = self.wgate(x_TC, slot_T) + self.ape.tensor().index_select(0, pool.phase_T)
-        rows_TE = torch.cat([self.wkv(x_TC, slot_T), gate_TE], dim=-1)
+        rows_TE = self._rows(x_TC, pool, slot_T)
         state = cache.pages.get(self._state)
+        latent_PD: torch.Tensor | None = None
         if tables is not None:
-            past = None if state is None else state.flatten(0, 1)
-            pooled_PD = self._ops.compress_pool(rows_TE, past, pool.sources_PB, overlap=self._overlap)
-            latent_PD = self.norm(pooled_PD.to(self._dtype))
+            latent_PD = self.norm(self._pooled(rows_TE, state, pool))
             row_PD = self._stored(self._ops.rope_partial(latent_PD, *tables))
             self._ops.cache_write(cache.pages[self._pool], row_PD, pool.write_P)
         if state is not None and pool.state_write_T is not None:
             self._ops.cache_write(state, rows_TE, pool.state_write_T)
+        return latent_PD
+
+    def _rows(self, x_TC: torch.Tensor, pool: PoolStep, slot_T: torch.Tensor | None) -> torch.Tensor:
+        """Un-pooled rows: kv and gate side by side in fp32, kv alone in the activation dtype without gate."""
+        kv_TE: torch.Tensor = self.wkv(x_TC, slot_T)
+        if self.wgate is None:
+            return kv_TE
+        gate_TE = self.wgate(x_TC, slot_T)
+        if self.ape is not None:
+            gate_TE = gate_TE + self.ape.tensor().index_select(0, pool.phase_T)
+        return torch.cat([kv_TE, gate_TE], dim=-1)
+
+    def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: PoolStep) -> torch.Tensor:
+        """New entries [P, D] in the activation dtype; a group of one row is that row."""
+        if self.wgate is None:
+            return rows_TE.index_select(0, pool.sources_PB[:, 0])
+        past = None if state is None else state.flatten(0, 1)
+        pooled_PD: torch.Tensor = self._ops.compress_pool(rows_TE, past, pool.sources_PB, overlap=self._overlap)
+        return pooled_PD.to(self._dtype)

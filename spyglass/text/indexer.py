@@ -1,10 +1,13 @@
-"""The indexer: a small multi-head score chooses which compressed rows a query attends (spec v4 5.5).
+"""The indexer: a small multi-head score chooses which compressed rows a query attends (spec v4 5.5, v41 3.3, 4.5).
 
 score[t, p] = Σ_n relu(q_tn · k_p) · ω_tn. It only matters once more rows are visible than may be attended, but its keys
-are always written.
+are always written: by a compressor of their own (V4), or from the latents of the layer's compressor (V4.1). Layers
+above a candidate source choose among the blocks that its scores rank highest.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +15,19 @@ from torch import nn
 from spyglass.batch.types import CacheView, PoolStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.rounding import IndexRounding
-from spyglass.text.step import Step, TextBuild
+from spyglass.text.step import Step, Tables, TextBuild
 
 
 class Indexer(nn.Module):
-    """The tensors `attn.indexer.*` of one layer."""
+    """The tensors `attn.indexer.*` of one layer: queries always, what makes keys only where the layer owns the rows."""
 
     def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
         super().__init__()
         text, build = parts.text, parts.build
-        assert plan.compressor is not None and plan.index_keys_from is not None
+        assert plan.index_keys_from is not None
         name = f"layers.{plan.index}.attn.indexer"
         heads, dim = text.index_n_heads, text.index_head_dim
         self._rounded = IndexRounding(parts)
@@ -39,8 +43,20 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(
             LinearSpec(name=f"{name}.weights_proj", in_features=text.hidden_size, out_features=heads), build
         )
-        spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, dim=dim, pool="index", state="index_state")
-        self.compressor = Compressor(spec, plan.compressor, parts, self._rounded)
+        self.compressor: Compressor | None = None
+        self.wk: Linear | None = None
+        self.k_norm: RMSNorm | None = None
+        source = None if plan.compressor is None else plan.compressor.index_keys
+        if plan.compressor is not None and source == "compressor":
+            spec = CompressorSpec(
+                name=f"{name}.compressor", layer=plan.index, dim=dim, pool="index", state="index_state"
+            )
+            self.compressor = Compressor(spec, plan.compressor, parts, self._rounded)
+        elif source == "latent":
+            keys = LinearSpec(name=f"{name}.wk", in_features=text.head_dim, out_features=dim, row_space="pooled")
+            self.wk = Linear(keys, build)
+            self.k_norm = RMSNorm(f"{name}.k_norm", dim, text.rms_norm_eps, build)
+        self._candidates = text.candidates
         self._plan = plan
         self._keys = ("index", plan.index_keys_from)
         self._table = f"pool{plan.ratio}"
@@ -49,6 +65,25 @@ class Indexer(nn.Module):
         self._stepwise = parts.stepwise
         self._ops = build.ops
 
+    def remember(
+        self,
+        x_TC: torch.Tensor,
+        latent_PD: torch.Tensor | None,
+        pool: PoolStep,
+        cache: CacheView,
+        tables: Tables | None,
+        slot_T: torch.Tensor | None,
+    ) -> None:
+        """Write the keys of the entries that close in this step; `latent_PD` are those entries before rotation."""
+        if self.compressor is not None:
+            self.compressor.remember(x_TC, pool, cache, tables, slot_T)
+        if self.wk is None or self.k_norm is None or latent_PD is None or tables is None:
+            return
+        # an entry closes with its last token, which is a row of this step and decides its adapter
+        slot_P = None if slot_T is None else slot_T.index_select(0, pool.sources_PB[:, -1])
+        key_PI = self._ops.rope_partial(self.k_norm(self.wk(latent_PD, slot_P)), *tables)
+        self._ops.cache_write(cache.pages[self._keys], self._rounded(key_PI), pool.write_P)
+
     def picks(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep, cache: CacheView
     ) -> torch.Tensor | None:
@@ -56,22 +91,46 @@ class Indexer(nn.Module):
 
         `u_TQ` is the normed low-rank query, `x_TC` the layer's normed input.
         """
-        if pool.max_visible <= self._topk:
+        if pool.max_visible <= self._topk and not self._ranks_blocks(pool):
             return None
         slot_T = step.batch.slot_T
         q_TNI = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
         q_TNI = self._rounded(self._ops.rope_partial(q_TNI, *step.tables[self._plan.rope]))
         # two roundings in bf16: the projection's, then the product's
         weights_TN = self.weights_proj(x_TC, slot_T) * self._weight_scale
-        picks_TX: torch.Tensor = self._ops.index_topk(
+        scored = (
             q_TNI,
             weights_TN,
             cache.pages[self._keys],
             cache.table_SP[self._table],
             step.batch.seq_T,
             pool.visible_T,
-            k=self._topk,
-            max_visible=pool.max_visible,
-            stepwise=self._stepwise,
+        )
+        if self._ranks_blocks(pool):
+            assert self._candidates is not None
+            step.choices.blocks[self._plan.index] = self._ops.index_blocks(
+                *scored,
+                num_blocks=self._candidates.num_blocks,
+                block_size=self._candidates.block_size,
+                max_visible=pool.max_visible,
+                stepwise=self._stepwise,
+            )
+        if pool.max_visible <= self._topk:
+            return None
+        picks_TX: torch.Tensor = self._ops.index_topk(
+            *scored, k=self._topk, max_visible=pool.max_visible, stepwise=self._stepwise, **self._limits(step)
         )
         return picks_TX
+
+    def _ranks_blocks(self, pool: PoolStep) -> bool:
+        """Whether this layer's scores decide candidates that leave something out."""
+        plan = self._candidates
+        return plan is not None and self._plan.makes_candidates and pool.max_visible > plan.num_blocks * plan.block_size
+
+    def _limits(self, step: Step) -> dict[str, Any]:
+        """The candidates this layer must choose among, for the op; nothing when all are."""
+        source = self._plan.candidates_from
+        blocks_TY = None if source is None else step.choices.blocks.get(source)
+        if blocks_TY is None or self._candidates is None:
+            return {}
+        return {"blocks_TY": blocks_TY, "block_size": self._candidates.block_size}

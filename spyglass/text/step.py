@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,12 +31,25 @@ class TextBuild:
     pictures: bool
 
 
+@dataclass(slots=True)
+class Choices:
+    """Hand-off between layers within one step, by layer of the index source (spec v41 3.1).
+
+    `picks` int32 [T, X] entries, ascending, -1 = none; None = every visible entry. `blocks` int32 [T, Y] candidates,
+    the same way; None = every block.
+    """
+
+    picks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    blocks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step as all layers see it: the batch, rotary tables by spec, and what follows from ids and kinds.
 
     `entry_tables` rotate the entries that close in this step, by (ratio, spec). `picture_T` bool, None without
     pictures. `ids_T` int64, safe to look up everywhere. `lo_T` first window position of each row, replay considered.
+    `choices` is what index sources chose for these rows, written by them and read by the layers above.
     """
 
     batch: Batch
@@ -45,6 +58,7 @@ class Step:
     picture_T: torch.Tensor | None
     ids_T: torch.Tensor
     lo_T: torch.Tensor
+    choices: Choices = field(default_factory=Choices)
 
 
 def make_step(batch: Batch, cache: CacheView, ropes: Mapping[RopeSpec, Rope], layers: Sequence[LayerPlan]) -> Step:

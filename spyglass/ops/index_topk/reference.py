@@ -20,12 +20,15 @@ def index_topk(
     k: int,
     max_visible: int,
     stepwise: bool,
+    blocks_TY: torch.Tensor | None = None,
+    block_size: int = 0,
 ) -> torch.Tensor:
     """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN; picks_TX int32 = the min(k, max_visible) best visible entries,
     ascending, -1 = none.
 
     Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
     the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
+    With `blocks_TY` (int32, -1 = none) only entries of the listed blocks of `block_size` may be picked (spec v41 3.3).
     """
     heads, x = q_TNI.shape[1], min(k, max_visible)
     step = max(1, _SCORES_AT_ONCE // max(1, heads * max_visible))
@@ -42,6 +45,7 @@ def index_topk(
                 stepwise=stepwise,
             ),
             x,
+            None if blocks_TY is None else allowed(blocks_TY[t : t + step], block_size, max_visible),
         )
         for t in range(0, len(q_TNI), step)
     ]
@@ -69,7 +73,17 @@ def index_scores(
     return weighted.float().sum(dim=1).to(dtype).float().masked_fill(~ok, float("-inf"))
 
 
-def _pick(scores_TP: torch.Tensor, x: int) -> torch.Tensor:
+def allowed(blocks_TY: torch.Tensor, block_size: int, max_visible: int) -> torch.Tensor:
+    """Which entries lie in the listed blocks, bool [T, max_visible]."""
+    num_blocks = -(-max_visible // block_size)
+    listed_TB = torch.zeros(len(blocks_TY), num_blocks + 1, dtype=torch.bool, device=blocks_TY.device)
+    listed_TB.scatter_(1, torch.where(blocks_TY < 0, num_blocks, blocks_TY).long(), True)
+    return listed_TB[:, :-1].repeat_interleave(block_size, dim=1)[:, :max_visible]
+
+
+def _pick(scores_TP: torch.Tensor, x: int, allowed_TP: torch.Tensor | None) -> torch.Tensor:
+    if allowed_TP is not None:
+        scores_TP = scores_TP.masked_fill(~allowed_TP, float("-inf"))
     ranked = scores_TP.sort(dim=-1, descending=True, stable=True)
     none = torch.iinfo(torch.int32).max
     picks = torch.where(ranked.values[:, :x] == float("-inf"), none, ranked.indices[:, :x]).sort(dim=-1).values

@@ -1,0 +1,79 @@
+"""The V4.1 backbone: hyper-connections shifted by one sub-layer, and memories before some layers (spec v41 4.3).
+
+What a sub-layer reads is mixed with the weights that the sub-layer before it computed; how it writes, with its own. The
+first reads stream 0, which all streams equal there; the last weights read the streams for the final norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spyglass.batch.types import Batch, CacheView
+from spyglass.config.model import LayerPlan
+from spyglass.layers.norm import RMSNorm
+from spyglass.text.attention import Attention
+from spyglass.text.engram import Engram
+from spyglass.text.experts import FeedForward
+from spyglass.text.hyper import HyperConnection
+from spyglass.text.step import Step, TextBuild, make_ropes, make_step
+
+
+class V41Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+        super().__init__()
+        name, text = f"layers.{plan.index}", parts.text
+        self.engram = Engram(plan, parts) if plan.engram else None
+        self.hc_attn = HyperConnection(f"{name}.hc_attn", parts)
+        self.attn_norm = RMSNorm(f"{name}.attn_norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.attn = Attention(plan, parts)
+        self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
+        self.ffn_norm = RMSNorm(f"{name}.ffn_norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.ffn = FeedForward(plan, parts)
+
+    def recall(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:
+        """The streams as this layer takes them in: with its memory added, if it has one."""
+        return streams_TMC if self.engram is None else self.engram(streams_TMC, step)
+
+    def forward(
+        self, streams_TMC: torch.Tensor, pre_TM: torch.Tensor, step: Step, cache: CacheView
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and the weights that read them, in and out; the cache is written in place."""
+        pre_ffn, post, comb = self.hc_attn.mix(streams_TMC)
+        x_TC = self.attn_norm(self.hc_attn.collapse(streams_TMC, pre_TM))
+        self.attn.remember(x_TC, step, cache)
+        streams_TMC = self.hc_attn.expand(self.attn.attend(x_TC, step, cache), streams_TMC, post, comb)
+        pre_next, post, comb = self.hc_ffn.mix(streams_TMC)
+        x_TC = self.ffn_norm(self.hc_ffn.collapse(streams_TMC, pre_ffn))
+        return self.hc_ffn.expand(self.ffn(x_TC, step), streams_TMC, post, comb), pre_next
+
+
+class V41Backbone(nn.Module):
+    """All layers, the last collapse and the final norm."""
+
+    def __init__(self, parts: TextBuild) -> None:
+        super().__init__()
+        text = parts.text
+        self.layers = nn.ModuleList(V41Layer(plan, parts) for plan in text.layers)
+        self.norm = RMSNorm("norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self._plans = text.layers
+        self._ropes = make_ropes(text.layers, parts.build.device)
+        self._collapse = parts.build.ops.hyper_collapse
+
+    def forward(
+        self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Hidden rows [T, C], normed, and the streams [T, M, C] that enter the layers in `batch.capture`."""
+        step = make_step(batch, cache, self._ropes, self._plans)
+        captured: dict[int, torch.Tensor] = {}
+        pre_TM = torch.zeros(streams_TMC.shape[:2], dtype=torch.float32, device=streams_TMC.device)
+        pre_TM[:, 0] = 1.0
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, V41Layer)
+            streams_TMC = layer.recall(streams_TMC, step)
+            if index in batch.capture:
+                captured[index] = streams_TMC
+            streams_TMC, pre_TM = layer(streams_TMC, pre_TM, step, cache)
+        return self.norm(self._collapse(streams_TMC, pre_TM)), captured
