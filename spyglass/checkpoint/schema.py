@@ -14,7 +14,7 @@ from spyglass.config.model import CompressorPlan, LayerPlan, ModelConfig, TextCo
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
 Group = Literal["text", "engram", "draft", "vision", "aligner", "image"]
-GROUPS: tuple[Group, ...] = ("text", "draft", "vision", "aligner", "image")
+GROUPS: tuple[Group, ...] = ("text", "engram", "draft", "vision", "aligner", "image")
 Kind = Literal["matrix", "vector", "index", "table"]
 IMAGE_VECTORS = ("image_start", "image_end", "image_newline", "image_pad")
 TABLE_ROWS = fp8((1, 32))  # an engram table has one scale per row and 32 columns

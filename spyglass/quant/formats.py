@@ -20,6 +20,12 @@ class Format:
     bits: int
     block: tuple[int, int] | None
 
+    def __str__(self) -> str:
+        if self.block is None:
+            return self.name
+        scales = " with f32 scales" if self.scale_dtype == "F32" else ""
+        return f"{self.name} {self.block[0]}x{self.block[1]}{scales}"
+
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored weight for a logical shape."""
         return (*shape[:-1], shape[-1] // 2) if self.name == "fp4" else shape

@@ -1,0 +1,190 @@
+"""`spyglass check DIR`: what a checkpoint is and whether it would load here, from its headers alone, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spyglass.config import ModelConfig
+
+HELP = "Say from headers alone whether a checkpoint would load, what would run, and where it fits."
+WOULD_NOT_LOAD = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("directory", help="checkpoint folder")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if the checkpoint would load, 1 if not."""
+    from spyglass.errors import SpyglassError
+
+    report: dict[str, Any] = {"directory": args.directory, "would_load": False, "faults": []}
+    try:
+        _examine(args.directory, report)
+    except SpyglassError as error:
+        report["faults"].append(str(error))
+    report["would_load"] = not report["faults"]
+    print(json.dumps(report, indent=2) if args.json else _as_text(report))
+    return 0 if report["would_load"] else WOULD_NOT_LOAD
+
+
+def _examine(directory: str, report: dict[str, Any]) -> None:
+    """Fill the report as far as the folder allows."""
+    from spyglass.checkpoint.match import match
+    from spyglass.checkpoint.names import to_native
+    from spyglass.checkpoint.safetensors import open_checkpoint
+    from spyglass.checkpoint.schema import GROUPS, draft_kind, expected_tensors, group_of
+    from spyglass.config import read_model_config
+    from spyglass.plan import plan_memory, this_machine
+
+    config = read_model_config(directory)
+    report["family"] = config.family
+    report["model"] = _describe_model(config)
+    checkpoint = open_checkpoint(directory)
+    matched = match(checkpoint, expected_tensors(config))
+    groups: dict[str, dict[str, int]] = {group: {"tensors": 0, "bytes": 0} for group in GROUPS}
+    for name, header in checkpoint.tensors.items():
+        entry = groups[group_of(to_native(name))]
+        entry["tensors"] += 1
+        entry["bytes"] += header.nbytes
+    report["tensors"] = len(checkpoint.tensors)
+    report["bytes"] = checkpoint.nbytes
+    report["files"] = len(checkpoint.files)
+    report["groups"] = {group: entry for group, entry in groups.items() if entry["tensors"]}
+    report["draft"] = draft_kind(matched.skipped["draft"])
+    report["formats"] = dict(Counter(str(source.format) for source in matched.sources.values()))
+    report["left_at_init"] = matched.at_init
+    report["ignored_files"] = list(checkpoint.ignored_files)
+    report["sparse_files"] = list(checkpoint.sparse_files())
+    report["faults"] = matched.faults()
+    machine = this_machine()
+    report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
+    report["memory"] = asdict(plan_memory(config, matched.sources, machine))
+
+
+def _describe_model(config: ModelConfig) -> dict[str, Any]:
+    """The few numbers that tell one model from another."""
+    text, vision = config.text, config.vision
+    ratios = Counter(plan.ratio for plan in text.layers)
+    return {
+        "layers": text.num_hidden_layers,
+        "layers_by_ratio": {str(ratio): ratios[ratio] for ratio in sorted(ratios)},
+        "hash_layers": sum(plan.router == "hash" for plan in text.layers),
+        "hidden_size": text.hidden_size,
+        "experts": text.n_routed_experts,
+        "experts_per_token": text.num_experts_per_tok,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": text.max_position_embeddings,
+        "draft_layers": config.num_draft_layers,
+        "vision_layers": vision.num_hidden_layers if vision is not None else 0,
+    }
+
+
+def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
+    """Which implementation of each op would run, per device and its default activation dtype."""
+    from spyglass.ops.table import describe
+
+    devices = [("cpu", "float32"), *([("cuda", "bfloat16")] if has_gpu else [])]
+    return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [report["directory"]]
+    if "model" in report:
+        lines += _model_lines(report)
+    if "groups" in report:
+        lines += _tensor_lines(report)
+    if "ops" in report:
+        lines += _ops_lines(report["ops"])
+    if "memory" in report:
+        lines += _memory_lines(report["memory"])
+    lines += [f"fault: {fault}" for fault in report["faults"]]
+    lines.append("would load: yes" if report["would_load"] else "would load: NO")
+    return "\n".join(lines)
+
+
+def _model_lines(report: dict[str, Any]) -> list[str]:
+    model = report["model"]
+    ratios = ", ".join(f"{count} of ratio {ratio}" for ratio, count in model["layers_by_ratio"].items())
+    tower = f"picture tower of {model['vision_layers']} layers" if model["vision_layers"] else "text only, no pictures"
+    return [
+        f"family: {report['family']}, {tower}",
+        f"layers: {model['layers']} ({ratios}; {model['hash_layers']} routed by token id), hidden size "
+        f"{model['hidden_size']}, {model['experts_per_token']} of {model['experts']} experts per token, "
+        f"up to {model['max_position_embeddings']:,} tokens",
+    ]
+
+
+def _tensor_lines(report: dict[str, Any]) -> list[str]:
+    lines = [f"tensors: {report['tensors']:,}, {_gb(report['bytes'])} in {report['files']} files"]
+    for group, entry in report["groups"].items():
+        kind = f" ({report['draft']}, not loaded)" if group == "draft" and report["draft"] else ""
+        lines.append(f"  {group:<8} {entry['tensors']:>7,}  {_gb(entry['bytes'])}{kind}")
+    lines.append("formats: " + ", ".join(f"{count:,} {name}" for name, count in sorted(report["formats"].items())))
+    remarks = (
+        ("left at init", report["left_at_init"]),
+        ("files the index does not name", report["ignored_files"]),
+        ("files that are mostly holes (headers only, or an unfinished download)", report["sparse_files"]),
+    )
+    return lines + [f"{what}: {_few(names)}" for what, names in remarks if names]
+
+
+def _ops_lines(ops: dict[str, dict[str, str]]) -> list[str]:
+    lines = []
+    for device, chosen in ops.items():
+        by_name: dict[str, list[str]] = {}
+        for op, name in chosen.items():
+            by_name.setdefault(name, []).append(op)
+        lines.append(
+            f"ops on {device}: " + "; ".join(f"{name}: {', '.join(by_name[name])}" for name in sorted(by_name))
+        )
+    return lines
+
+
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
+    stored = sum(share["stored"] for share in memory["weights"].values())
+    expanded = sum(share["expanded"] for share in memory["weights"].values())
+    rows = memory["cache"]["bfloat16"]
+    lines = [
+        f"weights: {_gb(stored)} as stored, {_gb(expanded)} widened to bfloat16; a step of 2,048 tokens about "
+        f"{_gb(memory['step_bytes'])}",
+        f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
+    ]
+    lines += [f"{fit['count']} x {fit['name']}: {_verdict(fit)}" for fit in memory["here"]]
+    return lines + _gpu_table(memory["gpus"])
+
+
+def _gpu_table(fits: list[dict[str, Any]]) -> list[str]:
+    """Rows = card sizes, columns = how many of them; a cell is the context that fits beside the weights."""
+    counts = sorted({fit["count"] for fit in fits})
+    cells = {(fit["name"], fit["count"]): _tokens(fit["context"]) for fit in fits}
+    lines = ["context that fits beside the weights, by GPU memory and count:"]
+    lines.append(f"  {'':<8}" + "".join(f"{count:>8} x" for count in counts))
+    for name in dict.fromkeys(fit["name"] for fit in fits):
+        lines.append(f"  {name:<8}" + "".join(f"{cells[name, count]:>10}" for count in counts))
+    return lines
+
+
+def _verdict(fit: dict[str, Any]) -> str:
+    sizes = f"{_gb(fit['weights'])} of weights, {_gb(fit['usable'])} usable"
+    return f"fits with {_tokens(fit['context'])} tokens ({sizes})" if fit["context"] else f"does not fit ({sizes})"
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}k" if count else "-"
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB"

@@ -1,0 +1,227 @@
+"""What a checkpoint needs and where it fits, from headers alone: nothing is loaded, torch is not imported.
+
+Weights are counted as stored (packed) and as they are when FP8 and FP4 are widened to bfloat16. Cache rows follow spec
+v4 4.7. The working memory of a step is an estimate: the tensors that are alive together at the widest point of a layer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from spyglass.checkpoint.match import Source, part_of
+from spyglass.config.cache import cache_plans
+from spyglass.config.model import ModelConfig, TextConfig
+
+RowFormat = Literal["bfloat16", "float32", "packed"]
+Share = Literal["experts", "divided", "copied", "vision"]
+SHARES: tuple[Share, ...] = ("experts", "divided", "copied", "vision")
+GIB = 1 << 30
+GPU_SIZES = (24, 32, 48, 80, 96, 141, 192)  # GiB a card
+GPU_COUNTS = (1, 2, 4, 8)
+USABLE = 0.92  # of a device's memory: driver, context and fragmentation take the rest
+STEP_TOKENS = 2048
+STEP_SEQUENCES = 64
+LEAST_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
+_DIVIDED = ("attn.wq_b", "attn.wo_a", "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.weights_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of a share of the weights: as stored, and with packed matrices widened to bfloat16."""
+
+    stored: int
+    expanded: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """Cache of one sequence, all layers: growth per token, and what it takes at any length."""
+
+    per_token: float
+    fixed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory of one kind that a model could live in; `free` is what is unused now."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Host memory and the GPUs of this machine."""
+
+    ram: Device
+    gpus: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache left beside them.
+
+    `context` is 0 when it does not fit.
+    """
+
+    name: str
+    count: int
+    weights: int
+    usable: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each."""
+
+    weights: Mapping[Share, Bytes]
+    cache: Mapping[RowFormat, CacheBytes]
+    step_bytes: int
+    here: tuple[Fit, ...]
+    gpus: tuple[Fit, ...]
+
+    @property
+    def total(self) -> Bytes:
+        """All weights that would be loaded."""
+        shares = self.weights.values()
+        return Bytes(sum(share.stored for share in shares), sum(share.expanded for share in shares))
+
+
+def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Machine) -> MemoryPlan:
+    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`)."""
+    weights = _weight_bytes(sources)
+    formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
+    cache = {format: cache_bytes(config.text, format) for format in formats}
+    step = step_bytes(config)
+
+    def fit(device: Device, count: int, rows: RowFormat) -> Fit:
+        held = _bytes_per_device(weights, count)
+        usable = int(device.free * USABLE)
+        room = usable - held - step - cache[rows].fixed
+        tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
+        context = min(tokens, config.text.max_position_embeddings)
+        return Fit(device.name, count, held, usable, context if room > 0 and context >= LEAST_CONTEXT else 0)
+
+    here = [fit(machine.ram, 1, "float32")]
+    if machine.gpus:
+        smallest = min(machine.gpus, key=lambda gpu: gpu.free)
+        here.append(fit(smallest, len(machine.gpus), "bfloat16"))
+    sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
+    gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
+    return MemoryPlan(weights=weights, cache=cache, step_bytes=step, here=tuple(here), gpus=gpus)
+
+
+def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
+    """Rows of all layers (spec v4 4.7): windows and un-pooled compressor rows are fixed, pooled rows and keys grow.
+
+    "packed" is what engines with FP8 caches keep: plain channels in FP8 with a scale byte per 64, rotary ones in
+    bfloat16, index keys in FP8 with one fp32 scale.
+    """
+    per_token, fixed = 0.0, 0
+    for plan in cache_plans(text):
+        if plan.dtype == "float32":
+            row = 4 * plan.row_dim
+        elif rows == "packed":
+            row = plan.row_dim + 4 if plan.kind == "index" else _packed_row(plan.row_dim, text.qk_rope_head_dim)
+        else:
+            row = plan.row_dim * (2 if rows == "bfloat16" else 4)
+        if plan.retention is None:
+            per_token += row / plan.tokens_per_row
+        else:
+            fixed += row * (plan.retention + (1 if plan.kind == "window" else 0))
+    return CacheBytes(per_token, fixed)
+
+
+def _packed_row(dim: int, rope_dim: int) -> int:
+    plain = dim - rope_dim
+    return -(-(plain + 2 * rope_dim + -(-plain // 64)) // 8) * 8
+
+
+def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> int:
+    """Estimate of a step's working memory: streams, queries and expert rows of a layer, logits of its sequences."""
+    text = config.text
+    streams = text.hc_mult * text.hidden_size
+    heads = text.num_attention_heads * text.head_dim
+    experts = text.num_experts_per_tok * (3 * text.moe_intermediate_size + text.hidden_size)
+    per_token = 3 * 2 * streams + 4 * streams + 3 * 2 * heads + 4 * experts
+    return tokens * per_token + 4 * sequences * text.vocab_size
+
+
+def _weight_bytes(sources: Mapping[str, Source]) -> dict[Share, Bytes]:
+    stored, expanded = dict.fromkeys(SHARES, 0), dict.fromkeys(SHARES, 0)
+    for name, source in sources.items():
+        share = _share_of(name)
+        stored[share] += source.nbytes
+        expanded[share] += source.weight.nbytes * 16 // source.format.bits if source.scale else source.nbytes
+    return {share: Bytes(stored[share], expanded[share]) for share in SHARES}
+
+
+def _share_of(name: str) -> Share:
+    """How tensor parallelism treats an entry: experts and heads are split, latents, routers and mixing are copied."""
+    if part_of(name) == "vision":
+        return "vision"
+    if ".ffn.experts." in name:
+        return "experts"
+    return "divided" if name in ("embed", "head") or name.endswith(_DIVIDED) else "copied"
+
+
+def _bytes_per_device(weights: Mapping[Share, Bytes], count: int) -> int:
+    split = weights["experts"].stored + weights["divided"].stored
+    return -(-split // count) + weights["copied"].stored + weights["vision"].stored
+
+
+def this_machine() -> Machine:
+    """Memory of this machine, as the kernel and the GPU driver report it; torch is not asked."""
+    return Machine(_host_memory(), tuple(_gpus()))
+
+
+def _host_memory() -> Device:
+    total, free = _meminfo()
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = (_read_number(Path("/sys/fs/cgroup") / file) for file in (limit_file, used_file))
+        if limit is not None and limit < total:
+            total, free = limit, min(free, max(limit - (used or 0), 0))
+    return Device("this machine's memory", total, free)
+
+
+def _meminfo() -> tuple[int, int]:
+    """Total and available bytes; zero where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0, 0
+    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return values["MemTotal"], values["MemAvailable"]
+
+
+def _read_number(file: Path) -> int | None:
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _gpus() -> Iterable[Device]:
+    """GPUs that the driver's own tool lists; none without it."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=1.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    for line in answer.splitlines():
+        name, total, free = (field.strip() for field in line.rsplit(",", 2))
+        if total.isdecimal() and free.isdecimal():
+            yield Device(name, int(total) << 20, int(free) << 20)
