@@ -120,6 +120,7 @@ class PagePool:
             for tensor in self.tensors.values():
                 tensor[torch.as_tensor(pages, device=self._device)] = self._fill
 
+    @torch.inference_mode(False)  # pages outlive the step that makes them grow
     def _resize(self, capacity: int) -> None:
         for plan in self.group.plans:
             shape = (capacity, self.group.page_rows, plan.row_dim)

@@ -52,6 +52,7 @@ class Engine:
     ) -> None:
         _check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
+        self._images = 0 if config.vision is None else options.images
         limit = config.text.max_position_embeddings
         self.max_length = limit if options.max_length is None else min(options.max_length, limit)
         self.blocks = blocks or Blocks(
@@ -70,6 +71,11 @@ class Engine:
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits (V)."""
+        return self._config.text.vocab_size
 
     @property
     def has_work(self) -> bool:
@@ -138,6 +144,11 @@ class Engine:
         if int(prompt.ids_T.max()) >= self._config.text.vocab_size:
             raise PromptError(
                 f"the prompt has id {prompt.ids_T.max()}, the vocabulary {self._config.text.vocab_size} ids"
+            )
+        if len(prompt.plans) > self._images:
+            raise PromptError(
+                f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {self._images}; "
+                "send fewer, or raise images (a text-only checkpoint takes none at all)"
             )
         need = len(prompt) + (params.max_tokens != 0)
         if need > self.max_length:

@@ -1,0 +1,100 @@
+"""Engines on small random models, with memory that shows every mistake: small pages, NaN in fresh and returned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from spyglass.config.cache import cache_plans
+from spyglass.config.engine import EngineConfig
+from spyglass.config.model import ModelConfig
+from spyglass.engine.blocks import Blocks
+from spyglass.engine.engine import Engine
+from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.engine.runner import ModelParts
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.tokens import Patches, Prompt
+from tests.small_models import random_text, small_config, small_model
+
+PAGE_ROWS = {"window": 5, "pool4": 3, "state4": 2, "pool128": 1, "state128": 7}
+MOST_PICTURE_TOKENS = 40  # of `engine_config`; a step must hold that many
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def engine_config(**changes: Any) -> ModelConfig:
+    """The small model's config with small pictures, so that small steps are allowed."""
+    return small_config(vision_max_n_token=MOST_PICTURE_TOKENS, **changes)
+
+
+def make_model(seed: int = 0, **changes: Any) -> Any:
+    """A small fp32 plain model and its config."""
+    config = engine_config(**changes)
+    return small_model(seed, config=config)
+
+
+def make_engine(
+    model: ModelParts, config: ModelConfig, *, cache_bytes: int | None = None, step: int = 64, **options: Any
+) -> Engine:
+    """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
+    settings = {"max_step_tokens": step, "max_sequences": 6, **options}
+    chosen = EngineConfig(**settings)
+    blocks = Blocks(
+        cache_plans(config.text),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_sequences=chosen.max_sequences,
+        step_tokens=step,
+        max_length=config.text.max_position_embeddings,
+        cache_bytes=cache_bytes,
+        page_rows=PAGE_ROWS,
+        fill=float("nan"),
+    )
+    return Engine(model, config, chosen, dtype=torch.float32, device=torch.device("cpu"), banned=[0], blocks=blocks)
+
+
+def patches(rows: int, columns: int, seed: int = 0, patch: int = 4) -> Patches:
+    """A random picture that is already cut and normalised."""
+    pixels = np.random.default_rng([seed, rows, columns]).normal(size=(rows * columns, 3, patch, patch))
+    return Patches(pixels.astype(np.float32), (rows, columns))
+
+
+def make_prompt(config: ModelConfig, parts: Sequence[int | tuple[int, int]], seed: int = 0) -> Prompt:
+    """Runs of random text (a number of tokens) and random pictures (patch rows, columns), in order."""
+    pieces = [
+        random_text(part, seed + number, config.text.vocab_size).tolist()
+        if isinstance(part, int)
+        else patches(*part, seed=seed + number)
+        for number, part in enumerate(parts)
+    ]
+    return prompt_from_parts(pieces, config)
+
+
+def run_all(
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams = GREEDY
+) -> list[RequestOutput]:
+    """Outputs of requests that are added together, in their order."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    ids = [engine.add(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+    done: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.output is not None:
+                done[delta.request_id] = delta.output
+    return [done[i] for i in ids]
+
+
+def logits_of(engine: Engine, prompt: Prompt) -> torch.Tensor:
+    """Logits [T, V] of a prompt through the engine's loop."""
+    out = torch.full((len(prompt), engine.vocab_size), float("nan"))
+    engine.add(prompt, SamplingParams(max_tokens=0), sink=out)
+    while engine.has_work:
+        engine.step()
+    return out
+
+
+def pages_used(engine: Engine) -> dict[str, int]:
+    """Pages that sequences hold, by group."""
+    return {name: pool.num_used for name, pool in engine.blocks.pools.items()}
