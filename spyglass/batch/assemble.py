@@ -24,8 +24,9 @@ class SequenceStep:
     """The rows [start, start + n) of one sequence in this step.
 
     `ids_n` (-1 at pictures), `kinds_n` TokenKind, `visible_n2` extra keys left and right (Prompt.visible_T2),
-    `image_index_n` row of this step's image rows or -1. `tables` hold the page of every logical page of each group,
-    long enough for the rows after this step. `logit_rows` are offsets into 0..n-1.
+    `image_index_n` row of this step's image rows or -1. `lookback_L` as a row of Batch.lookback_SL. `tables` hold the
+    page of every logical page of each group, long enough for the rows after this step. `logit_rows` are offsets into
+    0..n-1.
     """
 
     ids_n: NDArray[np.int32]
@@ -36,6 +37,7 @@ class SequenceStep:
     visible_n2: NDArray[np.int32] | None = None
     image_index_n: NDArray[np.int32] | None = None
     slot: int = 0
+    lookback_L: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ def assemble(
     )
     logit_rows = [f + np.asarray(s.logit_rows, np.int64) for f, s in zip(rows.first_S, steps, strict=True)]
     slot_T = np.repeat([step.slot for step in steps], rows.stop_S - rows.start_S)
+    lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
     batch = Batch(
         ids_T=put(np.concatenate([step.ids_n for step in steps])),
         kinds_T=put(kinds_T, torch.int8),
@@ -106,6 +109,7 @@ def assemble(
         has_pictures=bool((kinds_T >= 0).any()),
         logit_rows_R=put(np.concatenate(logit_rows), torch.int64),
         slot_T=put(slot_T) if slot_T.any() else None,
+        lookback_SL=put(np.stack(lookback)) if lookback else None,
     )
     compressors = {layer.compressor.ratio: layer.compressor for layer in text.layers if layer.compressor is not None}
     pools = {}

@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
     "ops": ("auto", "reference"),
+    "engram": ("mmap", "host", "device"),
 }
 
 
@@ -62,6 +63,12 @@ class EngineConfig:
     )
     image_cache_bytes: int = field(
         default=256 << 20, metadata=_about("memory for encoded pictures that may be asked about again")
+    )
+    engram: Literal["mmap", "host", "device"] = field(
+        default="mmap",
+        metadata=_about(
+            "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
+        ),
     )
     threads: int | None = field(default=None, metadata=_about("CPU threads (default: what torch chooses)"))
 

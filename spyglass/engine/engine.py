@@ -21,6 +21,7 @@ from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw, logprobs_of
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.prompt.tokens import Prompt
 
@@ -31,7 +32,7 @@ class Engine:
     """Runs requests on a model. Not thread-safe: one thread calls it.
 
     `banned` ids are never drawn. `blocks` lays out the memory (tests pass their own). Without `token_bytes` (a folder
-    without a tokenizer) answers are ids only.
+    without a tokenizer) answers are ids only. `engram` brings the rows of models that have engram layers.
 
     Raises:
         ConfigError: a step is too small for the largest picture of the model.
@@ -49,6 +50,7 @@ class Engine:
         banned: Collection[int] = (),
         token_bytes: TokenBytes | None = None,
         blocks: Blocks | None = None,
+        engram: EngramFeed | None = None,
     ) -> None:
         _check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
@@ -65,7 +67,7 @@ class Engine:
             cache_bytes=options.cache_bytes,
         )
         self._scheduler = Scheduler(self.blocks, options.max_step_tokens)
-        self._runner = Runner(model, config.text, self.blocks, device)
+        self._runner = Runner(model, config.text, self.blocks, device, engram)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
         self._sequences: dict[int, TokenSequence] = {}

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy as np
@@ -17,6 +18,8 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
 from spyglass.errors import PromptError, SpyglassError
 from spyglass.model import load_model
 from spyglass.prompt.build import Part, build_prompt, prompt_from_parts
@@ -62,6 +65,7 @@ class LLM:
         max_length: int | None = None,
         cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
+        engram: Literal["mmap", "host", "device"] | None = None,
         threads: int | None = None,
         progress: bool = False,
     ) -> None:
@@ -77,6 +81,7 @@ class LLM:
             "max_length": max_length,
             "cache_bytes": cache_bytes,
             "image_cache_bytes": image_cache_bytes,
+            "engram": engram,
             "threads": threads,
         }
         self.options = options = read_engine_config(stated)
@@ -103,6 +108,7 @@ class LLM:
             device=self.loaded.device,
             banned=self._never_drawn(),
             token_bytes=None if self.tokenizer is None else TokenBytes(self.tokenizer),
+            engram=self._open_engram(path),
         )
         self._mail: dict[int, deque[Delta]] = {}
 
@@ -214,6 +220,13 @@ class LLM:
         """
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=limits)
+
+    def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
+        """The tables of a model with engram layers, placed as the options say."""
+        if self.config.text.engram is None:
+            return None
+        store = open_engram(Path(path), self.config, placement=self.options.engram)
+        return EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
 
     def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
         prompts = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import TextConfig
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.sequence import Chunk
+from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt
 
 
@@ -47,11 +48,21 @@ class StepOutput:
 class Runner:
     """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`."""
 
-    def __init__(self, model: ModelParts, text: TextConfig, blocks: Blocks, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelParts,
+        text: TextConfig,
+        blocks: Blocks,
+        device: torch.device,
+        engram: EngramFeed | None = None,
+    ) -> None:
+        assert (engram is None) == (text.engram is None)
         self._model, self._text, self._blocks, self._device = model, text, blocks, device
+        self._engram = engram
 
     def run(self, chunks: Sequence[Chunk]) -> StepOutput:
         """One forward pass over all chunks; afterwards their tokens count as computed."""
+        engram_rows = self._fetch_engram(chunks)
         self._encode_pictures(chunks)
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         start = np.array([chunk.start for chunk in chunks], np.int64)
@@ -60,6 +71,8 @@ class Runner:
         image_rows, index = _image_rows(chunks)
         steps = [self._step(chunk, index_n) for chunk, index_n in zip(chunks, index, strict=True)]
         batch, cache = assemble(steps, self._text, self._blocks.page_rows, self._blocks.pages, self._device)
+        if engram_rows is not None:
+            batch = replace(batch, engram_rows=engram_rows())
         streams = self._model.embed(batch, image_rows)
         hidden, _ = self._model.text(streams, batch, cache)
         self._blocks.settle(rows, stop)
@@ -88,6 +101,20 @@ class Runner:
             logit_rows=[stop - start - 1] if chunk.draws else [],
             visible_n2=visible,
             image_index_n=image_index_n,
+            lookback_L=None if self._text.engram is None else sequence.lookback(start, self._text.engram.lookback),
+        )
+
+    def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
+        """Begin to fetch the engram rows of a step; None for models without engram."""
+        if self._engram is None:
+            return None
+        depth = self._engram.store.config.lookback
+        spans = [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        return self._engram.start(
+            np.concatenate([sequence.ids(start, stop) for sequence, start, stop in spans]),
+            np.concatenate([sequence.kinds(start, stop) for sequence, start, stop in spans]),
+            np.stack([sequence.lookback(start, depth) for sequence, start, _ in spans]),
+            np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32),
         )
 
     def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:

@@ -137,6 +137,12 @@ class TokenSequence:
         """Token kinds."""
         return self._kinds[start:stop]
 
+    def lookback(self, start: int, depth: int) -> NDArray[np.int32]:
+        """Ids of the `depth` tokens before position `start`, nearest first: -1 before the first, -2 at pictures."""
+        first = max(0, start - depth)
+        ids = np.where(self._kinds[first:start] >= 0, -2, self._ids[first:start])[::-1]
+        return np.concatenate([ids, np.full(depth - len(ids), -1)]).astype(np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

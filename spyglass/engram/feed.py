@@ -1,0 +1,102 @@
+"""From the tokens of a step to the rows a model takes in, as tensors on its device (spec v41 5.4, 5.6).
+
+Addresses depend on ids alone, so `start` is called as soon as a step's tokens are known and its result is asked for
+when the model is about to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.engram.store import EngramStore, TableRows
+from spyglass.quant.codec import decode
+from spyglass.quant.formats import Format
+from spyglass.quant.packed import Packed
+
+_INLINE_TOKENS = 64  # a step this small is gathered at once: handing it to a thread would take longer
+_COPIED_ROWS = 1 << 16
+_TORCH = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
+Rows = dict[int, torch.Tensor]
+
+
+class EngramFeed:
+    """Fetches rows of all engram layers of a store; with placement "device" the tables are copied there when made."""
+
+    def __init__(self, store: EngramStore, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.store = store
+        self._device, self._dtype = device, dtype
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engram")
+        self._tables: dict[int, Packed] = {}
+        if store.placement == "device":
+            self._tables = {layer: _to_device(table, device) for layer, table in store.tables.items()}
+
+    def start(
+        self,
+        ids_T: NDArray[np.int32],
+        kinds_T: NDArray[np.int8],
+        lookback_SL: NDArray[np.int32],
+        query_start_S: NDArray[np.int32],
+    ) -> Callable[[], Rows]:
+        """Begin fetching; the call returned gives the rows by layer, [T, columns * head_dim] in the activation dtype.
+
+        Arguments as in `hashing.row_ids`.
+        """
+        step = (ids_T, kinds_T, lookback_SL, query_start_S)
+        if len(ids_T) > _INLINE_TOKENS:
+            return self._thread.submit(self._fetch, *step).result
+        rows = self._fetch(*step)
+        return lambda: rows
+
+    def _fetch(
+        self,
+        ids_T: NDArray[np.int32],
+        kinds_T: NDArray[np.int8],
+        lookback_SL: NDArray[np.int32],
+        query_start_S: NDArray[np.int32],
+    ) -> Rows:
+        wanted = self.store.row_ids(ids_T, kinds_T, lookback_SL, query_start_S)
+        return {layer: self._values(layer, rows_TJ).view(len(ids_T), -1) for layer, rows_TJ in wanted.items()}
+
+    def _values(self, layer: int, rows_TJ: NDArray[np.int64]) -> torch.Tensor:
+        """Decoded rows [T * J, head_dim]; what crosses to the device are the stored bytes."""
+        table = self._tables.get(layer)
+        if table is None:
+            gathered = self.store.tables[layer][rows_TJ.reshape(-1)]
+            packed = _packed(gathered, self._device)
+        else:
+            index = torch.from_numpy(rows_TJ.reshape(-1)).to(self._device)
+            scale = None if table.scale is None else table.scale.index_select(0, index)
+            data = table.data.view(_bytes_of(table.format)).index_select(0, index).view(table.data.dtype)
+            packed = Packed(table.format, data, scale, tuple(data.shape))
+        return decode(packed, self._dtype)
+
+
+def _bytes_of(format: Format) -> torch.dtype:
+    """An integer dtype of the same width: gathers are not defined for every float8 device."""
+    return {8: torch.uint8, 16: torch.int16, 32: torch.int32}[format.bits]
+
+
+def _packed(rows: TableRows, device: torch.device) -> Packed:
+    data = torch.from_numpy(rows.data).to(device).view(_TORCH[rows.format.weight_dtype])
+    scale = None if rows.scale is None else torch.from_numpy(rows.scale).to(device)
+    return Packed(rows.format, data, scale, tuple(data.shape))
+
+
+def _to_device(table: TableRows, device: torch.device) -> Packed:
+    data = _copied(table.data, device).view(_TORCH[table.format.weight_dtype])
+    scale = None if table.scale is None else _copied(table.scale, device)
+    return Packed(table.format, data, scale, tuple(data.shape))
+
+
+def _copied(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A mapped array on the device, a piece at a time: the host never holds more than one."""
+    out = torch.empty(array.shape, dtype=torch.from_numpy(array[:0].copy()).dtype, device=device)
+    for first in range(0, len(array), _COPIED_ROWS):
+        out[first : first + _COPIED_ROWS].copy_(torch.from_numpy(array[first : first + _COPIED_ROWS].copy()))
+    return out
