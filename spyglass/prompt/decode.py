@@ -33,7 +33,6 @@ DECODER_FAULTS = (
     BufferError,
     EOFError,
     Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
     LookupError,
     MemoryError,
     NotImplementedError,
@@ -42,6 +41,7 @@ DECODER_FAULTS = (
     SyntaxError,
     TypeError,
     ValueError,
+    Warning,  # where warnings are made errors
     struct.error,
     zlib.error,
 )

@@ -19,7 +19,6 @@ from spyglass.prompt import span_v4, span_v41
 from spyglass.prompt.tokens import ImagePlan, ImageSpan
 
 _DELIMITERS = 2  # START and END
-_LEAST_BUDGET = 8  # tokens of the smallest V4 block (1 x 1) with room for the solver's float rows and columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def plan_image(width: int, height: int, vision: VisionConfig) -> ImagePlan:
     box = (math.ceil(w / patch) * patch, math.ceil(h / patch) * patch)
     cap = budget
     while rule.num_tokens(*_cells(box, vision)) > cap:
-        if budget < _LEAST_BUDGET:
+        if budget < rule.num_tokens(1, 1):
             raise ConfigError(
                 f"no picture fits into {vision.max_tokens} tokens; raise the vision token limit of the config"
             )
