@@ -19,7 +19,8 @@ def test_stated_wins_over_environment_wins_over_default() -> None:
 
 
 def test_every_field_has_a_variable_and_a_help_text() -> None:
-    texts = {"device": "cpu", "dtype": "float32", "numerics": "plain", "ops": "reference", "expand_weights": "1"}
+    texts = {"device": "cpu", "dtype": "float32", "numerics": "plain", "ops": "reference", "engram": "host"}
+    texts["expand_weights"] = "1"
     environment = {f"SPYGLASS_{item.name.upper()}": texts.get(item.name, "7") for item in fields(EngineConfig)}
     config = read_engine_config({}, environment)
     assert all(getattr(config, item.name) in (texts.get(item.name), 7, True) for item in fields(EngineConfig))
