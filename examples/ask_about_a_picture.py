@@ -1,0 +1,22 @@
+"""Ask one question about one picture; the answer streams.
+
+python examples/ask_about_a_picture.py demo-model photo.jpg "What is this?"
+"""
+
+import sys
+from pathlib import Path
+
+from spyglass import LLM, SamplingParams
+
+model, picture, question = sys.argv[1:]
+llm = LLM(model)
+message = {
+    "role": "user",
+    "content": [
+        {"type": "image_url", "image_url": {"url": Path(picture)}},  # a data URL, bytes or a PIL picture do as well
+        {"type": "text", "text": question},
+    ],
+}
+for delta in llm.stream([message], SamplingParams(max_tokens=32, temperature=0.6, seed=0)):
+    print(delta.text, end="", flush=True)
+print()

@@ -1,0 +1,28 @@
+"""Prompts of different lengths, with and without a picture, answered together: the model reads its weights once a step.
+
+python examples/batch_of_prompts.py demo-model photo.jpg
+"""
+
+import sys
+from pathlib import Path
+
+from spyglass import LLM, SamplingParams
+
+model, picture = sys.argv[1:]
+llm = LLM(model)
+photo = {"type": "image_url", "image_url": {"url": Path(picture)}}
+questions = [
+    "Name three colours.",
+    [photo, {"type": "text", "text": "Describe the picture in one sentence."}],
+    [photo, {"type": "text", "text": "Is there a person in it? Answer yes or no."}],
+]
+chats = [[{"role": "user", "content": question}] for question in questions]
+params = [
+    SamplingParams(max_tokens=12, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=16, temperature=0),
+    SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+]
+for output in llm.chat(chats, params):
+    print(f"[{output.finish_reason}, {output.usage.completion_tokens} tokens] {output.text!r}")
+    for entry in output.logprobs or ():
+        print(f"    token {entry.token_id} log-probability {entry.logprob:.3f}, likeliest {entry.top}")

@@ -1,0 +1,29 @@
+"""Several pictures in one conversation, over two turns.
+
+python examples/compare_pictures.py demo-model first.jpg second.jpg
+"""
+
+import sys
+from pathlib import Path
+
+from spyglass import LLM, SamplingParams
+
+model, *pictures = sys.argv[1:]
+llm = LLM(model, images=len(pictures))  # at most so many pictures in a conversation
+content = []
+for number, picture in enumerate(pictures, start=1):
+    content += [
+        {"type": "text", "text": f"Picture {number}:"},
+        {"type": "image_url", "image_url": {"url": Path(picture)}},
+    ]
+chat = [{"role": "user", "content": [*content, {"type": "text", "text": "What is different?"}]}]
+
+first = llm.chat(chat, SamplingParams(max_tokens=16, temperature=0))
+print(first.text)
+chat += [
+    {"role": "assistant", "content": first.text},
+    {"role": "user", "content": "Say it in one word."},
+]
+second = llm.chat(chat, SamplingParams(max_tokens=4, temperature=0))
+print(second.text)
+print(f"{second.usage.picture_tokens} of {second.usage.prompt_tokens} prompt tokens are pictures")

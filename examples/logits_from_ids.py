@@ -1,0 +1,20 @@
+"""Logits of a prompt given as token ids and an already cut picture; no tokenizer takes part.
+
+python examples/logits_from_ids.py demo-model
+"""
+
+import sys
+
+import numpy as np
+
+from spyglass import LLM, Patches
+
+llm = LLM(sys.argv[1], dtype="float32")
+rows, columns = 6, 9  # patches; the text model sees a third of each, rounded up
+pixels = np.random.default_rng(0).integers(0, 256, (rows * columns, 3, 14, 14), dtype=np.uint8)
+
+logits = llm.logits([[0, 128803], Patches(pixels, (rows, columns)), [201, 201, 3085, 128804]])  # float32 [T, V]
+print(f"{logits.shape[0]} positions, the picture's block among them, x {logits.shape[1]} tokens")
+best = logits[-1].topk(3)
+for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+    print(f"    next token {token}: {value:.3f}")
