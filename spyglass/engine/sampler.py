@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from spyglass.engine.request import SamplingParams, TokenLogprob
 
-_CANDIDATES = 1024
+_BLOCK = 256  # columns summed at a time when drawing
+_LOW_BITS, _HIGH_BITS = 16, 15  # of the 31 bits of a float's magnitude, for the search of a threshold
+_INFINITY_BITS = 0x7F800000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -134,61 +136,90 @@ def _choose(logits_SV: torch.Tensor, step: DrawStep) -> torch.Tensor:
         logits_SV = logits_SV[torch.as_tensor(random, device=logits_SV.device)]
     params = [step.params[s] for s in random]
     u_S = torch.from_numpy(uniform(step.seed_S[random], step.position_S[random])).to(logits_SV.device)
-    drawn_S = _draw_random(logits_SV, params, u_S)
+    drawn_S = inverse_draw(kept_weights(logits_SV, params), u_S)
     if len(random) == len(step.params):
         return drawn_S
     ids_S[torch.as_tensor(random, device=ids_S.device)] = drawn_S
     return ids_S
 
 
-def _draw_random(logits_SV: torch.Tensor, params: Sequence[SamplingParams], u_S: torch.Tensor) -> torch.Tensor:
+def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """exp((l - max l) / temperature) of the tokens that top_k, top_p and min_p keep, 0 elsewhere; temperatures above 0.
+
+    `logits_SV` is overwritten. Columns are filled up with zeros to whole blocks.
+    """
     settings = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], np.float64)
+    temperature_S1 = torch.from_numpy(settings[:, :1].astype(np.float32)).to(logits_SV.device)
     # subtracting first keeps tiny temperatures finite: the likeliest token stays at 0
-    x_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
-    x_SV = x_SV / torch.from_numpy(settings[:, :1].astype(np.float32)).to(x_SV.device)
-    least_S1 = _least_kept(x_SV, settings)
-    weight_SV = x_SV.exp()
+    x_SV = logits_SV.sub_(logits_SV.amax(dim=-1, keepdim=True)).div_(temperature_S1)
+    rows, vocabulary = x_SV.shape
+    weight_SV = x_SV.new_zeros(rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    torch.exp(x_SV, out=weight_SV[:, :vocabulary])
+    least_S1 = _least_kept(x_SV, weight_SV[:, :vocabulary], settings)
     if least_S1 is not None:
-        weight_SV = torch.where(x_SV >= least_S1, weight_SV, 0.0)
-    mass_SV = weight_SV.cumsum(dim=-1, dtype=torch.float64)
-    ids_S1 = torch.searchsorted(mass_SV, u_S[:, None] * mass_SV[:, -1:], right=True)
-    return ids_S1[:, 0]
+        weight_SV[:, :vocabulary].masked_fill_(x_SV < least_S1, 0.0)
+    return weight_SV
 
 
-def _least_kept(x_SV: torch.Tensor, settings: NDArray[np.float64]) -> torch.Tensor | None:
-    """Smallest kept x of each row [S, 1], or None when nothing is cut off. x has maximum 0."""
-    vocabulary = x_SV.shape[1]
+def inverse_draw(weight_SV: torch.Tensor, u_S: torch.Tensor) -> torch.Tensor:
+    """First column whose cumulative weight exceeds u of the total: blocks first, then columns of the block found."""
+    blocks_SNB = weight_SV.unflatten(1, (-1, _BLOCK))
+    mass_SN = blocks_SNB.sum(dim=-1).double().cumsum(dim=-1)
+    target_S1 = u_S[:, None] * mass_SN[:, -1:]
+    block_S1 = _first_above(mass_SN, target_S1)
+    before_S1 = torch.where(block_S1 > 0, mass_SN.gather(1, (block_S1 - 1).clamp(min=0)), 0.0)
+    inside_SB = blocks_SNB[torch.arange(len(u_S), device=u_S.device), block_S1[:, 0]].double().cumsum(dim=-1)
+    return (block_S1 * _BLOCK + _first_above(inside_SB, target_S1 - before_S1))[:, 0]
+
+
+def _first_above(mass_SN: torch.Tensor, target_S1: torch.Tensor) -> torch.Tensor:
+    """First place where a rising row exceeds the target; if rounding leaves none, the last place where it rises."""
+    last_S1 = torch.searchsorted(mass_SN, mass_SN[:, -1:].contiguous()).clamp(max=mass_SN.shape[1] - 1)  # NaN: none
+    return torch.minimum(torch.searchsorted(mass_SN, target_S1, right=True), last_S1)
+
+
+def _least_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[np.float64]) -> torch.Tensor | None:
+    """Smallest kept x of each row [S, 1], or None when nothing is cut off. x has maximum 0, weight = exp(x)."""
+    vocabulary, device = x_SV.shape[1], x_SV.device
     _, top_k, top_p, min_p = settings.T
     if not (top_k.any() or (top_p < 1).any() or min_p.any()):
         return None
     with np.errstate(divide="ignore"):
-        least_S1 = torch.from_numpy(np.log(min_p).astype(np.float32)).to(x_SV.device)[:, None]
-    if not (top_k.any() or (top_p < 1).any()):
-        return least_S1
-    k = np.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).astype(np.int64)
-    p_S1 = torch.from_numpy(top_p).to(x_SV.device)[:, None]
-    wanted = int(k[k < vocabulary].max(initial=0))
-    best_SN = x_SV.topk(min(vocabulary, max(_CANDIDATES, wanted)), dim=-1).values
-    kept_S1, sure = _least_of_sorted(x_SV, best_SN, k, p_S1)
-    if not sure:
-        kept_S1, _ = _least_of_sorted(x_SV, x_SV.sort(dim=-1, descending=True).values, k, p_S1)
-    return torch.maximum(least_S1, kept_S1)
+        least_S1 = torch.from_numpy(np.log(min_p).astype(np.float32)).to(device)[:, None]
+    if top_k.any():
+        limit_S1 = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary + 1)).to(device)[:, None]
+        least_k_S1 = _largest_before(x_SV, None, limit_S1)
+        least_S1 = torch.maximum(least_S1, least_k_S1)
+    if (top_p < 1).any():
+        mass_SV = weight_SV.double()
+        if top_k.any():
+            mass_SV = mass_SV.masked_fill_(x_SV < least_k_S1, 0.0)
+        share_S1 = torch.from_numpy(np.where(top_p < 1, top_p, 2.0)).to(device)[:, None]
+        least_S1 = torch.maximum(least_S1, _largest_before(x_SV, mass_SV, share_S1 * mass_SV.sum(dim=-1, keepdim=True)))
+    return least_S1
 
 
-def _least_of_sorted(
-    x_SV: torch.Tensor, best_SN: torch.Tensor, k: NDArray[np.int64], p_S1: torch.Tensor
-) -> tuple[torch.Tensor, bool]:
-    """Smallest x that top_k and top_p keep, from the N largest x in falling order; and whether N were enough."""
-    vocabulary, enough = x_SV.shape[1], best_SN.shape[1]
-    column_S1 = torch.from_numpy(np.minimum(k, enough) - 1).to(x_SV.device)[:, None]
-    least_S1 = best_SN.gather(1, column_S1)
-    least_S1 = torch.where(torch.from_numpy(k >= vocabulary).to(x_SV.device)[:, None], float("-inf"), least_S1)
-    total_S1 = torch.where(x_SV >= least_S1, x_SV.exp(), 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    weight_SN = best_SN.exp().double()
-    before_SN = weight_SN.cumsum(dim=-1) - weight_SN
-    inside_SN = (before_SN < p_S1 * total_S1) & (best_SN >= least_S1)
-    count_S1 = inside_SN.sum(dim=-1, keepdim=True)
-    nucleus_S1 = best_SN.gather(1, (count_S1 - 1).clamp(min=0))
-    undecided_S1 = (count_S1 == enough) & (p_S1 < 1)
-    kept_S1 = torch.where(p_S1 < 1, nucleus_S1, least_S1)
-    return kept_S1, enough == vocabulary or not bool(undecided_S1.any())
+def _largest_before(x_SV: torch.Tensor, amount_SV: torch.Tensor | None, limit_S1: torch.Tensor) -> torch.Tensor:
+    """Smallest x whose strictly larger ones amount to less than the limit [S, 1]; amount 1 each when None.
+
+    A radix search over the bits of |x|, which rise as x <= 0 falls: exact, and no row is sorted.
+    """
+    rows = len(x_SV)
+    bits_SV = x_SV.abs().view(torch.int32)
+    high_SV = bits_SV >> _LOW_BITS
+    offset_S1 = torch.arange(rows, device=x_SV.device)[:, None] << _HIGH_BITS
+    before_SN = _sums_before((high_SV + offset_S1).flatten(), amount_SV, rows, _HIGH_BITS)
+    bucket_S1 = (before_SN < limit_S1).sum(dim=-1, keepdim=True).clamp(min=1) - 1  # none: a row of NaN
+    row, column = (high_SV == bucket_S1).nonzero(as_tuple=True)
+    low = (bits_SV[row, column] & ((1 << _LOW_BITS) - 1)) + (row << _LOW_BITS)
+    amount = None if amount_SV is None else amount_SV[row, column]
+    inside_SN = _sums_before(low, amount, rows, _LOW_BITS) + before_SN.gather(1, bucket_S1)
+    found_S1 = (bucket_S1 << _LOW_BITS) + (inside_SN < limit_S1).sum(dim=-1, keepdim=True) - 1
+    return -found_S1.clamp(max=_INFINITY_BITS).to(torch.int32).view(torch.float32)
+
+
+def _sums_before(key: torch.Tensor, amount: torch.Tensor | None, rows: int, bits: int) -> torch.Tensor:
+    """Per row and bucket, the amounts of all earlier buckets, float64 [rows, 2 ** bits]."""
+    weights = None if amount is None else amount.flatten()
+    sums_SN = torch.bincount(key, weights=weights, minlength=rows << bits).double().view(rows, -1)
+    return sums_SN.cumsum(dim=-1) - sums_SN
