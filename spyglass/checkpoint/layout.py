@@ -15,7 +15,7 @@ from typing import Literal
 
 from spyglass.checkpoint.names import to_hf, to_stacked
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
-from spyglass.checkpoint.schema import TensorSpec, stored_tensors
+from spyglass.checkpoint.schema import TensorSpec, group_of, stored_tensors
 from spyglass.quant.formats import Format
 
 Spelling = Literal["native", "hf"]
@@ -88,8 +88,10 @@ def plan_layout(
 
 
 def _unit(name: str) -> tuple[int, int]:
-    """Sort key of what stays in one file: inputs and tower, each layer, outputs, each draft stage."""
+    """Sort key of what stays in one file: inputs and tower, each layer, outputs, each draft stage, each engram table."""
     group, _, tail = name.partition(".")
+    if group_of(name) == "engram":
+        return (4, int(tail.partition(".")[0]))
     if group in ("layers", "mtp"):
         return (1 if group == "layers" else 3, int(tail.partition(".")[0]))
     return (2, 0) if group in ("head", "norm") or group.startswith("hc_head_") else (0, 0)

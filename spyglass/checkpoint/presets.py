@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Preset = Literal["tiny", "mini", "flash-4layer", "flash-vision"]
-PRESETS: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer", "flash-vision")
+from spyglass.checkpoint.presets_v41 import PRESETS_V41, PresetV41, preset_config_v41
+
+PresetV4 = Literal["tiny", "mini", "flash-4layer", "flash-vision"]
+Preset = PresetV4 | PresetV41
+PRESETS: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer", "flash-vision", *PRESETS_V41)
 
 FLASH_VISION: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -89,7 +92,7 @@ _NO_DRAFT = (
     "dspark_noise_token_id",
     "dspark_target_layer_ids",
 )
-_SMALLER: dict[Preset, dict[str, Any]] = {
+_SMALLER: dict[PresetV4, dict[str, Any]] = {
     "tiny": {
         "compress_ratios": [0, 4, 128, 4, 0],
         "hidden_size": 128,
@@ -140,8 +143,10 @@ def preset_config(preset: Preset, *, packed: bool) -> dict[str, Any]:
 
     `tiny` has every mechanism at the smallest widths, `mini` is the size other engines were timed at with a small
     tower, `flash-4layer` has the official widths and all 256 experts in four layers (17 GB packed), `flash-vision` is
-    the official shape. Only `flash-vision` has draft stages.
+    the official shape. Only `flash-vision` has draft stages. Those of V4.1 are in `presets_v41`.
     """
+    if preset == "tiny-v41" or preset == "mini-v41" or preset == "v41-flash":
+        return preset_config_v41(preset, packed=packed)
     config = dict(FLASH_VISION)
     if preset != "flash-vision":
         config |= _SMALLER[preset] | {"num_nextn_predict_layers": 0}

@@ -62,7 +62,7 @@ def new_checkpoint(
         items = [random_item(name, spec, seed=seed, format=formats[name]) for name, spec in specs.items()]
         layout = save_checkpoint(directory, items, names=names, progress=progress)
     config = preset_config(preset, packed=not plain)
-    write_tokenizer(directory, vision=config["vision_n_layers"] > 0)
+    write_tokenizer(directory, parse_model_config(config, f"preset {preset}"))
     _write_json(directory / "generation_config.json", _generation_config(config))
     _write_json(directory / "config.json", config)
     return layout

