@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 
 from spyglass.checkpoint.layout import SHARD_BYTES, Layout, Shard, Spelling, plan_layout
-from spyglass.checkpoint.load import TORCH_DTYPES
 from spyglass.checkpoint.safetensors import INDEX_NAME, list_names
 from spyglass.checkpoint.schema import TensorSpec
 from spyglass.errors import CheckpointError
 from spyglass.quant.formats import Format
-from spyglass.quant.packed import Packed
+from spyglass.quant.packed import TORCH_DTYPES, Packed
 
 _TEMPORARY = ".partial"
 

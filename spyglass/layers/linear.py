@@ -16,7 +16,7 @@ from torch import nn
 from spyglass.errors import CheckpointError
 from spyglass.layers.build import Build
 from spyglass.quant.formats import FakeQuant, Format
-from spyglass.quant.packed import Packed, WeightSlot
+from spyglass.quant.packed import Packed, WeightSlot, empty_packed
 
 
 class Adapter(Protocol):
@@ -142,10 +142,24 @@ class Experts(nn.Module):
         spec = self.spec
         shapes = {"w1": (spec.width, spec.hidden), "w3": (spec.width, spec.hidden), "w2": (spec.hidden, spec.width)}
         return [
-            WeightSlot(f"{spec.name}.{expert}.{name}", shape, "matrix", partial(self._put, name, expert))
+            WeightSlot(
+                f"{spec.name}.{expert}.{name}",
+                shape,
+                "matrix",
+                partial(self._put, name, expert),
+                place=partial(self._place, name, expert, shape),
+            )
             for expert in range(spec.num_experts)
             for name, shape in shapes.items()
         ]
+
+    def _place(self, name: str, expert: int, shape: tuple[int, int], format: Format) -> Packed | None:
+        """The expert's part of the stack, for a loader to read into; None if the stack is not what the file holds."""
+        if self._build.device.type != "cpu" or self._build.expand:
+            return None
+        if name not in self.stacks:
+            self.stacks[name] = empty_packed(format, (self.spec.num_experts, *shape))
+        return self.stacks[name][expert]
 
     def _put(self, name: str, expert: int, weight: Packed) -> None:
         full_name = f"{self.spec.name}.{expert}.{name}"
@@ -159,19 +173,13 @@ class Experts(nn.Module):
             )
         held = self._build.hold(weight)
         if name not in self.stacks:
-            self.stacks[name] = self._empty_stack(held)
-        stack = self.stacks[name]
-        stack.data[expert].copy_(held.data)
+            self.stacks[name] = empty_packed(held.format, (self.spec.num_experts, *held.shape), self._build.device)
+        stack = self.stacks[name][expert]
+        if stack.data.data_ptr() == held.data.data_ptr():
+            return  # it was read into its place
+        stack.data.copy_(held.data)
         if stack.scale is not None and held.scale is not None:
-            stack.scale[expert].copy_(held.scale)
-
-    def _empty_stack(self, like: Packed) -> Packed:
-        experts = self.spec.num_experts
-        data = torch.empty((experts, *like.data.shape), dtype=like.data.dtype, device=like.data.device)
-        scale = None
-        if like.scale is not None:
-            scale = torch.empty((experts, *like.scale.shape), dtype=like.scale.dtype, device=like.scale.device)
-        return Packed(like.format, data, scale, (experts, *like.shape))
+            stack.scale.copy_(held.scale)
 
     def forward(self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32."""

@@ -9,6 +9,17 @@ import torch
 
 from spyglass.quant.formats import Format
 
+# safetensors dtype -> the dtype it has in memory
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # raw bytes: a numeric cast would destroy the exponents
+    "I8": torch.uint8,  # two FP4 codes a byte
+    "U8": torch.uint8,
+    "I64": torch.int64,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -27,6 +38,16 @@ class Packed:
         return Packed(self.format, self.data[index], scale, self.shape[1:])
 
 
+def empty_packed(format: Format, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
+    """Memory for a weight or a stack of weights of logical `shape`, not yet written."""
+    data = torch.empty(format.storage_shape(shape), dtype=TORCH_DTYPES[format.weight_dtype], device=device)
+    scale_shape = format.scale_shape(shape)
+    if scale_shape is None or format.scale_dtype is None:
+        return Packed(format, data, None, shape)
+    scale = torch.empty(scale_shape, dtype=TORCH_DTYPES[format.scale_dtype], device=device)
+    return Packed(format, data, scale, shape)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """One place of the model that a checkpoint tensor fills: the seam between `checkpoint` and the modules.
@@ -35,6 +56,8 @@ class WeightSlot:
     name for plain tensors (`layers.3.attn.attn_sink`). `put` takes the tensor(s) over; it may copy into a stack
     (experts). `kind`: "matrix" may be any Format, "vector" is bf16/f32 data without scale, "index" is int64 (tid2eid).
     An `optional` slot may stay unfilled: the checkpoint need not have its tensor (`gate.bias` of a hash layer).
+    `place` may offer host memory for a weight of the given format (see `empty_packed`): the file is then read straight
+    into it, and `put` gets the same tensors back.
     """
 
     name: str
@@ -42,3 +65,4 @@ class WeightSlot:
     kind: str
     put: Callable[[Packed], None]
     optional: bool = False
+    place: Callable[[Format], Packed | None] | None = None
