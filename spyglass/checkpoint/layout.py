@@ -88,7 +88,7 @@ def plan_layout(
 
 
 def _unit(name: str) -> tuple[int, int]:
-    """Sort key of what stays in one file: inputs and tower, each layer, outputs, each draft stage, each engram table."""
+    """Sort key of what stays in one file: inputs and tower, layers, outputs, draft stages, engram tables."""
     group, _, tail = name.partition(".")
     if group_of(name) == "engram":
         return (4, int(tail.partition(".")[0]))
