@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from spyglass.batch.images import pack_images
 from spyglass.model import VisionLanguageModel
-from spyglass.vision.packing import pack_images
 from tests.driver import Tokens, picture_tokens, text_tokens
 
 

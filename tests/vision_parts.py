@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spyglass.batch.images import Grid, num_cells, pack_images
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
@@ -18,7 +19,6 @@ from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import WeightSlot
 from spyglass.vision.aligner import Aligner
-from spyglass.vision.packing import Grid, num_cells, pack_images
 from spyglass.vision.tower import VisionTower
 
 Weights = Mapping[str, NDArray[np.float32]]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from spyglass.batch.images import check_pictures
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
@@ -67,7 +68,7 @@ class Engine:
             cache_bytes=options.cache_bytes,
         )
         self._scheduler = Scheduler(self.blocks, options.max_step_tokens)
-        self._runner = Runner(model, config.text, self.blocks, device, engram)
+        self._runner = Runner(model, config, self.blocks, device, engram)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
         self._sequences: dict[int, TokenSequence] = {}
@@ -152,6 +153,9 @@ class Engine:
                 f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {self._images}; "
                 "send fewer, or raise images (a text-only checkpoint takes none at all)"
             )
+        if self._config.vision is not None:
+            grids = [plan.vit_grid for plan in prompt.plans]
+            check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], self._config.vision)
         need = len(prompt) + (params.max_tokens != 0)
         if need > self.max_length:
             raise CapacityError(

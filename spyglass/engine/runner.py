@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.assemble import SequenceStep, assemble
+from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
-from spyglass.config.model import TextConfig
+from spyglass.config.model import ModelConfig
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.sequence import Chunk
 from spyglass.engram.feed import EngramFeed
@@ -51,13 +52,13 @@ class Runner:
     def __init__(
         self,
         model: ModelParts,
-        text: TextConfig,
+        config: ModelConfig,
         blocks: Blocks,
         device: torch.device,
         engram: EngramFeed | None = None,
     ) -> None:
-        assert (engram is None) == (text.engram is None)
-        self._model, self._text, self._blocks, self._device = model, text, blocks, device
+        assert (engram is None) == (config.text.engram is None)
+        self._model, self._config, self._blocks, self._device = model, config, blocks, device
         self._engram = engram
 
     def run(self, chunks: Sequence[Chunk]) -> StepOutput:
@@ -70,7 +71,7 @@ class Runner:
         self._blocks.extend(rows, start, stop)
         image_rows, index = _image_rows(chunks)
         steps = [self._step(chunk, index_n) for chunk, index_n in zip(chunks, index, strict=True)]
-        batch, cache = assemble(steps, self._text, self._blocks.page_rows, self._blocks.pages, self._device)
+        batch, cache = assemble(steps, self._config.text, self._blocks.page_rows, self._blocks.pages, self._device)
         if engram_rows is not None:
             batch = replace(batch, engram_rows=engram_rows())
         streams = self._model.embed(batch, image_rows)
@@ -90,6 +91,7 @@ class Runner:
     def _step(self, chunk: Chunk, image_index_n: NDArray[np.int32] | None) -> SequenceStep:
         sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
         assert sequence.row is not None
+        engram = self._config.text.engram
         visible = None
         if start < len(sequence.prompt) and sequence.prompt.spans:
             visible = _padded(sequence.prompt.visible_T2[start:stop], stop - start, 0)
@@ -101,7 +103,7 @@ class Runner:
             logit_rows=[stop - start - 1] if chunk.draws else [],
             visible_n2=visible,
             image_index_n=image_index_n,
-            lookback_L=None if self._text.engram is None else sequence.lookback(start, self._text.engram.lookback),
+            lookback_L=None if engram is None else sequence.lookback(start, engram.lookback),
         )
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
@@ -118,22 +120,27 @@ class Runner:
         )
 
     def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:
-        """Encode all pictures whose rows are first needed now, in one packed call (pixels and floats: one each)."""
+        """Encode all pictures whose rows are first needed now, in one packed call."""
         wanted = [
             (chunk.sequence, picture)
             for chunk in chunks
             for picture in _pictures(chunk)
             if picture not in chunk.sequence.image_rows
         ]
-        for floats in (False, True):
-            group = [(s, p) for s, p in wanted if (s.prompt.patches[p].dtype != np.uint8) == floats]
-            if not group:
-                continue
-            rows = self._model.encode_images(_pack([(s.prompt, p) for s, p in group], self._device))
-            counts = [_cells(s.prompt, p) for s, p in group]
-            assert len(rows) == sum(counts), (len(rows), counts)
-            for (sequence, picture), part in zip(group, rows.split(counts), strict=True):
-                sequence.image_rows[picture] = part
+        if not wanted:
+            return
+        assert self._config.vision is not None, "a prompt with pictures was accepted without a tower"
+        images = pack_images(
+            [sequence.prompt.patches[picture] for sequence, picture in wanted],
+            [sequence.prompt.plans[picture].vit_grid for sequence, picture in wanted],
+            [len(sequence.prompt.spans[picture].order) for sequence, picture in wanted],
+            self._config.vision,
+            device=self._device,
+        )
+        rows = self._model.encode_images(images)
+        parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in wanted])
+        for (sequence, picture), part in zip(wanted, parts, strict=True):
+            sequence.image_rows[picture] = part
 
 
 def _pictures(chunk: Chunk) -> list[int]:
@@ -152,17 +159,6 @@ def _cells(prompt: Prompt, picture: int) -> int:
 def _end(prompt: Prompt, picture: int) -> int:
     span = prompt.spans[picture]
     return span.start + span.length
-
-
-def _pack(pictures: Sequence[tuple[Prompt, int]], device: torch.device) -> ImageBatch:
-    patches = [torch.from_numpy(np.ascontiguousarray(prompt.patches[picture])) for prompt, picture in pictures]
-    offsets = list(accumulate((len(part) for part in patches), initial=0))
-    return ImageBatch(
-        patches_U=torch.cat(patches).to(device),
-        grids_I2=tuple(prompt.plans[picture].vit_grid for prompt, picture in pictures),
-        cu_seqlens_I1=torch.tensor(offsets, dtype=torch.int32, device=device),
-        slot_I=torch.zeros(len(patches), dtype=torch.int32, device=device),
-    )
 
 
 def _image_rows(chunks: Sequence[Chunk]) -> tuple[torch.Tensor | None, list[NDArray[np.int32] | None]]:

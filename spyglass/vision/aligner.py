@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from spyglass.batch.images import Grid, num_cells, offsets
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear, LinearSpec
-from spyglass.vision.packing import Grid, num_cells, offsets
 
 
 def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:

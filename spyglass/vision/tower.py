@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from spyglass.batch.images import Grid, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear, LinearSpec
 from spyglass.layers.norm import RMSNorm
 from spyglass.layers.rope import rope_frequencies
-from spyglass.vision.packing import Grid, normalised, offsets, pixel_table
+from spyglass.vision.pixels import normalised, pixel_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

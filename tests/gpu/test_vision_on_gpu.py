@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from spyglass.batch.images import Grid, normalised, pixel_table
 from spyglass.ops.table import bind_ops
-from spyglass.vision.packing import Grid, normalised, pixel_table
 from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, Tolerance, assert_close, assert_law
 from tests.vision_parts import SMALL, Vision, random_pictures, random_weights
 

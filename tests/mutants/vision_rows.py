@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PACKING = "spyglass/vision/packing.py"
+PACKING = "spyglass/batch/images.py"
+PIXELS = "spyglass/vision/pixels.py"
 TOWER = "spyglass/vision/tower.py"
 ALIGNER = "spyglass/vision/aligner.py"
 ATTENTION = "spyglass/ops/vit_attention/reference.py"
 VARLEN = "spyglass/ops/vit_attention/varlen.py"
 TESTS = "tests/unit/vision"
+PACK_TESTS = "tests/unit/batch"
 OP_TESTS = "tests/ops/test_vit_attention.py"
 
 VISION_ROWS: list[Mutant] = [
-    Mutant(PACKING, "- 0.5) / 0.5).to(torch.bfloat16).float()", "- 0.5) / 0.5)", TESTS, "pixels not rounded to bf16"),
-    Mutant(PACKING, "pixel / 255 - 0.5", "pixel / 256 - 0.5", TESTS, "pixels divided by 256"),
-    Mutant(PACKING, "-(-grid[0] // ratio)", "(grid[0] // ratio)", TESTS, "the last row of cells forgotten"),
-    Mutant(PACKING, "-(-grid[1] // ratio)", "(grid[1] // ratio)", TESTS, "the last column of cells forgotten"),
-    Mutant(PACKING, "if len(pixels) != rows * columns:", "if len(pixels) < rows * columns:", TESTS,
+    Mutant(PIXELS, "- 0.5) / 0.5).to(torch.bfloat16).float()", "- 0.5) / 0.5)", TESTS, "pixels not rounded to bf16"),
+    Mutant(PIXELS, "pixel / 255 - 0.5", "pixel / 256 - 0.5", TESTS, "pixels divided by 256"),
+    Mutant(PACKING, "-(-grid[0] // ratio)", "(grid[0] // ratio)", PACK_TESTS, "the last row of cells forgotten"),
+    Mutant(PACKING, "-(-grid[1] // ratio)", "(grid[1] // ratio)", PACK_TESTS, "the last column of cells forgotten"),
+    Mutant(PACKING, "if len(pixels) != rows * columns:", "if len(pixels) < rows * columns:", PACK_TESTS,
            "extra patches pass"),
-    Mutant(PACKING, "if positions != num_cells(grid, ratio):", "if False:", TESTS, "image positions unchecked"),
-    Mutant(PACKING, "if len({patches, grids, positions}) > 1:", "if patches != grids:", TESTS, "positions not counted"),
-    Mutant(PACKING, "if slots is not None and slots != patches:", "if False:", TESTS, "slots not counted"),
-    Mutant(PACKING, "if rows < 1 or columns < 1:", "if rows < 0 or columns < 0:", TESTS, "empty grids pass"),
-    Mutant(PACKING, "(3, side, side):", "(3, side, side) and False:", TESTS, "any patch shape passes"),
-    Mutant(PACKING, "if not _is_pixels(pixels) and not _is_float(pixels):", "if False:", TESTS,
+    Mutant(PACKING, "if positions != num_cells(grid, ratio):", "if False:", PACK_TESTS, "image positions unchecked"),
+    Mutant(PACKING, "if len({len(patches), len(vit_grids), len(image_positions)}) > 1:",
+           "if len(patches) != len(vit_grids):", PACK_TESTS, "positions not counted"),
+    Mutant(PACKING, "if slots is not None and len(slots) != len(patches):", "if False:", PACK_TESTS,
+           "slots not counted"),
+    Mutant(PACKING, "if rows < 1 or columns < 1:", "if rows < 0 or columns < 0:", PACK_TESTS, "empty grids pass"),
+    Mutant(PACKING, "(3, side, side):", "(3, side, side) and False:", PACK_TESTS, "any patch shape passes"),
+    Mutant(PACKING, "if not _is_pixels(pixels) and not _is_float(pixels):", "if False:", PACK_TESTS,
            "any patch dtype passes"),
-    Mutant(PACKING, "if total > bounds[-1]:", "if False:", TESTS, "left-over patches pass"),
-    Mutant(PACKING, "if stop > total:", "if False:", TESTS, "patches may run out"),
-    Mutant(PACKING, 'requirements=["C", "W"]', 'requirements=["C"]', f"{TESTS} -W error", "read-only arrays shared"),
-    Mutant(PACKING, "torch.cat([normalised(picture, torch.float32) for picture in pictures])",
-           "torch.cat([picture.float() for picture in pictures])", TESTS, "pixels beside floats not normalised"),
+    Mutant(PACKING, "if total > bounds[-1]:", "if False:", PACK_TESTS, "left-over patches pass"),
+    Mutant(PACKING, "if stop > total:", "if False:", PACK_TESTS, "patches may run out"),
+    Mutant(PACKING, 'requirements=["C", "W"]', 'requirements=["C"]', f"{PACK_TESTS} -W error",
+           "read-only arrays shared"),
+    Mutant(PACKING, "if p.dtype == torch.uint8 else", "if False else", PACK_TESTS,
+           "pixels beside floats not normalised"),
     Mutant(TOWER, "np.repeat(np.arange(height), width)", "np.tile(np.arange(height), width)", TESTS,
            "rows run fastest"),
     Mutant(TOWER, "torch.cat([cos_PR[row_U], cos_PR[column_U]], dim=1)",

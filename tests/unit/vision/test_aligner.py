@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
 from spyglass.vision.aligner import Aligner, cell_index, unfold_cells
-from spyglass.vision.packing import Grid
 from tests.vision_parts import SMALL, full_name
 
 grids = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)

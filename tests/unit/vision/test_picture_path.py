@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from spyglass.batch.images import pack_images
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
@@ -25,7 +26,6 @@ from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
-from spyglass.vision.packing import pack_images
 from tests import numpy_vision
 from tests.driver import Memory, Part, Tokens, build_step
 from tests.tolerance import VISION_FLOAT32, assert_close

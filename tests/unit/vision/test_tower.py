@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
-from spyglass.vision.packing import Grid
 from spyglass.vision.tower import VisionMlp, VisionTower, patch_positions, rotary_tables, rotate
 from tests import numpy_vision
 from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, assert_close, assert_law

@@ -1,8 +1,6 @@
 """Pictures of one call of the tower, checked against one another and packed.
 
-Patches, grids and image positions of the prompt come from three places; all of each must be used up. Pixels stay uint8
-until they are on the device, where a 256-entry table gives the reference's bf16 values: v = ((u / 255) - 0.5) / 0.5 in
-float32, then bf16 (spec v4 9.2).
+Patches, grids and image positions of the prompt come from three places; all of each must be used up.
 """
 
 from __future__ import annotations
@@ -18,15 +16,10 @@ from numpy.typing import NDArray
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.errors import PromptError
+from spyglass.prompt.image import normalisation_table
 
 PatchArray = NDArray[Any] | torch.Tensor
 Grid = tuple[int, int]
-
-
-def pixel_table() -> torch.Tensor:
-    """float32 [256]: the normalised value of each uint8 sample, rounded to bf16 as the reference does (spec v4 9.2)."""
-    pixel = torch.arange(256, dtype=torch.float32)
-    return ((pixel / 255 - 0.5) / 0.5).to(torch.bfloat16).float()
 
 
 def num_cells(grid: Grid, ratio: int) -> int:
@@ -52,16 +45,36 @@ def pack_images(
     Raises:
         PromptError: the three lists differ in length, or patches, grid and positions of a picture do not agree.
     """
-    _check_lengths(len(patches), len(vit_grids), len(image_positions), None if slots is None else len(slots))
+    check_pictures(patches, vit_grids, image_positions, vision)
+    if slots is not None and len(slots) != len(patches):
+        raise PromptError(
+            f"{len(slots)} adapter slots were given for {len(patches)} pictures; give one each, 0 for none"
+        )
     grids = tuple((int(rows), int(columns)) for rows, columns in vit_grids)
-    for picture, (pixels, grid, positions) in enumerate(zip(patches, grids, image_positions, strict=True)):
-        _check_picture(picture, pixels, grid, positions, vision)
     return ImageBatch(
         patches_U=_join([_tensor(pixels) for pixels in patches], vision.patch_size).to(device),
         grids_I2=grids,
         cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
         slot_I=torch.tensor([0] * len(grids) if slots is None else list(slots), dtype=torch.int32, device=device),
     )
+
+
+def check_pictures(
+    patches: Sequence[PatchArray], vit_grids: Sequence[Grid], image_positions: Sequence[int], vision: VisionConfig
+) -> None:
+    """The checks of `pack_images` alone, for when a request arrives.
+
+    Raises:
+        PromptError: as `pack_images`.
+    """
+    if len({len(patches), len(vit_grids), len(image_positions)}) > 1:
+        missing = min(len(patches), len(vit_grids), len(image_positions))
+        raise PromptError(
+            f"{len(patches)} pictures have patches, {len(vit_grids)} have a grid and {len(image_positions)} have image "
+            f"positions in the prompt; picture {missing} is missing from at least one of the three lists"
+        )
+    for picture, (pixels, grid, positions) in enumerate(zip(patches, vit_grids, image_positions, strict=True)):
+        _check_picture(picture, pixels, grid, positions, vision)
 
 
 def split_patches(patches_U: PatchArray, vit_grids: Sequence[Grid]) -> list[PatchArray]:
@@ -91,16 +104,6 @@ def split_patches(patches_U: PatchArray, vit_grids: Sequence[Grid]) -> list[Patc
 def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:
     """First patch of each picture in the packed batch, and the total: I + 1 numbers."""
     return (0, *accumulate(int(rows) * int(columns) for rows, columns in grids))
-
-
-def _check_lengths(patches: int, grids: int, positions: int, slots: int | None) -> None:
-    if len({patches, grids, positions}) > 1:
-        raise PromptError(
-            f"{patches} pictures have patches, {grids} have a grid and {positions} have image positions in the prompt; "
-            f"picture {min(patches, grids, positions)} is missing from at least one of the three lists"
-        )
-    if slots is not None and slots != patches:
-        raise PromptError(f"{slots} adapter slots were given for {patches} pictures; give one per picture, 0 for none")
 
 
 def _check_picture(picture: int, pixels: PatchArray, grid: Grid, positions: int, vision: VisionConfig) -> None:
@@ -149,16 +152,5 @@ def _join(pictures: list[torch.Tensor], side: int) -> torch.Tensor:
         return torch.empty(0, 3, side, side, dtype=torch.uint8)
     if all(picture.dtype == torch.uint8 for picture in pictures):
         return torch.cat(pictures)
-    return torch.cat([normalised(picture, torch.float32) for picture in pictures])
-
-
-def normalised(patches_U: torch.Tensor, dtype: torch.dtype, table: torch.Tensor | None = None) -> torch.Tensor:
-    """Patches as the tower reads them, in `dtype`; floats only change their dtype.
-
-    uint8 goes through the table (`pixel_table`, already on the device when given), so that a device's own division,
-    which may differ in the last bit, is never asked.
-    """
-    if patches_U.dtype != torch.uint8:
-        return patches_U.to(dtype)
-    table = (pixel_table() if table is None else table).to(device=patches_U.device, dtype=dtype)
-    return table.index_select(0, patches_U.flatten().int()).view(patches_U.shape)
+    table = torch.from_numpy(normalisation_table())
+    return torch.cat([table[p.long().cpu()].to(p.device) if p.dtype == torch.uint8 else p.float() for p in pictures])

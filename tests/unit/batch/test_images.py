@@ -1,4 +1,4 @@
-"""Packing pictures: the normalisation table, the packed layout, and every way the counts can disagree."""
+"""Packing pictures: the packed layout, and every way the counts can disagree."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from spyglass.batch.images import check_pictures, num_cells, pack_images, split_patches
 from spyglass.config.model import VisionConfig
 from spyglass.errors import PromptError
-from spyglass.vision.packing import normalised, num_cells, pack_images, pixel_table, split_patches
+from spyglass.vision.pixels import pixel_table
 
 V4 = VisionConfig(
     num_hidden_layers=2,
@@ -30,32 +31,6 @@ V4 = VisionConfig(
 
 def pixels(grid: tuple[int, int], seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (grid[0] * grid[1], 3, 14, 14), dtype=np.uint8)
-
-
-def test_the_table_holds_the_reference_values_bit_for_bit() -> None:
-    samples = np.arange(256, dtype=np.uint8)
-    value = (samples.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
-    bits = value.view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
-        np.float32
-    )
-    assert np.array_equal(pixel_table().numpy(), rounded)
-    assert pixel_table()[127].item() == pytest.approx(-0.003936768, abs=1e-9)  # spec v4 9.2: the pad colour
-    assert pixel_table()[0].item() == -1 and pixel_table()[255].item() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pixels_become_the_bf16_values_whatever_dtype_the_model_runs_in(dtype: torch.dtype) -> None:
-    patches = torch.arange(256, dtype=torch.uint8).repeat(3)[:588].view(1, 3, 14, 14)
-    expected = pixel_table()[patches.long()]
-    assert normalised(patches, dtype).dtype == dtype
-    assert torch.equal(normalised(patches, dtype).float(), expected)
-
-
-def test_floats_are_taken_as_they_are() -> None:
-    patches = torch.rand(2, 3, 14, 14)
-    assert torch.equal(normalised(patches, torch.float32), patches)
-    assert torch.equal(normalised(patches, torch.bfloat16), patches.bfloat16())
 
 
 def test_pictures_lie_one_after_the_other_as_pixels() -> None:
@@ -139,6 +114,8 @@ def test_a_missing_picture_in_any_of_the_lists_is_refused(lost: int) -> None:
     del lists[lost][-1]
     with pytest.raises(PromptError, match="picture 2 is missing"):
         pack_images(*lists, REPORT)  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="picture 2 is missing"):
+        check_pictures(*lists, REPORT)  # type: ignore[arg-type]
 
 
 def test_concatenated_patches_that_run_out_name_the_picture() -> None:
@@ -175,5 +152,5 @@ def test_patches_of_another_shape_or_kind_are_refused(
 
 
 def test_slots_are_one_per_picture() -> None:
-    with pytest.raises(PromptError, match="2 adapter slots were given for 1 pictures"):
+    with pytest.raises(PromptError, match="2 adapter slots were given for 1 pictures; give one each"):
         pack_images([pixels((1, 1))], [(1, 1)], [1], V4, slots=[0, 1])
