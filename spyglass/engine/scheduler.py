@@ -1,8 +1,9 @@
 """Who runs in the next step, and how many tokens of each: a decision, as data.
 
-Law: sequences run in the order in which they were last served; among those served alike, single tokens (answers under
-way) come first, then the longer waiting. Each takes as much as the step's budget has left, down to a legal cut. The
-first in line has the whole budget, which holds the longest uncuttable piece, so nobody waits for ever.
+Law: whoever waits is admitted, in order, as soon as a table row and memory are free, and counts as served then.
+Sequences run in the order in which they were last served; among those served alike, single tokens (answers under way)
+come first, then the longer waiting. Each takes as much as the step's budget has left, down to a legal cut. The first in
+line has the whole budget, which holds the longest uncuttable piece, so nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -52,17 +53,16 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty when there is nothing to do."""
         self._step += 1
+        self._admit()
         budget = self._step_tokens
         chunks: list[Chunk] = []
         for sequence in sorted(self._running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
-            budget -= self._take(sequence, budget, chunks)
-        while self._waiting and budget > 0:
-            sequence = self._waiting[0]
-            sequence.row = self._blocks.admit(sequence.length + sequence.limit)
-            if sequence.row is None:
-                break
-            self._running.append(self._waiting.popleft())
-            budget -= self._take(sequence, budget, chunks)
+            start = sequence.computed
+            stop = sequence.cut_at_most(start + min(budget, sequence.pending))
+            if stop > start:
+                chunks.append(Chunk(sequence, start, stop))
+                sequence.served = self._step
+                budget -= stop - start
         return chunks
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -75,12 +75,11 @@ class Scheduler:
         sequence.row = None
         sequence.image_rows.clear()
 
-    def _take(self, sequence: TokenSequence, budget: int, chunks: list[Chunk]) -> int:
-        """Add the sequence's chunk, if a legal one fits; returns its size."""
-        start = sequence.computed
-        stop = sequence.cut_at_most(start + min(budget, sequence.pending))
-        if stop <= start:
-            return 0
-        chunks.append(Chunk(sequence, start, stop))
-        sequence.served = self._step
-        return stop - start
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0]
+            sequence.row = self._blocks.admit(sequence.length + sequence.limit)
+            if sequence.row is None:
+                return
+            sequence.served = self._step - 1
+            self._running.append(self._waiting.popleft())
