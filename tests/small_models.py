@@ -79,7 +79,15 @@ def small_config(**changes: Any) -> ModelConfig:
 
 def random_weights(slots: Sequence[WeightSlot], seed: int = 0, packed: bool = False) -> dict[str, Packed]:
     """Seeded values for every slot, by name; `packed` stores what the released models pack as FP8 and FP4."""
-    return {slot.name: _random(slot, np.random.default_rng([seed, *slot.name.encode()]), packed) for slot in slots}
+    shapes = {slot.name: slot.shape for slot in slots}
+    out = {}
+    for slot in slots:
+        source = np.random.default_rng([seed, *slot.name.encode()])
+        if slot.kind == "index":
+            out[slot.name] = _table(slot.shape, shapes[slot.name.removesuffix(".tid2eid")][0], source)
+        else:
+            out[slot.name] = _random(slot, source, packed)
+    return out
 
 
 def build_model(
@@ -147,11 +155,13 @@ def prompt_with_pictures(
     return picture_tokens(ids, vocab, orders, rows.float() if total else None)
 
 
+def _table(shape: tuple[int, ...], experts: int, source: np.random.Generator) -> Packed:
+    """Different experts in each row."""
+    table = np.stack([source.permutation(experts)[: shape[1]] for _ in range(shape[0])])
+    return Packed(I64, torch.from_numpy(table.astype(np.int64)), None, shape)
+
+
 def _random(slot: WeightSlot, source: np.random.Generator, packed: bool) -> Packed:
-    if slot.kind == "index":
-        experts = max(2, slot.shape[1])
-        table = np.stack([source.permutation(SMALL["n_routed_experts"])[:experts] for _ in range(slot.shape[0])])
-        return Packed(I64, torch.from_numpy(table[:, : slot.shape[1]].astype(np.int64)), None, slot.shape)
     values = torch.from_numpy(source.normal(size=slot.shape)).float() * _spread(slot)
     if slot.name.endswith("norm.weight") or slot.name.endswith(("norm1.weight", "norm2.weight")):
         values = 1 + values

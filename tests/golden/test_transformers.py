@@ -1,0 +1,90 @@
+"""Text logits against transformers' `deepseek_v4` on the same weights, fp32 plain; made by make_transformers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spyglass.model import VisionLanguageModel
+from tests.driver import Memory, Part, prefill, run, text_tokens
+from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, config, prompt, weights
+from tests.small_models import build_model
+from tests.tolerance import PLAIN_LOGITS, assert_close, assert_same_argmax
+
+AT_ONCE = 6000  # tokens of one step
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionLanguageModel:
+    return build_model(config(), weights())
+
+
+@pytest.fixture(scope="module")
+def theirs(golden: Path) -> dict[str, Any]:
+    with np.load(golden / "v4" / "transformers.npz") as found:
+        return dict(found)
+
+
+def groups(lengths: list[int]) -> Iterator[list[int]]:
+    """Lengths that fit one step together."""
+    group: list[int] = []
+    for length in lengths:
+        if group and sum(group) + length > AT_ONCE:
+            yield group
+            group = []
+        group.append(length)
+    yield group
+
+
+def last_rows(model: VisionLanguageModel, lengths: list[int]) -> torch.Tensor:
+    """Logits of the last row of a prompt of each length, many prompts in one step."""
+    rows = []
+    for group in groups(lengths):
+        memory = Memory(text=model.config.text, dtype=torch.float32, sequences=len(group), length=max(group))
+        parts = [Part(sequence=s, tokens=text_tokens(prompt(n)), start=0) for s, n in enumerate(group)]
+        rows.append(run(model, memory, parts)[np.cumsum(group) - 1])
+    return torch.cat(rows)
+
+
+def check(ours: torch.Tensor, theirs: dict[str, Any], which: str) -> None:
+    assert_close(ours[:, COLUMNS], theirs[which], PLAIN_LOGITS, which)
+    assert_same_argmax(ours, theirs[f"{which}_argmax"], PLAIN_LOGITS, which)
+
+
+def test_prompts_around_the_borders_of_groups_agree(model: VisionLanguageModel, theirs: dict[str, Any]) -> None:
+    lengths = [*range(1, 17), *range(125, 134), 255, 256, 257, 383, 384, 385, 511, 512, 513, 600]
+    index = [LENGTHS.index(length) for length in lengths]
+    check(last_rows(model, lengths), {key: value[index] for key, value in theirs.items() if "last" in key}, "last")
+
+
+@pytest.mark.slow
+def test_every_length_up_to_600_agrees(model: VisionLanguageModel, theirs: dict[str, Any]) -> None:
+    """All residues modulo 4 and 128."""
+    check(last_rows(model, list(LENGTHS)), theirs, "last")
+
+
+@pytest.mark.slow
+def test_a_prompt_long_enough_for_selection_agrees(model: VisionLanguageModel, theirs: dict[str, Any]) -> None:
+    """Behind 2,051 tokens the indexer leaves entries out."""
+    check(prefill(model, text_tokens(prompt(LONG)))[LONG_ROWS], theirs, "long")
+
+
+def test_selection_matters_in_the_long_prompt(model: VisionLanguageModel, theirs: dict[str, Any]) -> None:
+    """So that the test above cannot pass for the wrong reason: attending everything misses its bound."""
+    for layer in model.text.layers:
+        if layer.attn.indexer is not None:
+            layer.attn.indexer._topk, kept = LONG, layer.attn.indexer._topk
+    try:
+        every = prefill(model, text_tokens(prompt(LONG)))[LONG_ROWS]
+    finally:
+        for layer in model.text.layers:
+            if layer.attn.indexer is not None:
+                layer.attn.indexer._topk = kept
+    behind = np.abs(every.numpy()[:, COLUMNS] - theirs["long"]).max(axis=-1)
+    first = 2051 - LONG_ROWS.start
+    assert behind[:first].max() < PLAIN_LOGITS.absolute < np.median(behind[first + 50 :])
