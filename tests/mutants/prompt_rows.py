@@ -63,7 +63,7 @@ PROMPT_ROWS: list[Mutant] = [
     Mutant(IMAGE, "PAD_COLOUR = (127, 127, 127)", "PAD_COLOUR = (128, 128, 128)", IMAGE_TESTS, "another grey"),
     Mutant(IMAGE, "round((box[0] - size[0]) * 0.5)", "(box[0] - size[0] + 1) // 2", IMAGE_TESTS, "centred to the other side"),
     Mutant(IMAGE, "size = box if plan.stretch else", "size =", IMAGE_TESTS, "never stretched"),
-    Mutant(IMAGE, "+ 0x7FFF + (bits >> 16 & 1)) >> 16", "+ 0x8000) >> 16", IMAGE_TESTS, "halves rounded up"),
+    Mutant(IMAGE, "+ 0x7FFF + (bits >> 16 & 1)) >> 16", ") >> 16", IMAGE_TESTS, "pixel values truncated to bf16"),
     Mutant(IMAGE, "/ np.float32(255) - np.float32(0.5)", "/ np.float32(256) - np.float32(0.5)", IMAGE_TESTS, "pixels over 256"),
     Mutant(DECODE, 'CHAT_RULES = PictureRules(exif="upright", samples="scale")', "CHAT_RULES = PictureRules()", DECODE_TESTS,
            "chat pictures are not turned upright"),

@@ -54,6 +54,7 @@ def test_the_test_picture_needs_padding_and_both_alphabets() -> None:
         ("data:image/png;base64,A", "field is not base64: 1 characters"),
         ("data:image/png;base64,AAAA=AAA", "field is not base64"),
         ("data:image/png;base64,AA!A", "field is not base64"),
+        ("data:image/png;base64,AAAA!!!!", "field is not base64"),
         ("data:image/png;base64,http://a.b/c.png", "field is not base64"),
         ("data:image/png;base64,AAA\u00e9", "field has a character at 3"),
         ("data:image/png,AAAA", "field is none of JPEG, PNG"),
