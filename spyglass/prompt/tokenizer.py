@@ -30,7 +30,7 @@ class PromptTokenizer:
         `special_ids` are the added tokens that stand for no text.
 
         Raises:
-            PromptError: not a tokenizer.json.
+            PromptError: not a tokenizer.json, or one whose added tokens are not where it says.
         """
         try:
             parsed: dict[str, Any] = json.loads(text)
@@ -39,6 +39,11 @@ class PromptTokenizer:
         except (ValueError, LookupError, TypeError) as error:
             raise PromptError(f"{name} is not a tokenizer file: {error!r}") from error
         self._full = _build(text, name)
+        for spelling, token in self._added.items():
+            if self._full.token_to_id(spelling) != token:
+                raise PromptError(
+                    f"{name} gives {spelling} the id {token}, which its own vocabulary does not leave free"
+                )
         self._plain = _build(json.dumps(parsed | {"added_tokens": []}, ensure_ascii=False), name)
 
     def encode_text(self, text: str) -> list[int]:

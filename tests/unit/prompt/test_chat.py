@@ -1,0 +1,383 @@
+"""Chat messages: the renderings of the specification, pictures wherever they may stand, text that stays text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from spyglass.config import ModelConfig
+from spyglass.errors import PromptError
+from spyglass.prompt import (
+    REFERENCE_RULES,
+    ChatOptions,
+    PictureRef,
+    PromptTokenizer,
+    build_prompt,
+    encode_chat,
+    render_chat,
+)
+from tests.unit.prompt.conftest import PLACEHOLDER, respelled
+from tests.unit.prompt.pictures import encode, noise
+from tests.unit.prompt.test_data_url import SPELLINGS
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+USER, ASSISTANT, SYSTEM = "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"
+PICTURE = {"type": "image_url", "image_url": {"url": SPELLINGS["plain"]}}
+EFFORT_75 = "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "looks",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: object, **more: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def rendered(messages: list[dict[str, Any]], config: ModelConfig, **options: Any) -> str:
+    """The prompt as text, pictures shown as `#`."""
+    pieces = render_chat(messages, config, ChatOptions(**options)).pieces
+    return "".join(
+        "#" if isinstance(piece, PictureRef) else piece if isinstance(piece, str) else piece.spelling
+        for piece in pieces
+    )
+
+
+TURNS = [user("Q1"), assistant("A1", reasoning_content="R1"), user("Q2")]
+V41_CASES: list[tuple[list[dict[str, Any]], bool, str]] = [
+    ([user("Hello")], True, f"{SYSTEM}{EFFORT_75}{USER}Hello{ASSISTANT}<think>"),
+    ([user("Hello")], False, f"{USER}Hello{ASSISTANT}</think>"),
+    ([{"role": "system", "content": "Be terse."}, user("Hello")], True,
+     f"{SYSTEM}{EFFORT_75}Be terse.{USER}Hello{ASSISTANT}<think>"),
+    ([{"role": "system", "content": "Be terse."}, user("Hello")], False,
+     f"{SYSTEM}Be terse.{USER}Hello{ASSISTANT}</think>"),
+    (TURNS, True, f"{SYSTEM}{EFFORT_75}{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
+    (TURNS, False, f"{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}</think>"),
+    ([user("a"), user("b")], False, f"{USER}a\n\nb{ASSISTANT}</think>"),
+    ([user("a"), assistant("b"), {"role": "system", "content": "new sys"}, user("c")], False,
+     f"{USER}a{ASSISTANT}</think>b{EOS}{SYSTEM}new sys{USER}c{ASSISTANT}</think>"),
+    ([user([text("before"), PICTURE, text("after")])], False, f"{USER}before\n\n#\n\nafter{ASSISTANT}</think>"),
+    ([user([PICTURE, PICTURE, text("compare")])], False, f"{USER}#\n\n#\n\ncompare{ASSISTANT}</think>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "thinking", "expected"), V41_CASES)
+def test_v41_renderings(v41: ModelConfig, messages: list[dict[str, Any]], thinking: bool, expected: str) -> None:
+    assert rendered(messages, v41, thinking=thinking) == BOS + expected
+
+
+def test_v41_effort_levels(v41: ModelConfig) -> None:
+    levels = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
+    for effort, level in levels.items():
+        assert f"Reasoning Effort: {level} (" in rendered([user("x")], v41, thinking=True, effort=effort)
+
+
+def test_v4_renders_an_image_then_text_as_the_specification_prints_it(v4: ModelConfig) -> None:
+    expected = f"{BOS}{USER}#\n\nDescribe it.{ASSISTANT}</think>"
+    assert rendered([user([PICTURE, text("Describe it.")])], v4) == expected
+
+
+def test_v4_system_text_has_no_marker_and_a_finished_turn_ends_with_eos(v4: ModelConfig) -> None:
+    system = {"role": "system", "content": "S."}
+    assert rendered([system, user("a"), assistant("b"), user("c")], v4) == (
+        f"{BOS}S.{USER}a{ASSISTANT}</think>b{EOS}{USER}c{ASSISTANT}</think>"
+    )
+    assert rendered([user("a"), assistant("b"), system, user("c")], v4).startswith(f"{BOS}S.{USER}a")
+
+
+def test_v4_effort_is_a_preamble_and_low_has_none(v4: ModelConfig) -> None:
+    by_effort = {effort: rendered([user("x")], v4, thinking=True, effort=effort) for effort in ("low", "high", "max")}
+    assert by_effort["low"] == f"{BOS}{USER}x{ASSISTANT}<think>"
+    assert by_effort["high"].startswith(f"{BOS}Reasoning Effort: Absolute maximum with no shortcuts permitted.\n")
+    assert by_effort["max"].startswith(f"{BOS}Reasoning Effort: Beyond maximum")
+    assert rendered([user("x")], v4, thinking=True) == by_effort["high"]
+
+
+def test_earlier_reasoning_is_kept_only_with_tools(v4: ModelConfig) -> None:
+    assert "R1" not in rendered(TURNS, v4, thinking=True, effort="low")
+    assert "<think>R1</think>" in rendered(TURNS, v4, thinking=True, effort="low", tools=[TOOL])
+
+
+@pytest.fixture(scope="module")
+def makers(tokenizer_text: str) -> dict[str, tuple[Any, Any]]:
+    """The makers' own encoding with its own tokenizer, and the model version it is for, by family."""
+    version = deepseek_recipe.ModelVersion
+    whole = {"v4": tokenizer_text, "v41": respelled(tokenizer_text, {128799: SYSTEM})}
+    tokenizers = {family: deepseek_recipe.Tokenizer.from_str(text) for family, text in whole.items()}
+    return {
+        "v4": (deepseek_recipe.DeepseekV4Encoding().with_tokenizer(tokenizers["v4"]), version.DeepseekV4Pro),
+        "v41": (deepseek_recipe.DeepseekV41Encoding().with_tokenizer(tokenizers["v41"]), version.DeepseekV41Flash),
+    }
+
+
+def makers_ids(makers: tuple[Any, Any], messages: list[dict[str, Any]], options: ChatOptions) -> list[int]:
+    encoding, version = makers
+    body: dict[str, Any] = {"model": "m", "messages": messages}
+    body["thinking"] = {"type": "enabled" if options.thinking else "disabled"}
+    if options.thinking:
+        body["reasoning_effort"] = options.effort
+    if options.tools:
+        body["tools"] = options.tools
+    conversion = deepseek_recipe.ConversionOptions().with_model_alias("m", version)
+    ids: list[int] = encoding.encode(deepseek_recipe.ChatCompletionRequest(body).convert(conversion).conversation)
+    return ids
+
+
+@pytest.mark.parametrize("family", ["v4", "v41"])
+@pytest.mark.parametrize("with_system", [False, True])
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("effort", [None, "low", "high", "max"])
+def test_text_prompts_have_the_ids_of_the_makers_package(
+    request: pytest.FixtureRequest,
+    makers: dict[str, tuple[Any, Any]],
+    family: str,
+    with_system: bool,
+    with_tools: bool,
+    effort: Any,
+) -> None:
+    """No thinking and three efforts, with and without tools and system text: ids as of the family's version."""
+    config: ModelConfig = request.getfixturevalue(family)
+    tokenizer: PromptTokenizer = request.getfixturevalue("tokenizer" if family == "v4" else "v41_tokenizer")
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"place": "<think>"}'}}
+    messages = [
+        {"role": "system", "content": "Be <｜User｜> terse."},
+        user("Where is </think> 世界?"),
+        assistant(None, reasoning_content="hm <think>", tool_calls=[call]),
+        {"role": "tool", "tool_call_id": "c", "content": "<｜end▁of▁sentence｜>"},
+    ]
+    if not with_tools:
+        messages[2:] = [assistant("There: <｜image｜> <｜image2｜>", reasoning_content="hm"), user("Where?")]
+    messages = messages if with_system else messages[1:]
+    options = ChatOptions(thinking=effort is not None, effort=effort, tools=[TOOL] if with_tools else [])
+    (ids,) = encode_chat(render_chat(messages, config, options), tokenizer)
+    assert ids == makers_ids(makers[family], messages, options)
+
+
+def test_spelled_ids_of_a_short_prompt(v41: ModelConfig, v41_tokenizer: PromptTokenizer) -> None:
+    prompt = build_prompt([user("Hello")], v41, v41_tokenizer)
+    assert prompt.ids_T.tolist() == [0, 128803, 19923, 128804, 128822]
+    assert build_prompt([user("Hello")], v41, v41_tokenizer, thinking=True).ids_T[:2].tolist() == [0, 128799]
+
+
+PLACES: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = {
+    "user": lambda spelled: ([user(spelled)], []),
+    "user part": lambda spelled: ([user([text(spelled), PICTURE])], []),
+    "behind a picture": lambda spelled: ([user([PICTURE, text(spelled)])], []),
+    "system": lambda spelled: ([{"role": "system", "content": spelled}, user("a")], []),
+    "history": lambda spelled: ([user("a"), assistant(spelled), user([PICTURE])], []),
+    "reasoning": lambda spelled: ([user("a"), assistant("b", reasoning_content=spelled), user("c")], [TOOL]),
+    "tool result": lambda spelled: (_tool_turn(spelled), [TOOL]),
+    "tool result part": lambda spelled: (_tool_turn([text(spelled), PICTURE]), [TOOL]),
+    "tool arguments": lambda spelled: (_tool_turn("r", json.dumps({"place": spelled})), [TOOL]),
+    "tool description": lambda spelled: ([user("a")], [_tool(description=spelled)]),
+    "tool parameter": lambda spelled: ([user("a")], [_tool(parameters={"title": spelled, "type": "object"})]),
+}
+SPELLED = [
+    BOS, EOS, USER, ASSISTANT, SYSTEM, "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>",
+    "<｜deepseek_image｜>", "<｜image｜>", "<｜image2｜>", "<picture 0>", "<picture 1>", "<｜rl_image_pad｜>",
+    "<|place_holder_mm_span_0431|>",
+]  # fmt: skip
+
+
+def _tool(**function: object) -> dict[str, Any]:
+    return {"type": "function", "function": {**TOOL["function"], **function}}  # type: ignore[dict-item]
+
+
+def _tool_turn(result: object, arguments: str = '{"place": "here"}') -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    turn = assistant(None, reasoning_content="r", tool_calls=[call])
+    return [user("a"), turn, {"role": "tool", "tool_call_id": "c", "content": result}]
+
+
+@pytest.mark.parametrize("family", ["v4", "v41"])
+@pytest.mark.parametrize("place", PLACES)
+def test_text_that_spells_a_special_token_stays_text(request: pytest.FixtureRequest, place: str, family: str) -> None:
+    """Wherever it stands: the special ids and the pictures are those of the same request with harmless text."""
+    config: ModelConfig = request.getfixturevalue(family)
+    tokenizer: PromptTokenizer = request.getfixturevalue("vision_tokenizer" if family == "v4" else "v41_tokenizer")
+
+    def special_ids(spelled: str) -> list[int]:
+        messages, tools = PLACES[place](spelled)
+        parts = encode_chat(render_chat(messages, config, ChatOptions(thinking=True, tools=tools)), tokenizer)
+        ids = [[-1] if isinstance(part, PictureRef) else part for part in parts]
+        return [token for token in itertools.chain.from_iterable(ids) if token >= 128_000 or token <= 2]
+
+    harmless = special_ids("harmless")
+    assert PLACEHOLDER not in harmless
+    for spelled in (*SPELLED, "".join(SPELLED)):
+        assert special_ids(spelled) == harmless
+
+
+@given(pieces=st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=6))
+def test_any_mixture_of_spellings_is_one_text(
+    v4: ModelConfig, vision_tokenizer: PromptTokenizer, pieces: list[str]
+) -> None:
+    spelled = "".join(pieces)
+    parts = encode_chat(render_chat([user([text(spelled), PICTURE])], v4, ChatOptions()), vision_tokenizer)
+    assert [type(part) for part in parts] == [list, PictureRef, list]
+    expected = vision_tokenizer.encode_text(spelled + "\n\n")
+    assert parts[0] == [0, 128803, *expected]
+    assert parts[2] == [128804, 128822]
+
+
+def test_a_listing_with_the_placeholder_and_no_picture_is_a_prompt_without_pictures(
+    v41: ModelConfig, v41_tokenizer: PromptTokenizer
+) -> None:
+    prompt = build_prompt(_tool_turn("print('<｜deepseek_image｜><｜image｜>')"), v41, v41_tokenizer, tools=[TOOL])
+    assert PLACEHOLDER not in prompt.ids_T
+    assert not prompt.spans
+
+
+def test_a_stray_placeholder_everywhere_and_one_picture_is_one_span(
+    v4: ModelConfig, vision_tokenizer: PromptTokenizer
+) -> None:
+    stray = "<｜deepseek_image｜>"
+    messages = [*_tool_turn(stray), assistant(stray, reasoning_content=stray), user([text(stray), PICTURE])]
+    prompt = build_prompt(messages, v4, vision_tokenizer, thinking=True, tools=[_tool(description=stray)])
+    assert len(prompt.spans) == 1
+    assert PLACEHOLDER not in prompt.ids_T
+
+
+def test_pictures_in_tool_results_are_seen(v41: ModelConfig, v41_tokenizer: PromptTokenizer) -> None:
+    photo = {"type": "image_url", "image_url": {"url": encode(noise(640, 480), "PNG")}}
+    lengths = []
+    for result in ([text("res")], [text("res"), photo]):
+        prompt = build_prompt(_tool_turn(result), v41, v41_tokenizer, tools=[TOOL])
+        lengths.append(len(prompt) - len(prompt.spans) * len(v41_tokenizer.encode_text("\n\n")))
+    assert lengths[1] - lengths[0] == 206
+    assert "<tool_result>res\n\n#</tool_result>" in rendered(_tool_turn([text("res"), PICTURE]), v41, tools=[TOOL])
+
+
+def test_pictures_keep_their_order_over_messages(v4: ModelConfig, tokenizer: PromptTokenizer) -> None:
+    sizes = [(64, 64), (640, 480), (1920, 1080), (480, 640)]
+    parts = [{"type": "image_url", "image_url": {"url": Image.new("RGB", size)}} for size in sizes]
+    messages = [
+        {"role": "system", "content": [parts[0], text("s")]},
+        user([text("a"), parts[1]]),
+        assistant("b"),
+        user([parts[2], text("c"), parts[3]]),
+    ]
+    prompt = build_prompt(messages, v4, tokenizer)
+    assert [plan.num_tokens for plan in prompt.plans] == [114, 206, 366, 210]
+
+
+def test_python_objects_may_stand_where_a_data_url_may(
+    v4: ModelConfig, tokenizer: PromptTokenizer, tmp_path: Path
+) -> None:
+    image = noise(50, 40)
+    path = tmp_path / "photo.png"
+    image.save(path)
+    forms: list[object] = [image, path, path.read_bytes(), bytearray(path.read_bytes()), SPELLINGS["no padding"]]
+    digests = []
+    for form, nested in itertools.product(forms, (True, False)):
+        part = {"type": "image_url", "image_url": {"url": form} if nested else form}
+        digests.append(build_prompt([user([part])], v4, tokenizer).digests)
+    assert len({*digests[:-2]}) == 1
+
+
+@pytest.mark.parametrize("url", ["/etc/passwd", "photo.png", "http://a.b/c.png", "file:///etc/passwd", ""])
+def test_a_string_that_is_no_data_url_never_reads_a_file(v4: ModelConfig, url: str) -> None:
+    with pytest.raises(PromptError, match=r"messages\[0\]\.content\[0\]\.image_url\.url must be a data URL"):
+        render_chat([user([{"type": "image_url", "image_url": {"url": url}}])], v4, ChatOptions())
+
+
+BROKEN: list[tuple[Any, str]] = [
+    ([user([{"type": "image_urll"}])], r"messages\[0\]\.content\[0\] has the unknown type 'image_urll'"),
+    ([user("a"), user([text("b"), {}])], r"messages\[1\]\.content\[1\] has the unknown type None"),
+    ([user(["a"])], r"messages\[0\]\.content\[0\] must be an object"),
+    ([user([{"type": "text"}])], r"messages\[0\]\.content\[0\]\.text must be a string"),
+    ([user([{"type": "image_url"}])], r"messages\[0\]\.content\[0\]\.image_url must be a data URL"),
+    ([user([{"type": "image_url", "image_url": {}}])], r"image_url\.url must be a data URL"),
+    ([user([{"type": "image_url", "image_url": {"url": 5}}])], r"image_url\.url must be a data URL"),
+    ([user("a"), assistant([PICTURE])], r"messages\[1\]\.content\[0\] is a picture in a message of role 'assistant'"),
+    (["a"], r"messages\[0\] must be an object"),
+    ("a", "must be a list of messages"),
+    (None, "must be a list of messages"),
+    ([], "cannot be rendered"),
+    ([{"role": "alien", "content": "x"}], "cannot be rendered: .*alien"),
+    ([{"content": "x"}], "cannot be rendered"),
+    ([user(None)], "cannot be rendered"),
+    ([user("\ud800")], "cannot be rendered"),
+    ([user({1, 2})], "cannot be rendered"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "message"), BROKEN)
+def test_broken_messages_are_refused_by_place(v4: ModelConfig, messages: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        render_chat(messages, v4, ChatOptions())
+
+
+def test_a_broken_picture_is_named_by_number_and_place(v4: ModelConfig, tokenizer: PromptTokenizer) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(PromptError, match=r"image 1 \(messages\[1\]\.content\[2\]\.image_url\.url\) is none of JPEG"):
+        build_prompt([user([PICTURE]), user([text("a"), text("b"), broken])], v4, tokenizer)
+
+
+def test_a_model_without_vision_names_the_picture_or_leaves_a_note(
+    text_only: ModelConfig, tokenizer: PromptTokenizer
+) -> None:
+    messages = [user([text("a"), PICTURE]), assistant("b"), user("c")]
+    with pytest.raises(
+        PromptError, match=r"messages\[0\]\.content\[1\] is a picture, and this model takes no pictures"
+    ):
+        build_prompt(messages, text_only, tokenizer)
+    assert rendered(messages, text_only, without_vision="note").startswith(
+        f"{BOS}{USER}a\n\n[picture left out: this model takes none]{ASSISTANT}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"effort": "high"}, "needs thinking"), ({"effort": "much", "thinking": True}, "one of minimal, low")],
+)
+def test_effort_goes_with_thinking(v4: ModelConfig, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        render_chat([user("a")], v4, ChatOptions(**options))
+
+
+def test_json_answers_and_tool_choice_are_passed_on(v4: ModelConfig) -> None:
+    as_json = rendered([user("json please")], v4, response_format={"type": "json_object"})
+    assert "Reply with JSON object ONLY." in as_json
+    assert "look" not in rendered([user("a")], v4, tools=[TOOL], tool_choice="none")
+    assert "look" in rendered([user("a")], v4, tools=[TOOL], tool_choice="auto")
+    with pytest.raises(PromptError, match="cannot be rendered"):
+        rendered([user("a")], v4, tools=[{"type": "function"}])
+
+
+def test_text_needs_a_tokenizer_that_has_the_familys_tokens(
+    v4: ModelConfig, v41: ModelConfig, tokenizer: PromptTokenizer
+) -> None:
+    with pytest.raises(PromptError, match=r"no tokenizer\.json"):
+        build_prompt([user("a")], v4, None)
+    with pytest.raises(PromptError, match="no special token <｜System｜>"):
+        build_prompt([user("a")], v41, tokenizer, thinking=True)
+
+
+def test_chats_turn_photos_upright_and_the_option_leaves_them(v4: ModelConfig, tokenizer: PromptTokenizer) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    part = {"type": "image_url", "image_url": {"url": encode(noise(640, 480), "JPEG", exif=exif)}}
+    assert build_prompt([user([part])], v4, tokenizer).plans[0].num_tokens == 210
+    assert build_prompt([user([part])], v4, tokenizer, rules=REFERENCE_RULES).plans[0].num_tokens == 206

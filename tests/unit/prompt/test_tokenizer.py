@@ -1,0 +1,109 @@
+"""The tokenizer file, and that text stays text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from spyglass.errors import PromptError
+from spyglass.prompt import PromptTokenizer, load_tokenizer
+
+SPECIAL = {
+    "<｜begin▁of▁sentence｜>": 0,
+    "<｜end▁of▁sentence｜>": 1,
+    "<｜▁pad▁｜>": 2,
+    "<｜User｜>": 128803,
+    "<｜Assistant｜>": 128804,
+    "<think>": 128821,
+    "</think>": 128822,
+    "｜DSML｜": 128825,
+    "<｜latest_reminder｜>": 128828,
+    "<｜image2｜>": 129264,
+    "<｜/polygon｜>": 129271,
+    "<｜polygon｜>": 129272,
+    "<｜/point｜>": 129273,
+    "<｜point｜>": 129274,
+    "<｜/box｜>": 129275,
+    "<｜box｜>": 129276,
+    "<｜/ref｜>": 129277,
+    "<｜ref｜>": 129278,
+    "<｜image｜>": 129279,
+}
+
+
+@pytest.mark.parametrize("spelling", SPECIAL)
+def test_special_tokens_have_their_ids_and_cannot_be_written(tokenizer: PromptTokenizer, spelling: str) -> None:
+    assert tokenizer.special_id(spelling) == SPECIAL[spelling]
+    for text in (spelling, f"a{spelling}b", f"{spelling}{spelling}", f" {spelling}\n"):
+        ids = tokenizer.encode_text(text)
+        assert max(ids) < 128_000
+        assert not set(ids) & {0, 1, 2}
+        assert tokenizer.decode(ids) == text
+
+
+def test_reserved_and_placeholder_spellings_are_known(tokenizer: PromptTokenizer) -> None:
+    reserved = [f"<|place_holder_mm_span_{number:04}|>" for number in range(431, 436)]
+    assert [tokenizer.special_id(spelling) for spelling in reserved] == list(range(129257, 129262))
+    assert [tokenizer.special_id(f"<｜rl_image_{name}｜>") for name in ("pad", "start")] == [129262, 129263]
+    assert tokenizer.special_id("<｜deepseek_image｜>") is None
+    assert tokenizer.spelling(129264) == "<｜image2｜>"
+    assert tokenizer.spelling(129280) is None
+
+
+@given(text=st.text(max_size=80))
+def test_any_text_comes_back_and_has_no_special_id(tokenizer: PromptTokenizer, text: str) -> None:
+    ids = tokenizer.encode_text(text)
+    assert all(2 < token < 128_000 for token in ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_plain_text_is_encoded_as_by_the_whole_tokenizer(tokenizer: PromptTokenizer, tokenizer_text: str) -> None:
+    whole = Tokenizer.from_str(tokenizer_text)
+    for text in ("Hello", "Schöne Grüße, 世界! 12345", "  two\n\n\nlines\t", "def f(x): return x**2", "👩‍👩‍👧‍👦"):
+        assert tokenizer.encode_text(text) == whole.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode_text("Hello") == [19923]
+
+
+def test_box_and_point_tags_come_out_as_text(tokenizer: PromptTokenizer) -> None:
+    assert tokenizer.decode([129276, 19923, 129275, 129274]) == "<｜box｜>Hello<｜/box｜><｜point｜>"
+
+
+def test_a_lone_surrogate_is_a_prompt_error(tokenizer: PromptTokenizer) -> None:
+    with pytest.raises(PromptError, match="lone surrogate at character 2"):
+        tokenizer.encode_text("ab\ud800")
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_the_tokenizer_of_a_folder_is_read(tmp_path: Path, tokenizer_text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer_text, encoding="utf-8")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode_text("Hello") == [19923]
+
+
+def test_a_token_that_is_not_where_the_file_says_is_refused() -> None:
+    added = {"id": 9, "content": "<x>", "special": False, "normalized": False}
+    added |= {"single_word": False, "lstrip": False, "rstrip": False}
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    for token, fits in ((2, True), (9, False)):
+        content = json.dumps({"version": "1.0", "added_tokens": [added | {"id": token}], "model": model})
+        if fits:
+            assert PromptTokenizer(content).special_id("<x>") == 2
+        else:
+            with pytest.raises(PromptError, match="gives <x> the id 9"):
+                PromptTokenizer(content)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"added_tokens": []}', b'{"added_tokens": [{}]}'])
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(PromptError, match=r"tokenizer\.json (is not a tokenizer file|cannot be read)"):
+        load_tokenizer(tmp_path)
