@@ -1,0 +1,118 @@
+"""`spyglass run`: the answer on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.cli.main import main
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams
+
+pytestmark = pytest.mark.slow  # most of these load a model from disk
+MODEL = ["--device", "cpu", "--dtype", "float32", "--numerics", "plain"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "tiny"
+    new_checkpoint(path, "tiny", seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def photo(folder: Path) -> Path:
+    path = folder.parent / "photo.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, device="cpu", dtype="float32", numerics="plain")
+
+
+def expected(llm: LLM, photo: Path | None, text: str) -> str:
+    image = [] if photo is None else [{"type": "image_url", "image_url": {"url": photo}}]
+    messages = [{"role": "user", "content": [*image, {"type": "text", "text": text}]}]
+    return llm.chat(messages, SamplingParams(max_tokens=5, seed=7)).text
+
+
+@pytest.mark.parametrize("how", [[], ["--no-stream"]])
+def test_the_answer_goes_to_stdout_and_the_numbers_to_stderr(
+    how: list[str], folder: Path, photo: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = ["--max-tokens", "5", "--seed", "7"]
+    assert main(["run", "--model", str(folder), "--image", str(photo), *MODEL, *sampling, *how, "What is this?"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(llm, photo, "What is this?") + "\n"
+    numbers = re.search(r"prompt (\d+) tokens \((\d+) of pictures\), first token after [\d.]+ s, answer 5 tokens", err)
+    assert numbers is not None and int(numbers[1]) - int(numbers[2]) in range(5, 30)
+    assert "tokens/s" in err
+
+
+def test_a_question_may_come_from_standard_input(
+    folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["run", "--model", str(folder), *MODEL, "--max-tokens", "5", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == expected(llm, None, "Hello") + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["run", "--model", str(folder), *MODEL]) == 2
+
+
+def test_random_weights_are_said_to_be_noise(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for marked in (True, False):
+        copy = tmp_path / str(marked)
+        copy.mkdir()
+        for file in folder.iterdir():
+            if file.name != "config.json":
+                (copy / file.name).symlink_to(file)
+        config = json.loads((folder / "config.json").read_text()) | {"spyglass_random_weights": marked}
+        (copy / "config.json").write_text(json.dumps(config))
+        assert main(["run", "--model", str(copy), *MODEL, "--images", "0", "--max-tokens", "1", "Hello"]) == 0
+        assert ("noise" in capsys.readouterr().err) == marked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--temperature", "-1", "hi"], "temperature"),
+        (["--image", "nowhere.jpg", "hi"], "nowhere.jpg"),
+        (["--images", "0", "--image", "PHOTO", "hi"], "images"),
+        (["--thinking", "off", "--effort", "max", "hi"], "effort"),
+    ],
+)
+def test_a_persons_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], told: str, folder: Path, photo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(photo) if argument == "PHOTO" else argument for argument in arguments]
+    assert main(["run", "--model", str(folder), *MODEL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("spyglass: error: ") and told in err and "Traceback" not in err
+
+
+def test_without_a_model_folder_the_option_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "hi"]) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_a_chat_remembers_what_was_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["Hello", "And now?", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["run", "--model", str(folder), *MODEL, "--max-tokens", "4", "--seed", "3"]) == 0
+    told = re.findall(r"prompt (\d+) tokens", capsys.readouterr().err)
+    assert len(told) == 2 and int(told[1]) > int(told[0]) + 4

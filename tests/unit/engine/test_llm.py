@@ -1,0 +1,234 @@
+"""`LLM` on a checkpoint folder: every kind of prompt, together or streamed, with and without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from spyglass import LLM, Patches, SamplingParams
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.tokens import TokenKind
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "numerics": "plain"}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    new_checkpoint(folder, "tiny", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_folder: Path) -> LLM:
+    return LLM(tiny_folder, **OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def untokenized(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("models") / "bare"
+    folder.mkdir()
+    for file in tiny_folder.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (folder / file.name).symlink_to(file)
+    return LLM(folder, **OPTIONS)
+
+
+def picture() -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def question(text: str, *images: object) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def test_prompts_of_every_kind_and_length_answer_together_as_alone(llm: LLM, tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    picture().save(photo)
+    prompts: list[Any] = [
+        "Hello, who are you?",
+        [0, 128803, 77, 128804],
+        np.array([0, 5, 6, 7]),
+        [[0, 128803], picture(), [9, 10]],
+        [[0], photo, photo.read_bytes(), [9]],
+        prompt_from_parts([[0, 1, 2]], llm.config),
+    ]
+    together = llm.generate(prompts, GREEDY)
+    alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.usage.prompt_tokens for o in together][1:3] == [4, 4]
+    assert together[3].usage.picture_tokens > 90
+    assert together[4].usage.picture_tokens > 180
+    assert all(o.text for o in together)
+
+
+def test_one_prompt_may_be_given_without_a_list(llm: LLM) -> None:
+    [text] = llm.generate("Hello", GREEDY)
+    [ids] = llm.generate([llm.config.bos_token_id, *encode(llm, "Hello")], GREEDY)
+    assert text.token_ids == ids.token_ids
+
+
+def encode(llm: LLM, text: str) -> list[int]:
+    assert llm.tokenizer is not None
+    return llm.tokenizer.encode_text(text)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    short, long = llm.generate(
+        ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3, ignore_eos=True)]
+    )
+    assert (len(short.token_ids), len(long.token_ids)) == (1, 3)
+    with pytest.raises(PromptError, match="2 prompts with 1"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
+    one = llm.chat(question("What is this?", picture()), GREEDY)
+    many = llm.chat([question("What is this?", picture()), question("Hello")], GREEDY)
+    assert many[0].token_ids == one.token_ids
+    assert (one.usage.picture_tokens > 0, many[1].usage.picture_tokens) == (True, 0)
+
+
+def test_thinking_changes_the_end_of_the_prompt(llm: LLM) -> None:
+    plain = llm.chat_prompt(question("Hello"))
+    thinking = llm.chat_prompt(question("Hello"), thinking=True)
+    assert (plain.ids_T[-1], thinking.ids_T[-1]) == (128822, 128821)
+    assert len(llm.chat_prompt(question("Hello"), thinking=True, effort="max")) > len(plain)
+
+
+def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
+    params = SamplingParams(seed=4, max_tokens=12, ignore_eos=True)
+    deltas = list(llm.stream(question("Hello"), params))
+    output = deltas[-1].output
+    assert output is not None and output.token_ids == llm.chat(question("Hello"), params).token_ids
+    assert "".join(delta.text for delta in deltas) == output.text
+    assert all(delta.output is None for delta in deltas[:-1])
+    [generated] = llm.generate("Hello", params)
+    assert [t for d in llm.stream("Hello", params) for t in d.token_ids] == list(generated.token_ids)
+
+
+def test_streams_may_be_read_in_turn_and_closed_early(llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=6, ignore_eos=True)
+    alone = {text: [d.token_ids for d in llm.stream(text, params)] for text in ("one", "two", "three")}
+    streams = {text: llm.stream(text, params) for text in alone}
+    first = {text: [next(stream).token_ids] for text, stream in streams.items()}
+    streams["three"].close()  # type: ignore[attr-defined]  # a generator
+    for text in ("two", "one"):
+        assert first[text] + [d.token_ids for d in streams[text]] == alone[text]
+    assert not llm.engine.has_work
+    assert {pool.num_used for pool in llm.engine.blocks.pools.values()} == {0}
+
+
+def test_logits_have_a_row_per_position_blocks_included(llm: LLM) -> None:
+    parts: list[Any] = [[0, 128803], picture(), [9, 10]]
+    prompt = prompt_from_parts(parts, llm.config)
+    logits = llm.logits(parts)
+    assert logits.dtype == torch.float32 and logits.shape == (len(prompt), llm.config.text.vocab_size)
+    [output] = llm.generate([parts], SamplingParams(max_tokens=1, temperature=0, logprobs=0, prompt_logprobs=0))
+    own = logits.log_softmax(-1)
+    assert output.logprobs is not None and output.prompt_logprobs is not None
+    assert output.logprobs[0].logprob == pytest.approx(float(own[-1, output.token_ids[0]]), abs=1e-4)
+    last = output.prompt_logprobs[-1]
+    assert last is not None and last.logprob == pytest.approx(float(own[-2, 10]), abs=1e-4)
+    assert torch.equal(llm.logits([0, 5, 6]), llm.logits([[0, 5], [6]]))
+
+
+def test_a_folder_without_a_tokenizer_serves_ids_and_pictures(llm: LLM, untokenized: LLM) -> None:
+    grid = (6, 9)
+    pixels = np.random.default_rng(1).integers(0, 256, (54, 3, 14, 14), dtype=np.uint8)
+    parts: list[Any] = [[0, 5], Patches(pixels, grid), [7]]
+    assert torch.allclose(untokenized.logits(parts), llm.logits(parts), atol=1e-5)
+    [output] = untokenized.generate([[0, 5, 6]], GREEDY)
+    assert output.text == "" and output.token_ids == llm.generate([[0, 5, 6]], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("ask", [lambda m: m.generate("text"), lambda m: m.chat(question("text"))])
+def test_text_without_a_tokenizer_is_refused_clearly(ask: Any, untokenized: LLM) -> None:
+    with pytest.raises(PromptError, match=r"tokenizer\.json"):
+        ask(untokenized)
+
+
+def test_normalised_patches_and_pixels_may_stand_in_one_prompt(llm: LLM) -> None:
+    """The table of the 256 pixel values is the only difference between the two forms."""
+    pixels = np.random.default_rng(2).integers(0, 256, (12, 3, 14, 14), dtype=np.uint8)
+    table = torch.arange(256).float().div(255).sub(0.5).div(0.5).bfloat16().float().numpy()
+    floats = Patches(table[pixels], (3, 4))
+    mixed = llm.logits([[0], Patches(pixels, (3, 4)), floats, [5]])
+    assert torch.allclose(mixed, llm.logits([[0], floats, floats, [5]]), atol=1e-5)
+
+
+def test_images_0_leaves_the_tower_out_and_refuses_pictures(tiny_folder: Path) -> None:
+    closed = LLM(tiny_folder, **OPTIONS, images=0)
+    assert closed.loaded.model.vision is None
+    with pytest.raises(PromptError, match="images"):
+        closed.chat(question("What is this?", picture()))
+    assert closed.chat(question("Hello"), GREEDY).text
+
+
+def test_more_pictures_than_allowed_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(PromptError, match="limit is 1"):
+        LLM(tiny_folder, **OPTIONS, images=1).chat(question("Compare", picture(), picture()))
+
+
+def test_one_bad_request_of_many_is_named_and_nothing_runs(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="request 1"):
+        llm.generate([[0, 5], [0, 10**6], [0]], GREEDY)
+    with pytest.raises(CapacityError, match="request 2"):
+        llm.generate([[0, 5], [0], [5] * 20_000], GREEDY)
+    with pytest.raises(PromptError, match="request 0"):
+        llm.chat([[{"role": "user", "content": [{"type": "audio"}]}], question("Hello")])
+    assert not llm.engine.has_work
+
+
+def test_misspelt_and_meaningless_options_are_errors(tiny_folder: Path) -> None:
+    with pytest.raises(TypeError):
+        LLM(tiny_folder, max_tokenz=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="max_step_tokens"):
+        LLM(tiny_folder, **OPTIONS, max_step_tokens=0)
+    with pytest.raises(ConfigError, match="at least 384"):
+        LLM(tiny_folder, **OPTIONS, max_step_tokens=128)
+
+
+def test_options_come_from_the_environment_when_left_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPYGLASS_MAX_LENGTH", "40")
+    model = LLM(tiny_folder, **OPTIONS, images=0)
+    assert model.engine.max_length == 40
+    [output] = model.generate([[0, 5]], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert output.usage.prompt_tokens + output.usage.completion_tokens == 40
+
+
+def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
+    """BOS, pad, the placeholder and the reserved tokens that play picture roles elsewhere; end of text may be."""
+    roles = {129257 + kind for kind in TokenKind if kind is not TokenKind.TEXT}
+    assert llm._never_drawn() == {0, 2, 129264} | roles
+    flat = [SamplingParams(temperature=1e6, max_tokens=25, ignore_eos=True, seed=seed) for seed in range(16)]
+    drawn = {token for output in llm.generate([[0, 5]] * 16, flat) for token in output.token_ids}
+    assert len(drawn) > 380 and not drawn & llm._never_drawn()
+    assert not set(llm.engine._banned.tolist()) & set(llm.config.eos_token_ids)
+
+
+def test_box_tags_come_out_as_text(llm: LLM) -> None:
+    """The answer's ids decide the text, so an answer with a box is spelled with its tags."""
+    token_bytes = llm.engine._token_bytes
+    assert token_bytes is not None
+    ids = [129276, *encode(llm, "[[1,2,3,4]]"), 129275, 1]
+    assert b"".join(token_bytes[i] for i in ids).decode() == "<｜box｜>[[1,2,3,4]]<｜/box｜>"
+
+
+def test_stop_strings_end_a_real_answer(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    whole = llm.generate("Hello", params)[0].text
+    middle = whole[len(whole) // 2 :][:2]
+    [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=middle))
+    assert output.finish_reason == "stop"
+    assert output.text == whole[: whole.find(middle)]
