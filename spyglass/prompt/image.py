@@ -59,7 +59,12 @@ def resize(rgb: Image.Image, plan: ImagePlan, *, name: str = "the picture") -> I
         raise PromptError(
             f"{name} is too thin: {rgb.width}x{rgb.height} scaled into {box[0]}x{box[1]} leaves nothing of a side"
         )
-    resized = rgb.resize(size, Image.Resampling.BICUBIC)
+    return centre(rgb.resize(size, Image.Resampling.BICUBIC), box)
+
+
+def centre(resized: Image.Image, box: tuple[int, int]) -> Image.Image:
+    """Put an RGB picture into the middle of a grey one of the size `box`; one that fills it is returned itself."""
+    size = resized.size
     if size == box:
         return resized
     canvas = Image.new("RGB", box, PAD_COLOUR)
