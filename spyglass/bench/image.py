@@ -47,7 +47,7 @@ _GOAL = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTimes:
-    """Medians of one picture size and family: milliseconds per stage, pictures per second per thread by thread count."""
+    """Medians of one picture size and family: milliseconds per stage, pictures a second and thread by thread count."""
 
     picture: str
     family: str
