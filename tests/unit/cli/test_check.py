@@ -1,0 +1,131 @@
+"""`spyglass check`: what a folder is, whether it would load, in two seconds, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.cli.main import main
+from spyglass.errors import CheckpointError
+from tests.unit.checkpoint.small_files import Raw, load_all, read_raw, write_raw, write_small
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["check", str(folder), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flash")
+    new_checkpoint(folder, "flash-vision", headers_only=True)
+    return folder
+
+
+def test_the_released_shape(flash: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = check(flash, capsys)
+    assert code == 0 and report["would_load"] and report["faults"] == []
+    assert report["family"] == "deepseek_v4" and report["draft"] == "dspark"
+    assert report["tensors"] == 72_633 and report["bytes"] == 167_811_372_792 and report["files"] == 48
+    assert report["groups"]["text"] == {"tensors": 67_658, "bytes": 156_015_745_244}
+    assert report["groups"]["draft"] == {"tensors": 4_708, "bytes": 10_862_841_372}
+    assert report["model"]["layers_by_ratio"] == {"0": 2, "4": 21, "128": 20}
+    assert report["formats"]["fp4 1x32"] == 43 * 256 * 3
+    assert report["memory"]["cache"]["bfloat16"]["per_token"] == 6880
+    assert len(report["sparse_files"]) == 48
+    assert "sparse_attention" in report["ops"]["cpu float32"]
+
+
+def test_the_released_shape_is_checked_in_two_seconds_without_torch(flash: Path) -> None:
+    program = (
+        "import sys; from spyglass.cli.main import main; code = main(['check', sys.argv[1]]); "
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program, str(flash)], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 2:
+            break
+    assert done.stdout.splitlines()[-1] == "False"
+    assert min(seconds) < 2
+
+
+def test_the_text_says_what_people_ask(flash: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(flash)]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "deepseek_v4, picture tower of 32 layers",
+        "72,633, 167.81 GB in 48 files",
+        "dspark, not loaded",
+        "6,880 bytes per token",
+        "mostly holes",
+        "141 GB",
+        "would load: yes",
+    ):
+        assert expected in text
+
+
+# The verdict is that of the loader, whatever is wrong.
+DAMAGES = {
+    "nothing": lambda t: None,
+    "missing": lambda t: t.pop("layers.2.attn.wo_b.weight"),
+    "missing scale": lambda t: t.pop("layers.2.attn.wo_b.scale"),
+    "missing tower": lambda t: t.pop("aligner.w2.bias"),
+    "unused bias missing": lambda t: t.pop("layers.0.ffn.gate.bias"),
+    "left over": lambda t: t.update({"layers.4.attn.attn_sink": Raw("F32", (1,), bytes(4))}),
+    "draft": lambda t: t.update({"mtp.0.e_proj.weight": Raw("BF16", (1,), bytes(2))}),
+    "misshapen": lambda t: t.update({"norm.weight": Raw("BF16", (47,), bytes(94))}),
+    "wrong dtype": lambda t: t.update({"norm.weight": Raw("F64", (48,), bytes(384))}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_exit_code_is_the_loader_s_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    write_small(tmp_path)
+    tensors = read_raw(tmp_path)
+    DAMAGES[damage](tensors)
+    write_raw(tmp_path, tensors, files=2)
+    try:
+        load_all(tmp_path)
+        fault = None
+    except CheckpointError as error:
+        fault = str(error)
+    code, report = check(tmp_path, capsys)
+    assert code == (0 if fault is None else 1)
+    assert all(line in (fault or "") for line in report["faults"]) and bool(report["faults"]) == (fault is not None)
+
+
+def test_a_truncated_shard_and_a_missing_config_are_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_small(tmp_path)
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, report = check(tmp_path, capsys)
+    assert code == 1 and "truncated" in report["faults"][0] and shard.name in report["faults"][0]
+    (tmp_path / "config.json").unlink()
+    code, report = check(tmp_path, capsys)
+    assert code == 1 and "config.json" in report["faults"][0]
+    assert main(["check", str(tmp_path)]) == 1
+    assert "would load: NO" in capsys.readouterr().out
+
+
+def test_a_text_checkpoint_says_that_it_takes_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_small(tmp_path, vision_n_layers=0)
+    assert main(["check", str(tmp_path)]) == 0
+    assert "text only, no pictures" in capsys.readouterr().out
+
+
+def test_transformers_names_are_counted_in_the_same_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_small(tmp_path / "native")
+    write_small(tmp_path / "hf", names="hf")
+    native, hf = check(tmp_path / "native", capsys)[1], check(tmp_path / "hf", capsys)[1]
+    sizes = [{group: entry["bytes"] for group, entry in report["groups"].items()} for report in (native, hf)]
+    assert sizes[0] == sizes[1] and native["formats"] == hf["formats"] and hf["would_load"]

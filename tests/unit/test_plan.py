@@ -1,0 +1,140 @@
+"""Memory plans: the printed numbers, and laws of what fits where."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from spyglass import plan
+from spyglass.checkpoint.match import match
+from spyglass.checkpoint.presets import Preset, preset_config
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.checkpoint.schema import expected_tensors
+from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, plan_memory, this_machine
+
+GB = 10**9
+ROOMY = Machine(Device("host", 900 * GB, 800 * GB), (Device("A", 100 * GB, 90 * GB), Device("B", 100 * GB, 40 * GB)))
+
+
+def planned(folder: Path, preset: Preset, machine: Machine = ROOMY, *, format: str = "packed") -> MemoryPlan:
+    new_checkpoint(folder, preset, headers_only=True, format=format)  # type: ignore[arg-type]
+    config = read_model_config(folder)
+    matched = match(open_checkpoint(folder), expected_tensors(config))
+    assert not matched.faults()
+    return plan_memory(config, matched.sources, machine)
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> MemoryPlan:
+    return planned(tmp_path_factory.mktemp("flash"), "flash-vision")
+
+
+def test_printed_cache_sizes() -> None:
+    """Spec v4 4.7: growth per token of the whole model, and the windows of one sequence."""
+    text = parse_model_config(preset_config("flash-vision", packed=True), "flash").text
+    assert cache_bytes(text, "bfloat16").per_token == 21 * (1024 + 256) / 4 + 20 * 1024 / 128 == 6880
+    assert cache_bytes(text, "packed").per_token == 21 * (584 + 132) / 4 + 20 * 584 / 128 == 3850.25
+    state = 21 * 8 * 4 * 2 * 2 * (512 + 128) + 20 * 128 * 4 * 2 * 512  # un-pooled rows in fp32 (spec v4 5.4)
+    assert cache_bytes(text, "packed").fixed - state == 43 * 128 * 584
+    assert cache_bytes(text, "bfloat16").fixed - state == 43 * 128 * 1024
+    assert cache_bytes(text, "float32").per_token == 2 * 6880
+
+
+def test_released_weights(flash: MemoryPlan) -> None:
+    assert flash.weights["experts"].stored == 43 * 3_422_552_064
+    assert flash.total.stored == 156_015_745_244 + 823_685_120 + 109_068_288 + 32_768
+    assert flash.weights["vision"].stored == 823_685_120 + 109_068_288 + 32_768
+    assert flash.weights["experts"].expanded == 43 * 256 * 3 * 4096 * 2048 * 2
+
+
+def test_where_the_released_weights_fit(flash: MemoryPlan) -> None:
+    """157 GB: not one card of 141 GB, but one of 192, two of 96, four of 48."""
+    fits = {(fit.name, fit.count): fit.context for fit in flash.gpus}
+    assert not fits["141 GB", 1] and fits["192 GB", 1]
+    assert not fits["80 GB", 1] and fits["96 GB", 2] and fits["48 GB", 4]
+    assert not fits["24 GB", 4]
+
+
+def test_more_memory_or_more_cards_never_fit_less(flash: MemoryPlan) -> None:
+    by_size: dict[str, list[Fit]] = {}
+    for fit in flash.gpus:
+        by_size.setdefault(fit.name, []).append(fit)
+    for row in by_size.values():
+        assert [fit.count for fit in row] == [1, 2, 4, 8]
+        assert all(a.weights > b.weights and a.context <= b.context for a, b in itertools.pairwise(row))
+    for count in range(4):
+        column = [row[count].context for row in by_size.values()]
+        assert column == sorted(column)
+
+
+def test_what_is_free_here_decides(flash: MemoryPlan) -> None:
+    host, cards = flash.here
+    assert (host.name, host.count, host.usable) == ("host", 1, int(800 * GB * plan.USABLE))
+    assert host.weights == flash.total.stored and host.context == 1_048_576
+    assert (cards.name, cards.count, cards.context) == ("B", 2, 0), "the fullest card decides"
+
+
+def test_a_split_model_copies_what_cannot_be_split(flash: MemoryPlan) -> None:
+    one, eight = flash.gpus[0].weights, flash.gpus[3].weights
+    copied = flash.weights["copied"].stored + flash.weights["vision"].stored
+    assert one == flash.total.stored
+    assert eight == pytest.approx((one - copied) / 8 + copied, abs=8)
+
+
+def test_widened_weights_are_those_of_the_bf16_checkpoint(tmp_path: Path) -> None:
+    packed = planned(tmp_path / "packed", "mini")
+    plain = planned(tmp_path / "plain", "mini", format="bf16")
+    assert packed.total.expanded == plain.total.stored == plain.total.expanded > 2 * packed.total.stored
+
+
+def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) -> None:
+    """Room for weights and one step, but not for 4,096 tokens."""
+    first = planned(tmp_path, "tiny")
+    config = read_model_config(tmp_path)
+    sources = match(open_checkpoint(tmp_path), expected_tensors(config)).sources
+    bare = first.total.stored + first.step_bytes + first.cache["float32"].fixed
+    for tokens, fits in ((4000, False), (4200, True)):
+        free = int((bare + tokens * first.cache["float32"].per_token) / plan.USABLE)
+        found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
+        assert bool(found.here[0].context) == fits
+
+
+def test_a_longer_step_needs_more_memory() -> None:
+    config = parse_model_config(preset_config("flash-vision", packed=True), "flash")
+    steps = [plan.step_bytes(config, tokens) for tokens in (1, 128, 2048)]
+    assert steps == sorted(steps) and 0.5 * GB < steps[2] < 5 * GB
+
+
+def test_this_machine_has_memory() -> None:
+    machine = this_machine()
+    assert 0 < machine.ram.free <= machine.ram.total
+
+
+@pytest.mark.parametrize(
+    ("answer", "cards"),
+    [
+        ("NVIDIA H200, 143771, 143000\nCard, odd, 143771, 10\n", [("NVIDIA H200", 143771), ("Card, odd", 143771)]),
+        ("NVIDIA GB10, [N/A], [N/A]\n", []),
+        ("", []),
+    ],
+)
+def test_gpus_are_those_the_driver_lists(
+    answer: str, cards: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert [(gpu.name, gpu.total >> 20) for gpu in this_machine().gpus] == cards
+
+
+def test_a_driver_that_fails_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert this_machine().gpus == ()
