@@ -12,7 +12,9 @@ def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, s
     """
     if stepwise:
         assert weight_D is None
-        return x_ND * torch.rsqrt(x_ND.square().mean(dim=-1, keepdim=True) + eps)
+        mean = x_ND.square().mean(dim=-1, keepdim=True) + eps
+        # torch's rsqrt of bf16 on a CPU rounds twice (root, then reciprocal); on a GPU, as released, once
+        return x_ND * torch.rsqrt(mean.float()).to(x_ND.dtype)
     x = x_ND.float()
     x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return (x if weight_D is None else weight_D.float() * x).to(x_ND.dtype)
