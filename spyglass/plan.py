@@ -1,7 +1,9 @@
 """What a checkpoint needs and where it fits, from headers alone: nothing is loaded, torch is not imported.
 
 Weights are counted as stored (packed) and as they are when FP8 and FP4 are widened to bfloat16. Cache rows follow spec
-v4 4.7. The working memory of a step is an estimate: the tensors that are alive together at the widest point of a layer.
+v4 4.7 and v41 4.6. The working memory of a step is an estimate: the tensors that are alive together at the widest point
+of a layer. Engram tables are counted apart: they stay in their files, or are held once per machine in host memory, or
+are divided between the devices (spec v41 5.6).
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from spyglass.checkpoint.match import Source, part_of
-from spyglass.config.cache import cache_plans
+from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
+from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
-Share = Literal["experts", "divided", "copied", "vision"]
-SHARES: tuple[Share, ...] = ("experts", "divided", "copied", "vision")
+Share = Literal["experts", "divided", "copied", "vision", "engram"]
+SHARES: tuple[Share, ...] = ("experts", "divided", "copied", "vision", "engram")
+Tables = Literal["none", "files", "host", "devices"]
 GIB = 1 << 30
 GPU_SIZES = (24, 32, 48, 80, 96, 141, 192)  # GiB a card
 GPU_COUNTS = (1, 2, 4, 8)
@@ -28,6 +32,7 @@ STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
 LEAST_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
 _DIVIDED = ("attn.wq_b", "attn.wo_a", "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.weights_proj")
+_ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class Machine:
 class Fit:
     """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache left beside them.
 
-    `context` is 0 when it does not fit.
+    `context` is 0 when it does not fit. `tables` says where its engram tables are, "none" for models without.
     """
 
     name: str
@@ -75,22 +80,27 @@ class Fit:
     weights: int
     usable: int
     context: int
+    tables: Tables = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each."""
+    """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each.
+
+    `gpus` has the engram tables outside the GPUs, `gpus_with_tables` on them (empty for models without engram).
+    """
 
     weights: Mapping[Share, Bytes]
     cache: Mapping[RowFormat, CacheBytes]
     step_bytes: int
     here: tuple[Fit, ...]
     gpus: tuple[Fit, ...]
+    gpus_with_tables: tuple[Fit, ...] = ()
 
     @property
     def total(self) -> Bytes:
-        """All weights that would be loaded."""
-        shares = self.weights.values()
+        """All weights that would be loaded; engram tables are not."""
+        shares = [share for name, share in self.weights.items() if name != "engram"]
         return Bytes(sum(share.stored for share in shares), sum(share.expanded for share in shares))
 
 
@@ -101,35 +111,47 @@ def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Mac
     cache = {format: cache_bytes(config.text, format) for format in formats}
     step = step_bytes(config)
 
-    def fit(device: Device, count: int, rows: RowFormat) -> Fit:
-        held = _bytes_per_device(weights, count)
+    outside: Tables = "files" if weights["engram"].stored else "none"
+
+    def fit(device: Device, count: int, rows: RowFormat, tables: Tables = outside) -> Fit:
+        held = _bytes_per_device(weights, count, tables)
         usable = int(device.free * USABLE)
         room = usable - held - step - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
         context = min(tokens, config.text.max_position_embeddings)
-        return Fit(device.name, count, held, usable, context if room > 0 and context >= LEAST_CONTEXT else 0)
+        fits = room > 0 and context >= LEAST_CONTEXT
+        return Fit(device.name, count, held, usable, context if fits else 0, tables)
 
     here = [fit(machine.ram, 1, "float32")]
+    if outside == "files":
+        here.append(fit(machine.ram, 1, "float32", "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
         here.append(fit(smallest, len(machine.gpus), "bfloat16"))
+        if outside == "files":
+            here.append(fit(smallest, len(machine.gpus), "bfloat16", "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
     gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
-    return MemoryPlan(weights=weights, cache=cache, step_bytes=step, here=tuple(here), gpus=gpus)
+    on_gpus: tuple[Fit, ...] = ()
+    if outside == "files":
+        on_gpus = tuple(fit(device, count, "bfloat16", "devices") for device in sizes for count in GPU_COUNTS)
+    return MemoryPlan(
+        weights=weights, cache=cache, step_bytes=step, here=tuple(here), gpus=gpus, gpus_with_tables=on_gpus
+    )
 
 
 def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     """Rows of all layers (spec v4 4.7): windows and un-pooled compressor rows are fixed, pooled rows and keys grow.
 
-    "packed" is what engines with FP8 caches keep: plain channels in FP8 with a scale byte per 64, rotary ones in
-    bfloat16, index keys in FP8 with one fp32 scale.
+    "packed" is what engines with packed caches keep: rows in the format they are rounded to, a byte per block for its
+    scale, other channels in bfloat16; index keys in FP8 with one fp32 scale, or FP4 where the pools are (spec v41 4.6).
     """
     per_token, fixed = 0.0, 0
     for plan in cache_plans(text):
         if plan.dtype == "float32":
             row = 4 * plan.row_dim
         elif rows == "packed":
-            row = plan.row_dim + 4 if plan.kind == "index" else _packed_row(plan.row_dim, text.qk_rope_head_dim)
+            row = _packed_row(plan, text)
         else:
             row = plan.row_dim * (2 if rows == "bfloat16" else 4)
         if plan.retention is None:
@@ -139,9 +161,19 @@ def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     return CacheBytes(per_token, fixed)
 
 
-def _packed_row(dim: int, rope_dim: int) -> int:
-    plain = dim - rope_dim
-    return -(-(plain + 2 * rope_dim + -(-plain // 64)) // 8) * 8
+def _packed_row(plan: CachePlan, text: TextConfig) -> int:
+    rounding = text.reference_rounding
+    assert rounding.pool is not None and rounding.window is not None and rounding.index is not None
+    if plan.kind == "index":
+        return _rounded_bytes(plan.row_dim, rounding.index) if rounding.pool.element == "e2m1" else plan.row_dim + 4
+    quant = rounding.window if plan.kind == "window" else rounding.pool
+    rest = plan.row_dim - rounding.kv_dims
+    return -(-(_rounded_bytes(rounding.kv_dims, quant) + 2 * rest) // 8) * 8
+
+
+def _rounded_bytes(dims: int, quant: FakeQuant) -> int:
+    """Codes and a scale byte per block."""
+    return dims * _ELEMENT_BITS[quant.element] // 8 + -(-dims // quant.block)
 
 
 def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> int:
@@ -151,6 +183,8 @@ def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = 
     heads = text.num_attention_heads * text.head_dim
     experts = text.num_experts_per_tok * (3 * text.moe_intermediate_size + text.hidden_size)
     per_token = 3 * 2 * streams + 4 * streams + 3 * 2 * heads + 4 * experts
+    if text.engram is not None:
+        per_token += 2 * len(text.engram.layers) * text.engram.row_width
     return tokens * per_token + 4 * sequences * text.vocab_size
 
 
@@ -165,15 +199,18 @@ def _weight_bytes(sources: Mapping[str, Source]) -> dict[Share, Bytes]:
 
 def _share_of(name: str) -> Share:
     """How tensor parallelism treats an entry: experts and heads are split, latents, routers and mixing are copied."""
-    if part_of(name) == "vision":
-        return "vision"
+    part = part_of(name)
+    if part == "vision" or part == "engram":
+        return part
     if ".ffn.experts." in name:
         return "experts"
     return "divided" if name in ("embed", "head") or name.endswith(_DIVIDED) else "copied"
 
 
-def _bytes_per_device(weights: Mapping[Share, Bytes], count: int) -> int:
+def _bytes_per_device(weights: Mapping[Share, Bytes], count: int, tables: Tables) -> int:
     split = weights["experts"].stored + weights["divided"].stored
+    if tables in ("host", "devices"):
+        split += weights["engram"].stored
     return -(-split // count) + weights["copied"].stored + weights["vision"].stored
 
 

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", help="checkpoint folder")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--plan", action="store_true", help="print only what fits where")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except SpyglassError as error:
         report["faults"].append(str(error))
     report["would_load"] = not report["faults"]
-    print(json.dumps(report, indent=2) if args.json else _as_text(report))
+    print(json.dumps(report, indent=2) if args.json else _as_text(report, plan_only=args.plan))
     return 0 if report["would_load"] else WOULD_NOT_LOAD
 
 
@@ -95,14 +96,14 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
-def _as_text(report: dict[str, Any]) -> str:
+def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
     """The report for people."""
     lines = [report["directory"]]
-    if "model" in report:
+    if "model" in report and not plan_only:
         lines += _model_lines(report)
-    if "groups" in report:
+    if "groups" in report and not plan_only:
         lines += _tensor_lines(report)
-    if "ops" in report:
+    if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
     if "memory" in report:
         lines += _memory_lines(report["memory"])
@@ -150,23 +151,34 @@ def _ops_lines(ops: dict[str, dict[str, str]]) -> list[str]:
 
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
-    stored = sum(share["stored"] for share in memory["weights"].values())
-    expanded = sum(share["expanded"] for share in memory["weights"].values())
+    loaded = [share for name, share in memory["weights"].items() if name != "engram"]
+    stored, expanded = sum(share["stored"] for share in loaded), sum(share["expanded"] for share in loaded)
+    tables = memory["weights"]["engram"]["stored"]
     rows = memory["cache"]["bfloat16"]
     lines = [
         f"weights: {_gb(stored)} as stored, {_gb(expanded)} widened to bfloat16; a step of 2,048 tokens about "
         f"{_gb(memory['step_bytes'])}",
         f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
     ]
-    lines += [f"{fit['count']} x {fit['name']}: {_verdict(fit)}" for fit in memory["here"]]
-    return lines + _gpu_table(memory["gpus"])
+    if tables:
+        lines.append(
+            f"engram tables: {_gb(tables)}, left in their files (--engram mmap), or one copy in a machine's memory "
+            "(host), or divided between its GPUs (device)"
+        )
+    where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
+    lines += [f"{fit['count']} x {fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
+    title = "context that fits beside the weights, by GPU memory and count"
+    if not tables:
+        return lines + _gpu_table(memory["gpus"], f"{title}:")
+    lines += _gpu_table(memory["gpus"], f"{title}, engram tables in files or host memory:")
+    return lines + _gpu_table(memory["gpus_with_tables"], f"{title}, engram tables on the GPUs:")
 
 
-def _gpu_table(fits: list[dict[str, Any]]) -> list[str]:
+def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
     """Rows = card sizes, columns = how many of them; a cell is the context that fits beside the weights."""
     counts = sorted({fit["count"] for fit in fits})
     cells = {(fit["name"], fit["count"]): _tokens(fit["context"]) for fit in fits}
-    lines = ["context that fits beside the weights, by GPU memory and count:"]
+    lines = [title]
     lines.append(f"  {'':<8}" + "".join(f"{count:>8} x" for count in counts))
     for name in dict.fromkeys(fit["name"] for fit in fits):
         lines.append(f"  {name:<8}" + "".join(f"{cells[name, count]:>10}" for count in counts))

@@ -1,0 +1,77 @@
+"""Where DeepSeek-V4.1 fits, with its tables in files, in host memory or on the GPUs (spec v41 2.3, 4.6, 5.6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spyglass.checkpoint.match import match
+from spyglass.checkpoint.presets import preset_config
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.checkpoint.schema import expected_tensors
+from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.plan import USABLE, Device, Machine, MemoryPlan, cache_bytes, plan_memory
+
+GB = 10**9
+TABLES = 202_758_032_400
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> MemoryPlan:
+    folder = tmp_path_factory.mktemp("flash")
+    new_checkpoint(folder, "v41-flash", headers_only=True)
+    sources = match(open_checkpoint(folder), expected_tensors(read_model_config(folder))).sources
+    machine = Machine(Device("host", 900 * GB, 587 * GB), tuple(Device("card", 150 * GB, 150 * GB) for _ in range(4)))
+    return plan_memory(read_model_config(folder), sources, machine)
+
+
+def test_printed_cache_sizes() -> None:
+    """890 bytes a token: three pools of pairs and one of single tokens, rows of 288 and keys of 68 bytes."""
+    text = parse_model_config(preset_config("v41-flash", packed=True), "flash").text
+    assert cache_bytes(text, "packed").per_token == (288 + 68) / 2 * 3 + (288 + 68) == 890
+    state = 3 * 2 * 4 * 2 * 512  # un-pooled fp32 rows of the three gated compressors
+    assert cache_bytes(text, "packed").fixed - state == 40 * 128 * 528
+    assert cache_bytes(text, "bfloat16").per_token == 2.5 * (1024 + 256)
+
+
+def test_released_weights(flash: MemoryPlan) -> None:
+    assert flash.weights["engram"].stored == TABLES
+    assert flash.weights["experts"].stored == 40 * 384 * (17_694_720 + 1_105_920)
+    assert flash.weights["vision"].stored == 970_536_960
+    assert flash.total.stored == pytest.approx(296e9 + 2.65e9 + 0.97e9, rel=2e-3)
+
+
+def test_where_it_fits_without_its_tables(flash: MemoryPlan) -> None:
+    """300 GB: four cards of 96 or 141, not two; the tables make it eight of 80 or four of 141."""
+    fits = {(fit.name, fit.count): fit.context for fit in flash.gpus}
+    assert fits["96 GB", 4] and fits["141 GB", 4] and fits["48 GB", 8]
+    assert not fits["141 GB", 2] and not fits["192 GB", 1] and not fits["32 GB", 8]
+    assert {fit.tables for fit in flash.gpus} == {"files"}
+
+
+def test_tables_on_the_gpus_are_divided(flash: MemoryPlan) -> None:
+    fits = {(fit.name, fit.count): fit.context for fit in flash.gpus_with_tables}
+    assert fits["80 GB", 8] and fits["141 GB", 4]
+    assert not fits["96 GB", 4] and not fits["48 GB", 8]
+    outside = {(fit.name, fit.count): fit.weights for fit in flash.gpus}
+    for fit in flash.gpus_with_tables:
+        assert fit.weights - outside[fit.name, fit.count] == pytest.approx(TABLES / fit.count, abs=8)
+
+
+def test_the_host_holds_one_copy_of_the_tables_however_many_cards(flash: MemoryPlan) -> None:
+    files, memory, cards, cards_with_tables = flash.here
+    assert (files.tables, memory.tables) == ("files", "host") and memory.weights - files.weights == TABLES
+    assert memory.usable == int(587 * GB * USABLE) and memory.context
+    assert (cards.count, cards.tables, cards_with_tables.tables) == (4, "files", "devices")
+    assert cards.context and cards_with_tables.context
+
+
+def test_models_without_engram_have_no_second_table(tmp_path: Path) -> None:
+    new_checkpoint(tmp_path, "tiny", headers_only=True)
+    config = read_model_config(tmp_path)
+    found = plan_memory(
+        config, match(open_checkpoint(tmp_path), expected_tensors(config)).sources, Machine(Device("h", GB, GB), ())
+    )
+    assert found.gpus_with_tables == () and {fit.tables for fit in (*found.here, *found.gpus)} == {"none"}
