@@ -2,13 +2,12 @@
 
 What the renderer marks as a special token becomes that token's id, everything else is encoded as text: user text,
 history, reasoning, tool results and tool descriptions cannot spell a special token. Pictures travel as numbered stubs
-under a spelling chosen so that no text of the request contains it, and come back as `PictureRef`.
+and come back as `PictureRef`; only the renderer's own marks count as pictures, never a spelling in a text.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import PictureSource
+from spyglass.prompt.placeholder import SPELLING
 from spyglass.prompt.tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
@@ -65,14 +65,6 @@ class RenderedChat:
 
     pieces: tuple[str | SpecialPiece | PictureRef, ...]
 
-    @property
-    def text(self) -> str:
-        """The prompt as one string, pictures left out; for eyes and tests, never for encoding."""
-        return "".join(
-            "" if isinstance(piece, PictureRef) else piece if isinstance(piece, str) else piece.spelling
-            for piece in self.pieces
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SpecialPiece:
@@ -95,17 +87,16 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
 
     _check_options(options)
     plain, pictures = _without_pictures(messages, config, options)
-    spelling = _unused_spelling([plain, list(options.tools)])
-    tokens = deepseek_recipe.SpecialTokens(image=spelling)
+    tokens = deepseek_recipe.SpecialTokens(image=SPELLING)
     conversation = _convert(plain, options, tokens)
     is_v41 = config.family == "deepseek_v41"
     encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
     rendered = encoding.with_special_tokens(tokens).render_conversation(conversation)
     order = [pictures[_stub_number(source)] for source in rendered.image_sources]
-    found = sum(rendered.prompt[start:stop] == spelling for start, stop in rendered.special_ranges)
+    found = sum(rendered.prompt[start:stop] == SPELLING for start, stop in rendered.special_ranges)
     if not found == len(order) == len(pictures):
         raise PromptError(f"the conversation has {len(pictures)} pictures, its rendering has room for {found}")
-    return RenderedChat(_split(rendered.prompt, rendered.special_ranges, spelling, order))
+    return RenderedChat(_split(rendered.prompt, rendered.special_ranges, order))
 
 
 def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | PictureRef]:
@@ -139,6 +130,8 @@ def _special(spelling: str, tokenizer: PromptTokenizer) -> int:
 def _check_options(options: ChatOptions) -> None:
     if options.effort is not None and options.effort not in EFFORTS:
         raise PromptError(f"effort is {options.effort!r}; it is one of {', '.join(EFFORTS)}, or none with thinking off")
+    if not isinstance(options.tools, list | tuple):
+        raise PromptError(f"tools must be a list of tools, not {type(options.tools).__name__}")
     if options.effort is not None and not options.thinking:
         raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
 
@@ -221,45 +214,43 @@ def _stub_number(source: deepseek_recipe.ImageSource) -> int:
     return int(base64.b64decode(source.data_url.removeprefix(_STUB)))
 
 
-def _unused_spelling(request: object) -> str:
-    """A picture spelling that occurs nowhere in the request, so that no text can pass for a picture."""
-    text = json.dumps(request, ensure_ascii=False, default=repr)
-    number = 0
-    while (spelling := f"<picture {number}>") in text:
-        number += 1
-    return spelling
-
-
 def _convert(
     messages: list[dict[str, Any]], options: ChatOptions, tokens: deepseek_recipe.SpecialTokens
 ) -> deepseek_recipe.Conversation:
     """Let the library check and convert the request. The version decides only that pictures are kept, for both."""
     import deepseek_recipe
 
-    body: dict[str, Any] = {
-        "model": _MODEL,
-        "messages": messages,
-        "thinking": {"type": "enabled" if options.thinking else "disabled"},
+    given = {
+        "reasoning_effort": options.effort,
+        "tools": options.tools or None,
+        "tool_choice": options.tool_choice,
+        "response_format": options.response_format,
     }
-    if options.effort is not None:
-        body["reasoning_effort"] = options.effort
-    if options.tools:
-        body["tools"] = [dict(tool) for tool in options.tools]
-    if options.tool_choice is not None:
-        choice = options.tool_choice
-        body["tool_choice"] = choice if isinstance(choice, str) else dict(choice)
-    if options.response_format is not None:
-        body["response_format"] = dict(options.response_format)
     version = deepseek_recipe.ModelVersion.DeepseekV41Flash
     conversion = deepseek_recipe.ConversionOptions().with_special_tokens(tokens).with_model_alias(_MODEL, version)
     try:
+        body: dict[str, Any] = {
+            "model": _MODEL,
+            "messages": _as_json(messages),
+            "thinking": {"type": "enabled" if options.thinking else "disabled"},
+        }
+        body |= {name: _as_json(value) for name, value in given.items() if value is not None}
         return deepseek_recipe.ChatCompletionRequest(body).convert(conversion).conversation
     except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PromptError(f"the messages cannot be rendered: {error}") from error
 
 
+def _as_json(value: object) -> object:
+    """Mappings and sequences of any kind as dict and list, which is all that the library reads."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value
+
+
 def _split(
-    prompt: str, special_ranges: Sequence[tuple[int, int]], spelling: str, order: Sequence[PictureRef]
+    prompt: str, special_ranges: Sequence[tuple[int, int]], order: Sequence[PictureRef]
 ) -> tuple[str | SpecialPiece | PictureRef, ...]:
     pieces: list[str | SpecialPiece | PictureRef] = []
     pictures = iter(order)
@@ -268,7 +259,7 @@ def _split(
         if start > done:
             pieces.append(prompt[done:start])
         token = prompt[start:stop]
-        pieces.append(next(pictures) if token == spelling else SpecialPiece(token))
+        pieces.append(next(pictures) if token == SPELLING else SpecialPiece(token))
         done = stop
     if done < len(prompt):
         pieces.append(prompt[done:])

@@ -44,7 +44,7 @@ class PromptTokenizer:
                 raise PromptError(
                     f"{name} gives {spelling} the id {token}, which its own vocabulary does not leave free"
                 )
-        self._plain = _build(json.dumps(parsed | {"added_tokens": []}, ensure_ascii=False), name)
+        self._plain = _without_added_tokens(self._full)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text` as text: spellings of special tokens come out as ordinary pieces.
@@ -82,6 +82,16 @@ def _build(text: str, name: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _without_added_tokens(full: Tokenizer) -> Tokenizer:
+    """A tokenizer of the base vocabulary only; shares the model with `full`."""
+    plain = Tokenizer(full.model)
+    if full.normalizer is not None:
+        plain.normalizer = full.normalizer
+    if full.pre_tokenizer is not None:
+        plain.pre_tokenizer = full.pre_tokenizer
+    return plain
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:

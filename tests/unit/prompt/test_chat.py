@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +17,30 @@ from spyglass.errors import PromptError
 from spyglass.prompt import (
     REFERENCE_RULES,
     ChatOptions,
-    PictureRef,
     PromptTokenizer,
     build_prompt,
     encode_chat,
     render_chat,
 )
-from tests.unit.prompt.conftest import PLACEHOLDER, respelled
+from tests.unit.prompt.conftest import respelled
+from tests.unit.prompt.messages import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    PICTURE,
+    SYSTEM,
+    TOOL,
+    USER,
+    assistant,
+    rendered,
+    text,
+    tool_turn,
+    user,
+)
 from tests.unit.prompt.pictures import encode, noise
 from tests.unit.prompt.test_data_url import SPELLINGS
 
-BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-USER, ASSISTANT, SYSTEM = "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"
-PICTURE = {"type": "image_url", "image_url": {"url": SPELLINGS["plain"]}}
 EFFORT_75 = "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "looks",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-    },
-}
-
-
-def user(content: object) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: object, **more: object) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def text(value: str) -> dict[str, str]:
-    return {"type": "text", "text": value}
-
-
-def rendered(messages: list[dict[str, Any]], config: ModelConfig, **options: Any) -> str:
-    """The prompt as text, pictures shown as `#`."""
-    pieces = render_chat(messages, config, ChatOptions(**options)).pieces
-    return "".join(
-        "#" if isinstance(piece, PictureRef) else piece if isinstance(piece, str) else piece.spelling
-        for piece in pieces
-    )
-
-
 TURNS = [user("Q1"), assistant("A1", reasoning_content="R1"), user("Q2")]
 V41_CASES: list[tuple[list[dict[str, Any]], bool, str]] = [
     ([user("Hello")], True, f"{SYSTEM}{EFFORT_75}{USER}Hello{ASSISTANT}<think>"),
@@ -180,93 +157,14 @@ def test_spelled_ids_of_a_short_prompt(v41: ModelConfig, v41_tokenizer: PromptTo
     assert build_prompt([user("Hello")], v41, v41_tokenizer, thinking=True).ids_T[:2].tolist() == [0, 128799]
 
 
-PLACES: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = {
-    "user": lambda spelled: ([user(spelled)], []),
-    "user part": lambda spelled: ([user([text(spelled), PICTURE])], []),
-    "behind a picture": lambda spelled: ([user([PICTURE, text(spelled)])], []),
-    "system": lambda spelled: ([{"role": "system", "content": spelled}, user("a")], []),
-    "history": lambda spelled: ([user("a"), assistant(spelled), user([PICTURE])], []),
-    "reasoning": lambda spelled: ([user("a"), assistant("b", reasoning_content=spelled), user("c")], [TOOL]),
-    "tool result": lambda spelled: (_tool_turn(spelled), [TOOL]),
-    "tool result part": lambda spelled: (_tool_turn([text(spelled), PICTURE]), [TOOL]),
-    "tool arguments": lambda spelled: (_tool_turn("r", json.dumps({"place": spelled})), [TOOL]),
-    "tool description": lambda spelled: ([user("a")], [_tool(description=spelled)]),
-    "tool parameter": lambda spelled: ([user("a")], [_tool(parameters={"title": spelled, "type": "object"})]),
-}
-SPELLED = [
-    BOS, EOS, USER, ASSISTANT, SYSTEM, "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>",
-    "<｜deepseek_image｜>", "<｜image｜>", "<｜image2｜>", "<picture 0>", "<picture 1>", "<｜rl_image_pad｜>",
-    "<|place_holder_mm_span_0431|>",
-]  # fmt: skip
-
-
-def _tool(**function: object) -> dict[str, Any]:
-    return {"type": "function", "function": {**TOOL["function"], **function}}  # type: ignore[dict-item]
-
-
-def _tool_turn(result: object, arguments: str = '{"place": "here"}') -> list[dict[str, Any]]:
-    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    turn = assistant(None, reasoning_content="r", tool_calls=[call])
-    return [user("a"), turn, {"role": "tool", "tool_call_id": "c", "content": result}]
-
-
-@pytest.mark.parametrize("family", ["v4", "v41"])
-@pytest.mark.parametrize("place", PLACES)
-def test_text_that_spells_a_special_token_stays_text(request: pytest.FixtureRequest, place: str, family: str) -> None:
-    """Wherever it stands: the special ids and the pictures are those of the same request with harmless text."""
-    config: ModelConfig = request.getfixturevalue(family)
-    tokenizer: PromptTokenizer = request.getfixturevalue("vision_tokenizer" if family == "v4" else "v41_tokenizer")
-
-    def special_ids(spelled: str) -> list[int]:
-        messages, tools = PLACES[place](spelled)
-        parts = encode_chat(render_chat(messages, config, ChatOptions(thinking=True, tools=tools)), tokenizer)
-        ids = [[-1] if isinstance(part, PictureRef) else part for part in parts]
-        return [token for token in itertools.chain.from_iterable(ids) if token >= 128_000 or token <= 2]
-
-    harmless = special_ids("harmless")
-    assert PLACEHOLDER not in harmless
-    for spelled in (*SPELLED, "".join(SPELLED)):
-        assert special_ids(spelled) == harmless
-
-
-@given(pieces=st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=6))
-def test_any_mixture_of_spellings_is_one_text(
-    v4: ModelConfig, vision_tokenizer: PromptTokenizer, pieces: list[str]
-) -> None:
-    spelled = "".join(pieces)
-    parts = encode_chat(render_chat([user([text(spelled), PICTURE])], v4, ChatOptions()), vision_tokenizer)
-    assert [type(part) for part in parts] == [list, PictureRef, list]
-    expected = vision_tokenizer.encode_text(spelled + "\n\n")
-    assert parts[0] == [0, 128803, *expected]
-    assert parts[2] == [128804, 128822]
-
-
-def test_a_listing_with_the_placeholder_and_no_picture_is_a_prompt_without_pictures(
-    v41: ModelConfig, v41_tokenizer: PromptTokenizer
-) -> None:
-    prompt = build_prompt(_tool_turn("print('<｜deepseek_image｜><｜image｜>')"), v41, v41_tokenizer, tools=[TOOL])
-    assert PLACEHOLDER not in prompt.ids_T
-    assert not prompt.spans
-
-
-def test_a_stray_placeholder_everywhere_and_one_picture_is_one_span(
-    v4: ModelConfig, vision_tokenizer: PromptTokenizer
-) -> None:
-    stray = "<｜deepseek_image｜>"
-    messages = [*_tool_turn(stray), assistant(stray, reasoning_content=stray), user([text(stray), PICTURE])]
-    prompt = build_prompt(messages, v4, vision_tokenizer, thinking=True, tools=[_tool(description=stray)])
-    assert len(prompt.spans) == 1
-    assert PLACEHOLDER not in prompt.ids_T
-
-
 def test_pictures_in_tool_results_are_seen(v41: ModelConfig, v41_tokenizer: PromptTokenizer) -> None:
     photo = {"type": "image_url", "image_url": {"url": encode(noise(640, 480), "PNG")}}
     lengths = []
     for result in ([text("res")], [text("res"), photo]):
-        prompt = build_prompt(_tool_turn(result), v41, v41_tokenizer, tools=[TOOL])
+        prompt = build_prompt(tool_turn(result), v41, v41_tokenizer, tools=[TOOL])
         lengths.append(len(prompt) - len(prompt.spans) * len(v41_tokenizer.encode_text("\n\n")))
     assert lengths[1] - lengths[0] == 206
-    assert "<tool_result>res\n\n#</tool_result>" in rendered(_tool_turn([text("res"), PICTURE]), v41, tools=[TOOL])
+    assert "<tool_result>res\n\n#</tool_result>" in rendered(tool_turn([text("res"), PICTURE]), v41, tools=[TOOL])
 
 
 def test_pictures_keep_their_order_over_messages(v4: ModelConfig, tokenizer: PromptTokenizer) -> None:
@@ -302,6 +200,8 @@ def test_a_string_that_is_no_data_url_never_reads_a_file(v4: ModelConfig, url: s
         render_chat([user([{"type": "image_url", "image_url": {"url": url}}])], v4, ChatOptions())
 
 
+LOOP: dict[str, Any] = {}
+LOOP["loop"] = LOOP
 BROKEN: list[tuple[Any, str]] = [
     ([user([{"type": "image_urll"}])], r"messages\[0\]\.content\[0\] has the unknown type 'image_urll'"),
     ([user("a"), user([text("b"), {}])], r"messages\[1\]\.content\[1\] has the unknown type None"),
@@ -320,6 +220,8 @@ BROKEN: list[tuple[Any, str]] = [
     ([user(None)], "cannot be rendered"),
     ([user("\ud800")], "cannot be rendered"),
     ([user({1, 2})], "cannot be rendered"),
+    ([user(LOOP)], "cannot be rendered"),
+    ([user({1j: 2})], "cannot be rendered"),
 ]  # fmt: skip
 
 
@@ -364,6 +266,37 @@ def test_json_answers_and_tool_choice_are_passed_on(v4: ModelConfig) -> None:
     assert "look" in rendered([user("a")], v4, tools=[TOOL], tool_choice="auto")
     with pytest.raises(PromptError, match="cannot be rendered"):
         rendered([user("a")], v4, tools=[{"type": "function"}])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    JSON
+    | st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | JSON, "content": st.just("x") | JSON},
+        optional={
+            "tool_calls": JSON,
+            "tool_call_id": JSON,
+            "reasoning_content": JSON,
+            "prefix": JSON,
+        },
+    ),
+    max_size=3,
+)
+
+
+@given(messages=MESSAGES | JSON, tools=JSON, tool_choice=JSON, response_format=JSON)
+def test_any_request_is_rendered_or_a_prompt_error(
+    v4: ModelConfig, messages: Any, tools: Any, tool_choice: Any, response_format: Any
+) -> None:
+    for options in ({}, {"tools": tools}, {"tool_choice": tool_choice}, {"response_format": response_format}):
+        try:
+            assert isinstance(rendered(messages, v4, **options), str)
+        except PromptError as error:
+            assert str(error)
 
 
 def test_text_needs_a_tokenizer_that_has_the_familys_tokens(
