@@ -1,0 +1,83 @@
+"""Rows on their way to a model: the same numbers for every placement, size of step and activation dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from spyglass.engram import EngramStore, Placement, TableRows
+from spyglass.engram.feed import EngramFeed
+from spyglass.quant.codec import encode
+from spyglass.quant.formats import BF16, fp8
+from tests.small_v41 import small_store, small_v41_config
+
+CPU = torch.device("cpu")
+
+
+def store_of(form: str, placement: Placement) -> EngramStore:
+    """Random tables of the small model in one of the stored forms."""
+    store = small_store(small_v41_config(engram_head_dim=36))
+    tables = {}
+    for layer, table in store.tables.items():
+        values = torch.from_numpy(table.data)
+        if form == "fp8":
+            packed = encode(values, fp8((1, 32)))
+            assert packed.scale is not None
+            stored = TableRows(
+                format=packed.format, data=packed.data.view(torch.uint8).numpy(), scale=packed.scale.numpy()
+            )
+        elif form == "bf16":
+            stored = TableRows(format=BF16, data=values.bfloat16().view(torch.uint16).numpy(), scale=None)
+        else:
+            stored = table
+        tables[layer] = stored
+    return replace(store, tables=tables, placement=placement)
+
+
+def step_of(lengths: list[int], seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]]:
+    """Ids and kinds of packed sequences, and where each begins."""
+    random = np.random.default_rng(seed)
+    total = sum(lengths)
+    kinds = np.where(random.random(total) < 0.1, 2, -1).astype(np.int8)
+    return random.integers(0, 68, total).astype(np.int32), kinds, np.cumsum([0, *lengths]).astype(np.int32)
+
+
+@pytest.mark.parametrize("placement", ["mmap", "host", "device"])
+@pytest.mark.parametrize("form", ["fp8", "bf16", "f32"])
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [130, 1, 40]])
+def test_rows_of_a_step_are_those_of_each_sequence(form: str, placement: Placement, lengths: list[int]) -> None:
+    store = store_of(form, placement)
+    ids, kinds, starts = step_of(lengths)
+    lookback = np.array([[9, -2, 4], [-1, -1, -1], [3, 5, -1]], np.int32)[: len(lengths)]
+    rows = EngramFeed(store, device=CPU, dtype=torch.float32).start(ids, kinds, lookback, starts)()
+    for number in range(len(lengths)):
+        mine = slice(int(starts[number]), int(starts[number + 1]))
+        alone = store.rows(ids[mine], kinds[mine], lookback[number])
+        for layer in (1, 4):
+            assert rows[layer].shape == (sum(lengths), 6 * 36)
+            assert np.array_equal(rows[layer][mine].numpy(), alone[layer]), (layer, number)
+
+
+def test_bf16_activations_get_the_rounded_rows() -> None:
+    store = store_of("fp8", "mmap")
+    ids, kinds, starts = step_of([20])
+    start = np.full((1, 3), -1, np.int32)
+    exact = EngramFeed(store, device=CPU, dtype=torch.float32).start(ids, kinds, start, starts)()
+    rounded = EngramFeed(store, device=CPU, dtype=torch.bfloat16).start(ids, kinds, start, starts)()
+    assert all(torch.equal(rounded[layer], exact[layer].bfloat16()) for layer in (1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["mmap", "device"])
+@pytest.mark.parametrize("form", ["fp8", "bf16", "f32"])
+def test_rows_arrive_on_the_gpu(form: str, placement: Placement) -> None:
+    store = store_of(form, placement)
+    ids, kinds, starts = step_of([100, 3])
+    start = np.full((2, 3), -1, np.int32)
+    here = EngramFeed(store, device=CPU, dtype=torch.bfloat16).start(ids, kinds, start, starts)()
+    there = EngramFeed(store, device=torch.device("cuda"), dtype=torch.bfloat16).start(ids, kinds, start, starts)()
+    assert all(there[layer].is_cuda and torch.equal(there[layer].cpu(), here[layer]) for layer in (1, 4))
