@@ -61,6 +61,8 @@ STACKED = {"w1": ("gate_up_proj", 0, 2), "w3": ("gate_up_proj", 1, 2), "w2": ("d
 SUFFIXES = {".weight": ".weight", ".scale": ".weight_scale_inv"}
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
 _UNTABLED = ("vision.", "aligner.")
+_PARTS = {"self_attn": "attn", "mlp": "ffn"}
+_BIAS = "gate.e_score_correction_bias"
 
 _TOP_LEVEL_BACK = {hf.removeprefix("model."): native for native, hf in TOP_LEVEL.items()}
 _LAYER_BACK = {hf: native for native, hf in LAYER.items()}
@@ -101,8 +103,19 @@ def to_native(name: str) -> str:
     if rest.startswith("mlp.experts."):
         expert, _, tail = rest.removeprefix("mlp.experts.").partition(".")
         translated = _translate(tail, _EXPERT_BACK, _SUFFIXES_BACK)
-        return f"{group}.{index}.ffn.experts.{expert}.{translated}" if translated and expert.isdecimal() else bare
-    return f"{group}.{index}.{_translate(rest, _LAYER_BACK, _SUFFIXES_BACK) or rest}"
+        if translated and expert.isdecimal():
+            return f"{group}.{index}.ffn.experts.{expert}.{translated}"
+    return f"{group}.{index}.{_translate(rest, _LAYER_BACK, _SUFFIXES_BACK) or _half_translated(rest)}"
+
+
+def _half_translated(rest: str) -> str:
+    """Spellings between both, which the release's own converter reads as well (spec v41 2.2): `self_attn.wq_a`, ..."""
+    part, dot, name = rest.partition(".")
+    name = name.removesuffix(_BIAS) + "gate.bias" if name.endswith(_BIAS) else name
+    for spelling, native in _SUFFIXES_BACK.items():
+        if spelling != native and name.endswith(spelling):
+            name = name.removesuffix(spelling) + native
+    return f"{_PARTS.get(part, part)}{dot}{name}"
 
 
 def to_stacked(name: str) -> StackedPart | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spyglass.checkpoint.match import native_tensors
 from spyglass.checkpoint.safetensors import TensorHeader, open_checkpoint
 from spyglass.config.model import EngramConfig, ModelConfig
 from spyglass.engram.hashing import HashConstants, hash_constants, row_ids
@@ -129,7 +130,7 @@ def open_engram(
     assert engram is not None, "only for models with engram layers"
     constants = hash_constants(engram)
     if tensors is None:
-        tensors = open_checkpoint(folder).tensors
+        tensors = native_tensors(open_checkpoint(folder))
     tables = {
         layer: _open_table(tensors, f"layers.{layer}.engram.embed", (rows, engram.head_dim), placement)
         for layer, rows in zip(engram.layers, engram.num_rows, strict=True)

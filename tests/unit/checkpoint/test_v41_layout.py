@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
+from spyglass.checkpoint.names import to_hf, to_native
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
@@ -195,3 +196,23 @@ def test_the_tables_are_named_and_left_on_disk_when_a_model_loads(tiny: Path) ->
     expected = {f"layers.{layer}.engram.embed.{part}" for layer in (1, 3) for part in ("weight", "scale")}
     assert set(loaded.report.skipped["engram"]) == expected
     assert loaded.numerics == "reference"
+
+
+def test_names_round_trip_and_the_converters_aliases_are_read() -> None:
+    assert all(to_native(to_hf(name)) == name for name in flash())
+    for alias, native in {
+        "model.layers.1.self_attn.wq_a.weight_scale_inv": "layers.1.attn.wq_a.scale",
+        "model.layers.3.mlp.experts.4.w1.weight": "layers.3.ffn.experts.4.w1.weight",
+        "layers.3.mlp.experts.4.w2.weight_scale_inv": "layers.3.ffn.experts.4.w2.scale",
+        "model.layers.3.mlp.gate.e_score_correction_bias": "layers.3.ffn.gate.bias",
+        "layers.3.mlp.shared_experts.w2.weight_scale_inv": "layers.3.ffn.shared_experts.w2.scale",
+        "layers.20.self_attn.indexer.wk.weight": "layers.20.attn.indexer.wk.weight",
+        "model.layers.1.engram.embed.weight_scale_inv": "layers.1.engram.embed.scale",
+        "mtp.2.markov_head.head.weight": "mtp.2.markov_head.head.weight",
+    }.items():
+        assert to_native(alias) == native and native in flash()
+
+
+def test_a_checkpoint_in_transformers_spelling_loads(tmp_path: Path) -> None:
+    new_checkpoint(tmp_path, "tiny-v41", names="hf", headers_only=True)
+    assert not match(open_checkpoint(tmp_path), expected_tensors(read_model_config(tmp_path))).faults()

@@ -126,3 +126,10 @@ def test_wrong_table_sizes_are_refused_before_files_are_opened(config: ModelConf
     wrong = replace(config, text=replace(config.text, engram=replace(engram, num_rows=(6126, 1))))
     with pytest.raises(ConfigError, match="engram_num_embeddings"):
         open_engram(tmp_path, wrong)
+
+
+def test_tables_are_found_under_transformers_names(config: ModelConfig, tmp_path: Path) -> None:
+    made = tables(config, "fp8")
+    renamed = {f"model.{name}".replace(".scale", ".weight_scale_inv"): tensor for name, tensor in made.items()}
+    opened = store(tmp_path, config, renamed)
+    assert np.array_equal(opened.tables[1][np.arange(9)].values(), values_of(made, 1)[:9])
