@@ -97,7 +97,6 @@ PROMPT_ROWS: list[Mutant] = [
     Mutant(CHAT, "if isinstance(value, str) and not is_data_url(value):", "if False:", CHAT_TESTS, "strings read files"),
     Mutant(BUILD, "config.image_token_id\n    draft", "None\n    draft", TESTS, "an unexpanded placeholder passes as text"),
     Mutant(BUILD, "(ids < 0) | (ids >= vocab_size)", "ids >= vocab_size", TESTS, "negative ids pass"),
-    Mutant(TOKENIZER, "add_special_tokens=False", "add_special_tokens=True", TOKENIZER_TESTS, "a second BOS"),
     Mutant(CHAT, "if config.vision is None:", "if False:", CHAT_TESTS, "pictures for a model without a tower"),
     Mutant(CHAT, '"type": "enabled" if options.thinking', '"type": "enabled" if True', CHAT_TESTS, "always thinking"),
     Mutant(DIGEST, '    digest.update(struct.pack(f"<{len(facts)}q", *facts))\n', "", TESTS, "digests forget the plan"),

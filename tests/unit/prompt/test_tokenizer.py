@@ -107,3 +107,17 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(PromptError, match=r"tokenizer\.json (is not a tokenizer file|cannot be read)"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_would_add_bos_by_itself_adds_none(tokenizer: PromptTokenizer, tokenizer_text: str) -> None:
+    """The prompt encoder writes BOS; a post-processor of the file must not write another (spec v4 9.8)."""
+    bos = "<｜begin▁of▁sentence｜>"
+    piece, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [piece, text],
+        "pair": [piece, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [0], "tokens": [bos]}},
+    }
+    changed = json.dumps(json.loads(tokenizer_text) | {"post_processor": template})
+    assert PromptTokenizer(changed).encode_text("a word") == tokenizer.encode_text("a word")
