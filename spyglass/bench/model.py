@@ -1,0 +1,326 @@
+"""Decode and prefill of the `mini` model through the real step loop, against what the machine's memory allows.
+
+The bound of decoding is bandwidth: every dense weight and every expert that some row chose is read once per step.
+"share" is the measured rate over that bound, with the bandwidth measured here. The reference ops run beside ours as
+the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from spyglass.bench.load import resident
+from spyglass.bench.machine import describe_machine
+from spyglass.checkpoint.presets import PRESETS, Preset
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.config.cache import cache_plans
+from spyglass.config.engine import EngineConfig
+from spyglass.config.model import TextConfig
+from spyglass.engine.engine import Engine
+from spyglass.engine.request import SamplingParams
+from spyglass.engine.runner import ModelParts
+from spyglass.model import LoadedModel, load_model
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.tokens import Prompt
+
+WeightFormat = Literal["packed", "bf16"]
+OpChoice = Literal["auto", "reference"]
+BOTH: tuple[OpChoice, ...] = ("auto", "reference")
+FORMATS: tuple[WeightFormat, ...] = ("bf16", "packed")
+BATCHES = (1, 4)
+CONTEXT = 128  # prompt tokens before decoding is timed
+PROMPTS = (512, 2048, 6000)
+BASELINE_PROMPTS = (512,)
+BASELINE_STEPS = 2  # the reference decodes every weight anew in every step
+MEMORY_PROMPTS = (2048, 8192, 32768)
+OTHERS = {"decode, batch 1": 26.0, "decode, batch 4": 79.3, "prefill of 2,048": 876.0}  # best known at this size
+_RESULTS = Path("benchmarks/results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """Tokens per second of all sequences together; `host_ms` of a step are spent outside the model's parts."""
+
+    weights: WeightFormat
+    ops: OpChoice
+    batch: int
+    tokens_per_second: float
+    step_bytes: int
+    bound: float
+    share: float
+    host_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prompt tokens per second, until the first token is there."""
+
+    weights: WeightFormat
+    ops: OpChoice
+    tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Resident bytes before a prompt runs, and the most while it runs."""
+
+    weights: WeightFormat
+    tokens: int
+    model_bytes: int
+    peak_bytes: int
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the tables; writes the checkpoints first if they are not there."""
+    parser = argparse.ArgumentParser(prog="spyglass bench model", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="mini", help="which random model (others were timed at mini)"
+    )
+    parser.add_argument("--weights", choices=FORMATS, nargs="*", default=list(FORMATS), help="formats to measure")
+    parser.add_argument("--steps", type=int, default=40, help="decode steps that are timed")
+    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="prompt lengths of our prefill")
+    parser.add_argument("--no-baseline", action="store_true", help="leave the reference ops out")
+    parser.add_argument("--memory", action="store_true", help="peak memory of long prompts, each in its own process")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--save", action="store_true", help=f"write the numbers to {_RESULTS}")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    machine = describe_machine() | {"threads": str(args.threads)}
+    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    bandwidths = measure_bandwidths()
+    bandwidth = max(bandwidths.values())
+    print(
+        "  ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidths.items()) + "; the bound takes the best"
+    )
+    print("best known elsewhere (tokens/s): " + ", ".join(f"{name} {value}" for name, value in OTHERS.items()))
+    results: list[Decode | Prefill | Memory] = []
+    for weights in args.weights:
+        folder = checkpoint_folder(args.folder, args.preset, weights)
+        for ops in BOTH[:1] if args.no_baseline else BOTH:
+            lengths = args.prompts if ops == "auto" else [n for n in args.prompts if n in BASELINE_PROMPTS]
+            results += measure(folder, weights, ops, steps=args.steps, lengths=lengths, bandwidth=bandwidth)
+        if args.memory:
+            results += [measure_memory(folder, weights, tokens, args.threads) for tokens in MEMORY_PROMPTS]
+    if args.save:
+        _save(machine, bandwidths, results)
+    return 0
+
+
+def measure(
+    folder: Path, weights: WeightFormat, ops: OpChoice, *, steps: int, lengths: Sequence[int], bandwidth: float
+) -> list[Decode | Prefill | Memory]:
+    """Decode at every batch size and prefill at every length on one loaded model, printed as they come."""
+    loaded = load_model(folder, dtype="bfloat16", images=False, ops=ops, progress=False)
+    results: list[Decode | Prefill | Memory] = []
+    for batch in BATCHES:
+        rate, host = decode_rate(loaded, batch, steps if ops == "auto" else BASELINE_STEPS)
+        nbytes = step_bytes(folder, loaded.config.text, batch)
+        bound = batch * bandwidth / nbytes
+        decode = Decode(
+            weights=weights,
+            ops=ops,
+            batch=batch,
+            tokens_per_second=rate,
+            step_bytes=nbytes,
+            bound=bound,
+            share=rate / bound,
+            host_ms=host * 1e3,
+        )
+        print(
+            f"{weights:>6} {ops:>9}  decode batch {batch}: {rate:8.1f} tok/s, {nbytes / batch / 1e6:6.0f} MB/token, "
+            f"bound {bound:7.1f}, share {rate / bound:4.0%}, host {host * 1e3:.2f} ms/step",
+            flush=True,
+        )
+        results.append(decode)
+    for tokens in lengths:
+        rate = prefill_rate(loaded, tokens)
+        print(f"{weights:>6} {ops:>9}  prefill {tokens:>6}: {rate:8.1f} tok/s", flush=True)
+        results.append(Prefill(weights=weights, ops=ops, tokens=tokens, tokens_per_second=rate))
+    return results
+
+
+class TimedParts:
+    """A model whose parts keep count of the seconds they take."""
+
+    def __init__(self, model: ModelParts) -> None:
+        self._model = model
+        self.seconds = 0.0
+
+    def encode_images(self, images: Any) -> torch.Tensor:
+        """As the model's."""
+        return self._model.encode_images(images)
+
+    def embed(self, batch: Any, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
+        """As the model's, timed."""
+        started = time.perf_counter()
+        out = self._model.embed(batch, image_rows_IC)
+        self.seconds += time.perf_counter() - started
+        return out
+
+    def text(self, streams_TMC: torch.Tensor, batch: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        """As the model's, timed."""
+        started = time.perf_counter()
+        out = self._model.text(streams_TMC, batch, cache)
+        self.seconds += time.perf_counter() - started
+        return out
+
+    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """As the model's, timed."""
+        started = time.perf_counter()
+        out = self._model.logits(hidden_TC, rows_R)
+        self.seconds += time.perf_counter() - started
+        return out
+
+
+def decode_rate(loaded: LoadedModel, batch: int, steps: int) -> tuple[float, float]:
+    """Tokens per second over `steps` decode steps, and seconds per step outside the model's parts."""
+    timed = TimedParts(loaded.model)
+    engine = _engine(timed, loaded)
+    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    for number in range(batch):
+        engine.add(_prompt(loaded, CONTEXT, seed=number), params)
+    drawn = 0
+    while drawn < batch:  # until every prompt is in memory
+        drawn = len(engine.step())
+    for _ in range(3):
+        engine.step()
+    timed.seconds = 0.0
+    started = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    seconds = time.perf_counter() - started
+    return batch * steps / seconds, (seconds - timed.seconds) / steps
+
+
+def prefill_rate(loaded: LoadedModel, tokens: int) -> float:
+    """Prompt tokens per second until the first token."""
+    engine = _engine(loaded.model, loaded)
+    engine.add(_prompt(loaded, 16, seed=1), SamplingParams(max_tokens=2))
+    _run_out(engine)
+    engine.add(_prompt(loaded, tokens, seed=2), SamplingParams(temperature=0, max_tokens=1))
+    started = time.perf_counter()
+    _run_out(engine)
+    return tokens / (time.perf_counter() - started)
+
+
+def measure_memory(folder: Path, weights: WeightFormat, tokens: int, threads: int) -> Memory:
+    """Peak resident bytes of a prompt in a process of its own."""
+    program = (
+        "import sys, pathlib, spyglass.bench.model as m; m.report_memory(pathlib.Path(sys.argv[1]), *sys.argv[2:])"
+    )
+    command = [sys.executable, "-c", program, str(folder), str(tokens), str(threads)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    model_bytes, peak = (int(word) for word in done.stdout.split())
+    print(f"{weights:>6}            memory of {tokens:>6} tokens: {peak - model_bytes:,} bytes above {model_bytes:,}")
+    return Memory(weights=weights, tokens=tokens, model_bytes=model_bytes, peak_bytes=peak)
+
+
+def report_memory(folder: Path, tokens: str, threads: str) -> None:
+    """Run one prompt and print resident bytes before and at the peak; meant for a process of its own (Linux)."""
+    torch.set_num_threads(int(threads))
+    loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
+    engine = _engine(loaded.model, loaded)
+    prompt = _prompt(loaded, int(tokens), seed=2)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    before = resident("VmRSS")
+    engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+    _run_out(engine)
+    print(before, resident("VmHWM"))
+
+
+def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
+    """Bytes that one decode step of `batch` rows reads: weights as stored, and rows of a context of CONTEXT tokens.
+
+    Experts count by the expected number of distinct choices, E (1 - (1 - K / E) ** batch).
+    """
+    dense = experts = 0
+    for name, tensor in open_checkpoint(folder).tensors.items():
+        if not name.startswith(("layers.", "head.", "norm.", "hc_head")) or name.endswith("tid2eid"):
+            continue
+        if ".ffn.experts." in name:
+            experts += tensor.nbytes
+        else:
+            dense += tensor.nbytes
+    chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
+    rows = sum(
+        plan.row_dim * 2 * min(CONTEXT, text.sliding_window) // plan.tokens_per_row
+        for plan in cache_plans(text)
+        if plan.kind in ("window", "pool", "index")
+    )
+    return int(dense + experts * chosen + batch * rows)
+
+
+def measure_bandwidths(megabytes: int = 1024, rounds: int = 5) -> dict[str, float]:
+    """Bytes per second of torch's matrix-vector products over more weights than any cache holds, and of a plain sum.
+
+    Which of them comes near the memory's speed depends on the processor: torch has no fast bf16 product on many.
+    """
+    width = 4096
+    count = megabytes * (1 << 20) // (4 * width * width)
+    wide = [torch.randn(width, width) for _ in range(count)]
+    half = [torch.randn(width, width).to(torch.bfloat16) for _ in range(2 * count)]
+    flat = torch.ones(count * width * width)
+    x = torch.randn(1, width)
+    cases: dict[str, Callable[[], object]] = {
+        "GEMV bf16": lambda: [torch.nn.functional.linear(x.to(torch.bfloat16), weight) for weight in half],
+        "GEMV fp32": lambda: [torch.nn.functional.linear(x, weight) for weight in wide],
+        "plain read": flat.sum,
+    }
+    return {name: flat.nbytes / _best_seconds(case, rounds) for name, case in cases.items()}
+
+
+def _best_seconds(case: Callable[[], object], rounds: int) -> float:
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        case()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def checkpoint_folder(folder: Path, preset: Preset, weights: WeightFormat) -> Path:
+    """The checkpoint of a preset and format, written if it is not there."""
+    path = folder / f"{preset}-{weights}"
+    if not (path / "config.json").exists():
+        print(f"writing {path}", flush=True)
+        new_checkpoint(path, preset, seed=0, format=weights)
+    return path
+
+
+def _engine(model: ModelParts, loaded: LoadedModel) -> Engine:
+    """An engine without the short position limit of `mini`, so that long prompts run too."""
+    config = replace(loaded.config, text=replace(loaded.config.text, max_position_embeddings=1 << 20))
+    return Engine(model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device)
+
+
+def _run_out(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def _prompt(loaded: LoadedModel, tokens: int, seed: int) -> Prompt:
+    ids = np.random.default_rng(seed).integers(1000, loaded.config.text.vocab_size - 1000, tokens)
+    return prompt_from_parts([ids], loaded.config, placeholder=loaded.config.text.vocab_size - 1)
+
+
+def _save(machine: dict[str, str], bandwidths: dict[str, float], results: Sequence[Decode | Prefill | Memory]) -> None:
+    _RESULTS.mkdir(parents=True, exist_ok=True)
+    path = _RESULTS / f"model-{machine['commit'].rstrip('+')}.json"
+    rows = [{"kind": type(result).__name__.lower(), **asdict(result)} for result in results]
+    numbers = {"machine": machine, "bytes_per_second": bandwidths, "others": OTHERS, "results": rows}
+    path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    print(f"saved to {path}")
