@@ -126,15 +126,16 @@ class Engine:
         if not chunks:
             return []
         done = False
+        deltas: list[Delta] = []
         try:
             with torch.inference_mode():
                 output = self._runner.run(chunks)
                 self._score(chunks, output)
-                deltas = self._draw(chunks, output)
+                self._draw(chunks, output, deltas)
             done = True
         finally:
             if not done:
-                self._lost = [
+                self._lost = deltas + [
                     self._finish(chunk.sequence, "abort", (), "", error="the model failed in a step of this request")
                     for chunk in chunks
                     if chunk.sequence.request_id in self._sequences
@@ -144,9 +145,12 @@ class Engine:
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         if len(prompt) == 0:
             raise PromptError("the prompt is empty; give at least one token")
-        if int(prompt.ids_T.max()) >= self._config.text.vocab_size:
+        outside = (prompt.ids_T >= self._config.text.vocab_size) | ((prompt.ids_T < 0) & (prompt.kinds_T < 0))
+        if outside.any():
+            place = int(np.flatnonzero(outside)[0])
             raise PromptError(
-                f"the prompt has id {prompt.ids_T.max()}, the vocabulary {self._config.text.vocab_size} ids"
+                f"the prompt has id {prompt.ids_T[place]} at position {place}; ids of text are 0 to "
+                f"{self._config.text.vocab_size - 1}"
             )
         if len(prompt.plans) > self._images:
             raise PromptError(
@@ -182,13 +186,13 @@ class Engine:
                 if sequence.params.prompt_logprobs is not None:
                     _keep_prompt_logprobs(sequence, start, logits_RV)
 
-    def _draw(self, chunks: Sequence[Chunk], output: StepOutput) -> list[Delta]:
+    def _draw(self, chunks: Sequence[Chunk], output: StepOutput, deltas: list[Delta]) -> None:
         """A token for every sequence whose tokens are all computed; those that only wanted their prompt run end."""
         drawing = [chunk.sequence for chunk in chunks if chunk.draws]
         closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
-        deltas = [self._finish(sequence, "length", (), "") for sequence in closed]
+        deltas += [self._finish(sequence, "length", (), "") for sequence in closed]
         if not drawing:
-            return deltas
+            return
         logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
         step = DrawStep(
             params=[s.params for s in drawing],
@@ -199,7 +203,6 @@ class Engine:
         drawn = draw(logits_SV, step, self._banned)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept(sequence, token, logprob) if sound else self._refuse(sequence))
-        return deltas
 
     def _accept(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
         """Append a drawn token, and end the answer where it ends."""

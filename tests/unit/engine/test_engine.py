@@ -298,6 +298,29 @@ def test_a_failing_step_ends_only_its_own_requests(model: Any) -> None:
     assert [outputs[i].token_ids for i in ids[2:]] == [output.token_ids for output in alone]
 
 
+def test_an_answer_that_ended_before_the_failure_in_its_step_is_not_lost(model: Any) -> None:
+    class BrokenHead(FailingModel):
+        def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of luck")
+
+    engine = make_engine(BrokenHead(model, set()), model.config)
+    scored = engine.add(make_prompt(model.config, [6]), SamplingParams(max_tokens=0))
+    drawing = engine.add(make_prompt(model.config, [6]), GREEDY)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert {delta.request_id: delta.finish_reason for delta in engine.step()} == {scored: "length", drawing: "abort"}
+    assert not engine.has_work
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place(model: Any) -> None:
+    prompt = make_prompt(model.config, [4])
+    for bad in (-1, 70, 129280):
+        ids = prompt.ids_T.copy()
+        ids[2] = bad
+        with pytest.raises(PromptError, match=f"id {bad} at position 2"):
+            make_engine(model, model.config).add(replace(prompt, ids_T=ids), GREEDY)
+
+
 class SpoiltModel:
     """The real model, but one request's logits are not numbers."""
 
