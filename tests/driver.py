@@ -93,6 +93,7 @@ class Memory:
     sequences: int
     length: int
     ring: int | None = None  # tokens per step for which window and state groups get rings
+    device: str | torch.device = "cpu"
     seed: int = 0
     page_rows: dict[str, int] = field(default_factory=dict)
     pages: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Memory:
                     table[plan.group] = mine
             dtype = self.dtype if plan.dtype == "activation" else torch.float32
             shape = (self.sequences * count, rows, plan.row_dim)
-            self.pages[plan.kind, plan.layer] = torch.full(shape, float("nan"), dtype=dtype)
+            self.pages[plan.kind, plan.layer] = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,23 +147,36 @@ def build_step(memory: Memory, parts: Sequence[Part]) -> tuple[Batch, CacheView,
                 image_index_n=index if (index >= 0).any() else None,
             )
         )
-    batch, cache = assemble(steps, memory.text, memory.page_rows, memory.pages)
-    return batch, cache, torch.cat(rows) if rows else None
+    batch, cache = assemble(steps, memory.text, memory.page_rows, memory.pages, memory.device)
+    return batch, cache, torch.cat(rows).to(memory.device) if rows else None
 
 
 def run(model: VisionLanguageModel, memory: Memory, parts: Sequence[Part]) -> torch.Tensor:
-    """Logits fp32 of every row of the step."""
+    """Logits fp32 of every row of the step, on the host."""
     batch, cache, rows = build_step(memory, parts)
     with torch.inference_mode():
         out: torch.Tensor = model(batch, cache, rows)
-    return out
+    return out.cpu()
+
+
+def memory_for(model: VisionLanguageModel, sequences: int, length: int, ring: int | None = None) -> Memory:
+    """Memory of the model's dtype on its device."""
+    build = model.options.build
+    return Memory(
+        text=model.config.text,
+        dtype=build.dtype,
+        sequences=sequences,
+        length=length,
+        ring=ring,
+        device=build.device,
+    )
 
 
 def prefill(
     model: VisionLanguageModel, tokens: Tokens, cuts: Sequence[int] = (), ring: int | None = None
 ) -> torch.Tensor:
     """Logits [T, V] of a sequence alone, run in steps that end at `cuts`."""
-    memory = Memory(text=model.config.text, dtype=model.options.build.dtype, sequences=1, length=len(tokens), ring=ring)
+    memory = memory_for(model, 1, len(tokens), ring)
     bounds = [0, *cuts, len(tokens)]
     return torch.cat(
         [

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from spyglass.config.model import ModelConfig
@@ -18,6 +19,7 @@ from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot
 from tests.driver import Tokens, picture_tokens
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PACKED = (".wq_a", ".wq_b", "attn.wkv", ".wo_a", ".wo_b", "shared_experts.w1", "shared_experts.w3", "shared_experts.w2")
 SMALL: dict[str, Any] = {
     "model_type": "deepseek_v4",
@@ -99,9 +101,12 @@ def build_model(
     ops: Ops | None = None,
     expand: bool = True,
     pictures: bool = True,
+    device: str = "cpu",
 ) -> VisionLanguageModel:
-    """A model on the CPU, filled; reference ops unless others are given."""
-    model = empty_model(config, dtype=dtype, numerics=numerics, ops=ops, expand=expand, pictures=pictures)
+    """A model, filled; reference ops unless others are given."""
+    model = empty_model(
+        config, dtype=dtype, numerics=numerics, ops=ops, expand=expand, pictures=pictures, device=device
+    )
     for slot in model.slots():
         slot.put(weights[slot.name])
     return model
@@ -115,10 +120,11 @@ def empty_model(
     ops: Ops | None = None,
     expand: bool = True,
     pictures: bool = True,
+    device: str = "cpu",
 ) -> VisionLanguageModel:
     """The same before any weight arrives."""
-    bound = bind_ops("cpu", str(dtype).removeprefix("torch."), "reference") if ops is None else ops
-    build = Build(ops=bound, device=torch.device("cpu"), dtype=dtype, expand=expand)
+    bound = bind_ops(device, str(dtype).removeprefix("torch."), "reference") if ops is None else ops
+    build = Build(ops=bound, device=torch.device(device), dtype=dtype, expand=expand)
     return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, pictures=pictures)).eval()
 
 

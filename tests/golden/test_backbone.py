@@ -22,6 +22,7 @@ from spyglass.quant.packed import Packed
 from tests.driver import prefill, text_tokens
 from tests.golden.make_backbone import COLUMNS
 from tests.golden_case import tokens_of
+from tests.small_models import DEVICES
 from tests.tolerance import (
     GOLDEN_LOGITS,
     GOLDEN_SPARSE_LOGITS,
@@ -36,8 +37,8 @@ SPARSE = ["v4-sparse.pic0", "v4-sparse.text65", "v4-sparse.text300", "v4-sparse.
 Loader = Callable[..., LoadedModel]
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Loader:
+@pytest.fixture(scope="module", params=DEVICES)
+def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Loader:
     """`load(config, weights, ...)`: a checkpoint folder put together from the compressed files, then `load_model`."""
     loaded: dict[Any, LoadedModel] = {}
 
@@ -48,7 +49,7 @@ def load(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Loader:
             shutil.copy(golden / "configs" / f"{config}.json", folder / "config.json")
             packed = (golden / "v4" / f"{weights}.safetensors.xz").read_bytes()
             (folder / "model-00001-of-00001.safetensors").write_bytes(lzma.decompress(packed))
-            loaded[key] = load_model(folder, dtype="float32", progress=False, **options)
+            loaded[key] = load_model(folder, device=request.param, dtype="float32", progress=False, **options)
         return loaded[key]
 
     return load_once

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from spyglass.model import VisionLanguageModel
-from tests.driver import Memory, Part, prefill, run, text_tokens
+from tests.driver import Part, memory_for, prefill, run, text_tokens
 from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, config, prompt, weights
-from tests.small_models import build_model
+from tests.small_models import DEVICES, build_model
 from tests.tolerance import PLAIN_LOGITS, assert_close, assert_same_argmax
 
 AT_ONCE = 6000  # tokens of one step
 
 
-@pytest.fixture(scope="module")
-def model() -> VisionLanguageModel:
-    return build_model(config(), weights())
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest) -> VisionLanguageModel:
+    return build_model(config(), weights(), device=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def last_rows(model: VisionLanguageModel, lengths: list[int]) -> torch.Tensor:
     """Logits of the last row of a prompt of each length, many prompts in one step."""
     rows = []
     for group in groups(lengths):
-        memory = Memory(text=model.config.text, dtype=torch.float32, sequences=len(group), length=max(group))
+        memory = memory_for(model, len(group), max(group))
         parts = [Part(sequence=s, tokens=text_tokens(prompt(n)), start=0) for s, n in enumerate(group)]
         rows.append(run(model, memory, parts)[np.cumsum(group) - 1])
     return torch.cat(rows)

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from spyglass.model import VisionLanguageModel
-from tests.driver import Memory, Part, Tokens, prefill, run, text_tokens
-from tests.small_models import prompt_with_pictures, random_text, small_config, small_model
+from tests.driver import Part, Tokens, memory_for, prefill, run, text_tokens
+from tests.small_models import DEVICES, prompt_with_pictures, random_text, small_config, small_model
 from tests.tolerance import assert_law
 
 # text, pictures with every number of leading pads, spans shorter and longer than the window of 9, adjacent pictures
 PIECES = [(3, 4), 5, (2, 14), (0, 9), 3, (1, 6), 24]
 
 
-@pytest.fixture(scope="module")
-def model() -> VisionLanguageModel:
-    return small_model(seed=3)
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest) -> VisionLanguageModel:
+    return small_model(seed=3, device=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_prompt_of_every_length_then_decoding_equals_the_whole(model: VisionLa
     tokens = text_tokens(random_text(262, seed=2))
     whole = prefill(model, tokens)
     for length in range(1, 258):
-        memory = Memory(text=model.config.text, dtype=torch.float32, sequences=1, length=length + 4, ring=length)
+        memory = memory_for(model, 1, length + 4, ring=length)
         run(model, memory, [Part(sequence=0, tokens=tokens.cut(0, length), start=0)])
         for place in range(length, length + (4 if length % 32 in (0, 31) else 1)):
             row = run(model, memory, [Part(sequence=0, tokens=tokens.cut(place, place + 1), start=place)])
@@ -90,7 +90,7 @@ def test_a_batch_equals_each_sequence_alone(model: VisionLanguageModel, prompt: 
         prompt_with_pictures([6, (1, 20), 11], model.config, seed=7, rows_seed=8),
         text_tokens(random_text(67, seed=9)),
     ]
-    memory = Memory(text=model.config.text, dtype=torch.float32, sequences=5, length=140)
+    memory = memory_for(model, 5, 140)
     together = run(model, memory, [Part(sequence=s, tokens=t, start=0) for s, t in enumerate(others)])
     for alone, part in zip(others, together.split([len(t) for t in others]), strict=True):
         assert_law(part, prefill(model, alone), f"{len(alone)} tokens")
@@ -99,7 +99,7 @@ def test_a_batch_equals_each_sequence_alone(model: VisionLanguageModel, prompt: 
 def test_prefill_and_decode_share_a_step(model: VisionLanguageModel, prompt: Tokens) -> None:
     """One sequence decodes, one continues in chunks, one arrives with pictures, in the same steps."""
     decoding, chunked = text_tokens(random_text(150, seed=10)), text_tokens(random_text(131, seed=11))
-    memory = Memory(text=model.config.text, dtype=torch.float32, sequences=3, length=150)
+    memory = memory_for(model, 3, 150)
     steps = [
         {0: (0, 145)},
         {0: (145, 146), 1: (0, 125)},
@@ -121,7 +121,7 @@ def test_prefill_and_decode_share_a_step(model: VisionLanguageModel, prompt: Tok
 def test_the_laws_hold_where_every_layer_selects(model: VisionLanguageModel) -> None:
     """Thousands of tokens, one entry in a hundred picked: chunked, decoded and whole passes agree."""
     config = small_config(compress_ratios=[4, 4, 128, 4], index_topk=11)
-    model = small_model(seed=5, config=config)
+    model = small_model(seed=5, config=config, device=model.options.build.device.type)
     tokens = text_tokens(random_text(2200, seed=12))
     whole = prefill(model, tokens)
     assert_law(prefill(model, tokens, [1000, 1003, 2193, *range(2194, 2200)], ring=1190), whole)

@@ -23,9 +23,17 @@ from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed
 from spyglass.text.step import Step, make_step
 from spyglass.text.v4 import V4Layer
-from tests.driver import Memory, Part, Tokens, build_step, prefill
+from tests.driver import Part, Tokens, build_step, memory_for, prefill
 from tests.independent_v4 import IndependentV4
-from tests.small_models import SMALL, build_model, empty_model, prompt_with_pictures, random_weights, small_config
+from tests.small_models import (
+    DEVICES,
+    SMALL,
+    build_model,
+    empty_model,
+    prompt_with_pictures,
+    random_weights,
+    small_config,
+)
 from tests.tolerance import LAW_OF_MAX
 
 # head_dim 88: two blocks of 64 and 16 plain channels, 8 rotary; index rows of two blocks of 32
@@ -62,7 +70,7 @@ class Setting:
 
     def same(self, ours: torch.Tensor, theirs: Any, label: str, share: float = 0.998, worst: float = 0.03) -> None:
         """Nearly all elements equal, none off by more than `worst` of the largest."""
-        got = ours.double().numpy()
+        got = ours.double().cpu().numpy()
         want = np.asarray(theirs)
         assert got.shape == want.shape, (label, got.shape, want.shape)
         bound = 0.0 if self.other.bf16 else 2e-5
@@ -96,14 +104,19 @@ def recording(ops: Ops, recorded: dict[str, list[Any]]) -> Ops:
     return dataclasses.replace(ops, **{name: recorder(name) for name in OPS})
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=list(MODES))
-def setting(request: pytest.FixtureRequest) -> Setting:
+def setting(request: pytest.FixtureRequest, device: str) -> Setting:
     dtype, numerics = MODES[request.param]
     config = small_config(**VALUES)
     weights = random_weights(empty_model(config).slots(), seed=4, packed=True)
     recorded: dict[str, list[Any]] = {}
-    ops = recording(bind_ops("cpu", str(dtype).removeprefix("torch."), "reference"), recorded)
-    model = build_model(config, weights, dtype=dtype, numerics=numerics, ops=ops, expand=False)
+    ops = recording(bind_ops(device, str(dtype).removeprefix("torch."), "reference"), recorded)
+    model = build_model(config, weights, dtype=dtype, numerics=numerics, ops=ops, expand=False, device=device)
     other = IndependentV4(
         config=VALUES,
         weights=values_of(weights),
@@ -112,8 +125,7 @@ def setting(request: pytest.FixtureRequest) -> Setting:
         rounded=numerics == "reference",
     )
     tokens = prompt_with_pictures(PIECES, config)
-    memory = Memory(text=config.text, dtype=dtype, sequences=1, length=len(tokens))
-    batch, cache, _ = build_step(memory, [Part(sequence=0, tokens=tokens, start=0)])
+    batch, cache, _ = build_step(memory_for(model, 1, len(tokens)), [Part(sequence=0, tokens=tokens, start=0)])
     starts, ends = np.flatnonzero(tokens.kinds_T == 0), np.flatnonzero(tokens.kinds_T == 4)
     return Setting(
         model=model,
@@ -129,15 +141,15 @@ def setting(request: pytest.FixtureRequest) -> Setting:
 
 def given(setting: Setting, seed: int, *shape: int) -> tuple[torch.Tensor, Any]:
     """Random input of a stage: ours in the activation dtype, theirs the same numbers."""
-    dtype = setting.model.options.build.dtype
-    x = torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(dtype)
-    return x, x.double().numpy()
+    build = setting.model.options.build
+    x = torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(build.dtype)
+    return x.to(build.device), x.double().numpy()
 
 
 def stored(setting: Setting, kind: str, group: str, layer: int, count: int) -> torch.Tensor:
     """The first `count` rows of the sequence in one cache tensor."""
     pages, table = setting.cache.pages[kind, layer], setting.cache.table_SP[group][0]
-    rows = torch.arange(count)
+    rows = torch.arange(count, device=pages.device)
     flat = table[rows // pages.shape[1]].long() * pages.shape[1] + rows % pages.shape[1]
     return pages.flatten(0, 1)[flat]
 
@@ -179,7 +191,7 @@ def test_experts_agree(layer: int, setting: Setting) -> None:
     setting.recorded.clear()
     out = setting.layer(layer).ffn(x, setting.step)
     ids, kinds = setting.tokens.ids_T.tolist(), setting.tokens.kinds_T.tolist()
-    chosen, weights = setting.recorded["router_topk"][0][1]
+    chosen, weights = (out.cpu() for out in setting.recorded["router_topk"][0][1])
     for t, (token, kind) in enumerate(zip(ids, kinds, strict=True)):
         want, share = setting.other.route(layer, theirs[t], token, kind)
         order, expected = chosen[t].argsort(), np.argsort(want)
@@ -199,7 +211,7 @@ def test_hyper_connections_agree(layer: int, setting: Setting) -> None:
         pre, post, comb = connection.mix(streams)
         want = setting.other.mix(theirs, f"layers.{layer}.{name}")
         for ours, expected in zip((pre, post, comb), want, strict=True):
-            np.testing.assert_allclose(ours.numpy(), expected, rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(ours.cpu().numpy(), expected, rtol=2e-5, atol=1e-6)
         setting.same(connection.collapse(streams, pre), setting.other.collapse(theirs, want[0]), "collapse")
         expanded = connection.expand(z, streams, post, comb)
         setting.same(expanded, setting.other.expand(other_z, theirs, *want[1:]), "expand")
@@ -214,7 +226,7 @@ def test_whole_layers_agree_given_their_input(setting: Setting) -> None:
         streams, theirs = given(setting, 40 + layer, len(ids), config.hc_mult, config.hidden_size)
         ours = setting.layer(layer)(streams, setting.step, setting.cache)
         want = setting.other.layer(layer, theirs, ids, kinds, setting.spans)
-        row = np.abs(ours.double().numpy() - want).max(axis=(1, 2)) / np.abs(want).max()
+        row = np.abs(ours.double().cpu().numpy() - want).max(axis=(1, 2)) / np.abs(want).max()
         if setting.other.rounded:
             assert np.median(row) < 0.01, f"layer {layer}: {np.median(row)}"
         else:
@@ -247,10 +259,7 @@ def test_plain_logits_agree_from_embeddings_to_head() -> None:
     model = build_model(config, weights)
     other = IndependentV4(config=VALUES, weights=values_of(weights))
     tokens = prompt_with_pictures(PIECES, config)
-    batch, _, rows = build_step(
-        Memory(text=config.text, dtype=torch.float32, sequences=1, length=len(tokens)),
-        [Part(sequence=0, tokens=tokens, start=0)],
-    )
+    batch, _, rows = build_step(memory_for(model, 1, len(tokens)), [Part(sequence=0, tokens=tokens, start=0)])
     merged = merged_rows(weights, tokens)
     torch.testing.assert_close(model.embed(batch, rows)[:, 1].double(), torch.from_numpy(merged), rtol=0, atol=0)
     starts, ends = np.flatnonzero(tokens.kinds_T == 0), np.flatnonzero(tokens.kinds_T == 4)
