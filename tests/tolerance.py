@@ -51,7 +51,8 @@ def assert_close(
     """Fail with the worst element and its place; NaN never passes, shapes must agree."""
     got, want = _as_float64(actual), _as_float64(expected)
     assert got.shape == want.shape, f"{label}: shape {got.shape}, expected {want.shape}"
-    excess = np.abs(got - want) - (tolerance.absolute + tolerance.relative * np.abs(want))
+    with np.errstate(invalid="ignore"):  # equal infinities are settled below
+        excess = np.abs(got - want) - (tolerance.absolute + tolerance.relative * np.abs(want))
     excess = np.where((got == want), -1.0, np.where(np.isnan(excess), np.inf, excess))
     if excess.size and excess.max() > 0:
         place = np.unravel_index(int(excess.argmax()), excess.shape)
