@@ -18,6 +18,8 @@ from spyglass.layers.build import Build
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
 
+Split = Literal["none", "rows", "columns", "groups", "experts"]
+
 
 class Adapter(Protocol):
     """What an adapter bank does for one linear map."""
@@ -33,8 +35,8 @@ class LinearSpec:
 
     `name` is the native checkpoint name without `.weight`. `rounding` is what the model does to the input when the
     stored weight is FP8 or FP4; a bf16 weight has no rounding. `fp32_out`: the product leaves in fp32 instead of the
-    activation dtype (compressors, the head). `split` says how tensor parallelism cuts it, `row_space` what a row of
-    its input is.
+    activation dtype (compressors, the head). `split` says what tensor parallelism cuts: output rows, input columns,
+    whole groups, or nothing. `row_space` says what a row of the input is.
     """
 
     name: str
@@ -43,7 +45,7 @@ class LinearSpec:
     bias: bool = False
     rounding: FakeQuant | None = None
     fp32_out: bool = False
-    split: Literal["none", "rows", "columns", "groups", "experts"] = "none"
+    split: Split = "none"
     row_space: Literal["tokens", "patches", "cells", "pooled"] = "tokens"
 
 

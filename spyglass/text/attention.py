@@ -13,7 +13,7 @@ from torch import nn
 from spyglass.batch.types import CacheView, PoolStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainSpec, PlainTensor
-from spyglass.layers.linear import GroupedLinear, Linear, LinearSpec
+from spyglass.layers.linear import GroupedLinear, Linear, LinearSpec, Split
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
@@ -30,16 +30,20 @@ class Attention(nn.Module):
         name = f"layers.{plan.index}.attn"
         heads, dim, groups = text.num_attention_heads, text.head_dim, text.o_groups
 
-        def linear(which: str, inner: int, outer: int) -> Linear:
-            rounding = parts.rounding.linear
-            return Linear(
-                LinearSpec(name=f"{name}.{which}", in_features=inner, out_features=outer, rounding=rounding), build
+        def linear(which: str, inner: int, outer: int, split: Split = "none") -> Linear:
+            spec = LinearSpec(
+                name=f"{name}.{which}",
+                in_features=inner,
+                out_features=outer,
+                rounding=parts.rounding.linear,
+                split=split,
             )
+            return Linear(spec, build)
 
         self.attn_sink = PlainTensor(PlainSpec(name=f"{name}.attn_sink", shape=(heads,)), build)
         self.wq_a = linear("wq_a", text.hidden_size, text.q_lora_rank)
         self.q_norm = RMSNorm(f"{name}.q_norm", text.q_lora_rank, text.rms_norm_eps, build)
-        self.wq_b = linear("wq_b", text.q_lora_rank, heads * dim)
+        self.wq_b = linear("wq_b", text.q_lora_rank, heads * dim, "rows")
         self.wkv = linear("wkv", text.hidden_size, dim)
         self.kv_norm = RMSNorm(f"{name}.kv_norm", dim, text.rms_norm_eps, build)
         self.wo_a = GroupedLinear(
@@ -49,7 +53,7 @@ class Attention(nn.Module):
             groups,
             build,
         )
-        self.wo_b = linear("wo_b", groups * text.o_lora_rank, text.hidden_size)
+        self.wo_b = linear("wo_b", groups * text.o_lora_rank, text.hidden_size, "columns")
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if plan.compressor is not None:

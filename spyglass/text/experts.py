@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.linear import Experts, ExpertsSpec, Linear, LinearSpec
+from spyglass.layers.linear import Experts, ExpertsSpec, Linear, LinearSpec, Split
 from spyglass.text.router import Gate
 from spyglass.text.step import Step, TextBuild
 
@@ -19,15 +19,19 @@ class SharedExpert(nn.Module):
         text, build = parts.text, parts.build
         hidden, width = text.hidden_size, text.moe_intermediate_size * text.n_shared_experts
 
-        def linear(which: str, inner: int, outer: int) -> Linear:
+        def linear(which: str, inner: int, outer: int, split: Split) -> Linear:
             spec = LinearSpec(
-                name=f"{name}.{which}", in_features=inner, out_features=outer, rounding=parts.rounding.linear
+                name=f"{name}.{which}",
+                in_features=inner,
+                out_features=outer,
+                rounding=parts.rounding.linear,
+                split=split,
             )
             return Linear(spec, build)
 
-        self.w1 = linear("w1", hidden, width)
-        self.w3 = linear("w3", hidden, width)
-        self.w2 = linear("w2", width, hidden)
+        self.w1 = linear("w1", hidden, width, "rows")
+        self.w3 = linear("w3", hidden, width, "rows")
+        self.w2 = linear("w2", width, hidden, "columns")
         self._limit = text.swiglu_limit
 
     def forward(self, x_TC: torch.Tensor, slot_T: torch.Tensor | None) -> torch.Tensor:

@@ -37,11 +37,13 @@ class Indexer(nn.Module):
                 in_features=text.q_lora_rank,
                 out_features=heads * dim,
                 rounding=parts.rounding.linear,
+                split="rows",
             ),
             build,
         )
         self.weights_proj = Linear(
-            LinearSpec(name=f"{name}.weights_proj", in_features=text.hidden_size, out_features=heads), build
+            LinearSpec(name=f"{name}.weights_proj", in_features=text.hidden_size, out_features=heads, split="rows"),
+            build,
         )
         self.compressor: Compressor | None = None
         self.wk: Linear | None = None
