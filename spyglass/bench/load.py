@@ -19,14 +19,10 @@ from pathlib import Path
 
 import torch
 
-from spyglass.checkpoint.load import load_into
+from spyglass.bench.machine import describe_machine
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
-from spyglass.config import read_model_config
-from spyglass.quant.packed import Packed, WeightSlot
-
-CHUNK = 8 << 20
+from spyglass.model import load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +69,7 @@ def measure(directory: Path, runs: int) -> dict[str, object]:
     medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     speeds = [Speed(name, seconds, nbytes / 1e9 / seconds) for name, seconds in medians.items()]
     return {
+        "machine": describe_machine(),
         "directory": str(directory),
         "bytes": nbytes,
         "speeds": [asdict(speed) for speed in speeds],
@@ -80,17 +77,6 @@ def measure(directory: Path, runs: int) -> dict[str, object]:
         "load_over_cat_into_memory_warm": medians["warm cat into memory"] / medians["warm load"],
         "peak_bytes_above_model": peak_above_model(directory),
     }
-
-
-def keep(checkpoint: Checkpoint) -> tuple[list[WeightSlot], dict[str, Packed]]:
-    """Slots that keep every tensor of the configuration, and where they keep it."""
-    kept: dict[str, Packed] = {}
-    specs = expected_tensors(read_model_config(checkpoint.directory))
-
-    def put_as(name: str) -> Callable[[Packed], None]:
-        return lambda packed: kept.__setitem__(name, packed)
-
-    return [WeightSlot(name, spec.shape, spec.kind, put_as(name), spec.optional) for name, spec in specs.items()], kept
 
 
 def peak_above_model(directory: Path) -> int:
@@ -102,12 +88,9 @@ def peak_above_model(directory: Path) -> int:
 
 def report_peak(directory: Path) -> None:
     """Load once and print the peak above start and model; meant for a process of its own."""
-    checkpoint = open_checkpoint(directory)
-    slots, kept = keep(checkpoint)
-    torch.zeros(1 << 16).sum()
     before = resident("VmRSS")
-    report = load_into(slots, checkpoint, progress=False)
-    print(resident("VmHWM") - before - report.nbytes if kept else 0)
+    loaded = load_model(directory, progress=False)
+    print(resident("VmHWM") - before - loaded.report.nbytes)
 
 
 def resident(field: str) -> int:
@@ -121,12 +104,7 @@ def resident(field: str) -> int:
 def _load(checkpoint: Checkpoint, *, cold: bool) -> float:
     if cold:
         _drop(checkpoint)
-    slots, kept = keep(checkpoint)
-    started = time.perf_counter()
-    load_into(slots, checkpoint, progress=False)
-    seconds = time.perf_counter() - started
-    kept.clear()
-    return seconds
+    return load_model(checkpoint.directory, progress=False).report.seconds
 
 
 def _cat(checkpoint: Checkpoint, target: str, *, cold: bool) -> float:
@@ -162,9 +140,10 @@ def _drop(checkpoint: Checkpoint) -> None:
 
 
 def _as_text(result: dict[str, object]) -> str:
-    speeds = result["speeds"]
-    assert isinstance(speeds, list)
-    lines = [f"{result['directory']}: {int(str(result['bytes'])) / 1e9:.2f} GB"]
+    machine, speeds = result["machine"], result["speeds"]
+    assert isinstance(speeds, list) and isinstance(machine, dict)
+    lines = [", ".join(f"{name} {value}" for name, value in machine.items())]
+    lines += [f"{result['directory']}: {int(str(result['bytes'])) / 1e9:.2f} GB"]
     lines += [
         f"  {speed['name']:<26} {speed['seconds']:>8.3f} s {speed['gb_per_second']:>7.2f} GB/s" for speed in speeds
     ]
