@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,13 +13,15 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import Ops, bind_ops, describe
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot
 from tests.driver import Tokens, picture_tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# (device, which ops): the defining ops, and what `auto` takes on this machine
+PLACES = [("cpu", "reference"), ("cpu", "auto"), pytest.param(("cuda", "auto"), marks=pytest.mark.gpu)]
 PACKED = (".wq_a", ".wq_b", "attn.wkv", ".wo_a", ".wo_b", "shared_experts.w1", "shared_experts.w3", "shared_experts.w2")
 SMALL: dict[str, Any] = {
     "model_type": "deepseek_v4",
@@ -77,6 +79,14 @@ SMALL: dict[str, Any] = {
 def small_config(**changes: Any) -> ModelConfig:
     """`SMALL` with some fields changed; `vision_n_layers=0` makes a text model."""
     return parse_model_config({**SMALL, **changes}, "small")
+
+
+def ops_of(place: tuple[str, Literal["auto", "reference"]], dtype: str = "float32") -> Ops:
+    """The ops of a place; skips a test whose `auto` would only repeat the defining ops."""
+    device, which = place
+    if which == "auto" and device == "cpu" and set(describe(device, dtype).values()) == {"reference"}:
+        pytest.skip("no faster ops are built on this machine")
+    return bind_ops(device, dtype, which)
 
 
 def random_weights(slots: Sequence[WeightSlot], seed: int = 0, packed: bool = False) -> dict[str, Packed]:

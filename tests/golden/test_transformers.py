@@ -13,15 +13,15 @@ import torch
 from spyglass.model import VisionLanguageModel
 from tests.driver import Part, memory_for, prefill, run, text_tokens
 from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, config, prompt, weights
-from tests.small_models import DEVICES, build_model
+from tests.small_models import PLACES, build_model, ops_of
 from tests.tolerance import PLAIN_LOGITS, assert_close, assert_same_argmax
 
 AT_ONCE = 6000  # tokens of one step
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=PLACES, ids=str)
 def model(request: pytest.FixtureRequest) -> VisionLanguageModel:
-    return build_model(config(), weights(), device=request.param)
+    return build_model(config(), weights(), device=request.param[0], ops=ops_of(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,16 @@ import torch
 
 from spyglass.model import VisionLanguageModel
 from tests.driver import Part, Tokens, memory_for, prefill, run, text_tokens
-from tests.small_models import DEVICES, prompt_with_pictures, random_text, small_config, small_model
+from tests.small_models import PLACES, ops_of, prompt_with_pictures, random_text, small_config, small_model
 from tests.tolerance import assert_law
 
 # text, pictures with every number of leading pads, spans shorter and longer than the window of 9, adjacent pictures
 PIECES = [(3, 4), 5, (2, 14), (0, 9), 3, (1, 6), 24]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=PLACES, ids=str)
 def model(request: pytest.FixtureRequest) -> VisionLanguageModel:
-    return small_model(seed=3, device=request.param)
+    return small_model(seed=3, device=request.param[0], ops=ops_of(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,8 @@ def test_prefill_and_decode_share_a_step(model: VisionLanguageModel, prompt: Tok
 def test_the_laws_hold_where_every_layer_selects(model: VisionLanguageModel) -> None:
     """Thousands of tokens, one entry in a hundred picked: chunked, decoded and whole passes agree."""
     config = small_config(compress_ratios=[4, 4, 128, 4], index_topk=11)
-    model = small_model(seed=5, config=config, device=model.options.build.device.type)
+    build = model.options.build
+    model = small_model(seed=5, config=config, device=build.device.type, ops=build.ops)
     tokens = text_tokens(random_text(2200, seed=12))
     whole = prefill(model, tokens)
     assert_law(prefill(model, tokens, [1000, 1003, 2193, *range(2194, 2200)], ring=1190), whole)
