@@ -31,6 +31,8 @@ from spyglass.config.model import TextConfig
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.runner import ModelParts
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
 from spyglass.model import LoadedModel, load_model
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
@@ -127,7 +129,7 @@ def measure(
     loaded = load_model(folder, dtype="bfloat16", images=False, ops=ops, progress=False)
     results: list[Decode | Prefill | Memory] = []
     for batch in BATCHES:
-        rate, host = decode_rate(loaded, batch, steps if ops == "auto" else BASELINE_STEPS)
+        rate, host = decode_rate(loaded, folder, batch, steps if ops == "auto" else BASELINE_STEPS)
         nbytes = step_bytes(folder, loaded.config.text, batch)
         bound = batch * bandwidth / nbytes
         decode = Decode(
@@ -147,7 +149,7 @@ def measure(
         )
         results.append(decode)
     for tokens in lengths:
-        rate = prefill_rate(loaded, tokens)
+        rate = prefill_rate(loaded, folder, tokens)
         print(f"{weights:>6} {ops:>9}  prefill {tokens:>6}: {rate:8.1f} tok/s", flush=True)
         results.append(Prefill(weights=weights, ops=ops, tokens=tokens, tokens_per_second=rate))
     return results
@@ -186,10 +188,10 @@ class TimedParts:
         return out
 
 
-def decode_rate(loaded: LoadedModel, batch: int, steps: int) -> tuple[float, float]:
+def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tuple[float, float]:
     """Tokens per second over `steps` decode steps, and seconds per step outside the model's parts."""
     timed = TimedParts(loaded.model)
-    engine = _engine(timed, loaded)
+    engine = _engine(timed, loaded, folder)
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
     for number in range(batch):
         engine.add(_prompt(loaded, CONTEXT, seed=number), params)
@@ -206,9 +208,9 @@ def decode_rate(loaded: LoadedModel, batch: int, steps: int) -> tuple[float, flo
     return batch * steps / seconds, (seconds - timed.seconds) / steps
 
 
-def prefill_rate(loaded: LoadedModel, tokens: int) -> float:
+def prefill_rate(loaded: LoadedModel, folder: Path, tokens: int) -> float:
     """Prompt tokens per second until the first token."""
-    engine = _engine(loaded.model, loaded)
+    engine = _engine(loaded.model, loaded, folder)
     engine.add(_prompt(loaded, 16, seed=1), SamplingParams(max_tokens=2))
     _run_out(engine)
     engine.add(_prompt(loaded, tokens, seed=2), SamplingParams(temperature=0, max_tokens=1))
@@ -233,7 +235,7 @@ def report_memory(folder: Path, tokens: str, threads: str) -> None:
     """Run one prompt and print resident bytes before and at the peak; meant for a process of its own (Linux)."""
     torch.set_num_threads(int(threads))
     loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
-    engine = _engine(loaded.model, loaded)
+    engine = _engine(loaded.model, loaded, folder)
     prompt = _prompt(loaded, int(tokens), seed=2)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     before = resident("VmRSS")
@@ -248,10 +250,13 @@ def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
     Experts count by the expected number of distinct choices, E (1 - (1 - K / E) ** batch).
     """
     dense = experts = 0
+    table_rows = 0 if text.engram is None else batch * text.engram.columns
     for name, tensor in open_checkpoint(folder).tensors.items():
         if not name.startswith(("layers.", "head.", "norm.", "hc_head")) or name.endswith("tid2eid"):
             continue
-        if ".ffn.experts." in name:
+        if ".engram.embed" in name:
+            dense += table_rows * tensor.nbytes // tensor.shape[0]
+        elif ".ffn.experts." in name:
             experts += tensor.nbytes
         else:
             dense += tensor.nbytes
@@ -301,10 +306,13 @@ def checkpoint_folder(folder: Path, preset: Preset, weights: WeightFormat) -> Pa
     return path
 
 
-def _engine(model: ModelParts, loaded: LoadedModel) -> Engine:
+def _engine(model: ModelParts, loaded: LoadedModel, folder: Path) -> Engine:
     """An engine without the short position limit of `mini`, so that long prompts run too."""
     config = replace(loaded.config, text=replace(loaded.config.text, max_position_embeddings=1 << 20))
-    return Engine(model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device)
+    engram = None
+    if config.text.engram is not None:
+        engram = EngramFeed(open_engram(folder, config), device=loaded.device, dtype=loaded.dtype)
+    return Engine(model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device, engram=engram)
 
 
 def _run_out(engine: Engine) -> None:

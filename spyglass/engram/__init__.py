@@ -3,8 +3,8 @@
 Addresses depend on ids alone, so a driver fetches the rows of every engram layer before the model runs.
 """
 
-from spyglass.engram.hashing import HashConstants, hash_constants, row_ids
-from spyglass.engram.store import EngramStore, Placement, TableRows, open_engram
+from spyglass.engram.hashing import HashConstants, hash_constants, row_ids, table_primes
+from spyglass.engram.store import EngramStore, Placement, TableRows, open_engram, open_tables
 from spyglass.engram.vocabulary import classes_of_tokenizer, read_classes
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "classes_of_tokenizer",
     "hash_constants",
     "open_engram",
+    "open_tables",
     "read_classes",
     "row_ids",
+    "table_primes",
 ]

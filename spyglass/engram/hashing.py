@@ -39,15 +39,11 @@ def hash_constants(engram: EngramConfig) -> tuple[HashConstants, ...]:
     Raises:
         ConfigError: the tables do not have as many rows as the primes add up to.
     """
-    taken: set[int] = set()
     constants = []
-    for layer, num_rows in zip(engram.layers, engram.num_rows, strict=True):
+    for layer, num_rows, primes in zip(engram.layers, engram.num_rows, table_primes(engram), strict=True):
         rng = np.random.default_rng(_SEED_STEP * layer)
         most = (2**63 - 1) // engram.num_classes // 2
         multipliers = rng.integers(0, most, engram.max_ngram, dtype=np.int64) * 2 + 1
-        primes: list[int] = []
-        for _ in range(2, engram.max_ngram + 1):
-            primes += _next_primes(engram.prime_above - 1, engram.num_heads, taken)
         if sum(primes) != num_rows:
             raise ConfigError(
                 f"engram_num_embeddings says {num_rows} rows for layer {layer}, the {len(primes)} primes from "
@@ -63,6 +59,19 @@ def hash_constants(engram: EngramConfig) -> tuple[HashConstants, ...]:
             )
         )
     return tuple(constants)
+
+
+def table_primes(engram: EngramConfig) -> list[list[int]]:
+    """Moduli of every layer's columns: each size of n-gram takes the next primes that no other has taken."""
+    taken: set[int] = set()
+    return [
+        [
+            prime
+            for _ in range(2, engram.max_ngram + 1)
+            for prime in _next_primes(engram.prime_above - 1, engram.num_heads, taken)
+        ]
+        for _ in engram.layers
+    ]
 
 
 def row_ids(

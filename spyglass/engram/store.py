@@ -131,12 +131,23 @@ def open_engram(
     constants = hash_constants(engram)
     if tensors is None:
         tensors = native_tensors(open_checkpoint(folder))
-    tables = {
+    tables = open_tables(tensors, engram, placement)
+    classes = read_classes(folder, engram, config.text.vocab_size)
+    return EngramStore(config=engram, classes_V=classes, constants=constants, tables=tables, placement=placement)
+
+
+def open_tables(
+    tensors: Mapping[str, TensorHeader], engram: EngramConfig, placement: Placement = "mmap"
+) -> dict[int, TableRows]:
+    """The tables alone, by layer.
+
+    Raises:
+        CheckpointError: one is missing, damaged or of another shape.
+    """
+    return {
         layer: _open_table(tensors, f"layers.{layer}.engram.embed", (rows, engram.head_dim), placement)
         for layer, rows in zip(engram.layers, engram.num_rows, strict=True)
     }
-    classes = read_classes(folder, engram, config.text.vocab_size)
-    return EngramStore(config=engram, classes_V=classes, constants=constants, tables=tables, placement=placement)
 
 
 def _open_table(
