@@ -24,6 +24,7 @@ from spyglass.quant.packed import TORCH_DTYPES, Packed
 
 BATCH_BYTES = 8 << 20  # read as one piece of work: small tensors cost more to hand over than to read
 BATCHES_AHEAD = 4
+READ_BYTES = 512 << 10  # one call: small enough that the kernel's own read-ahead keeps running
 Place = Callable[[str, Format], Packed | None]
 
 
@@ -132,7 +133,7 @@ class _Files:
         try:
             descriptor = self._open(header.file)
             while done < header.nbytes:
-                count = os.preadv(descriptor, [view[done:]], header.start + done)
+                count = os.preadv(descriptor, [view[done : done + READ_BYTES]], header.start + done)
                 if count == 0:
                     raise CheckpointError(
                         f"{header.file} ended inside {header.name!r}; it was changed while being read"
