@@ -56,7 +56,7 @@ class PromptTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._plain.encode(text).ids
         return ids
 
     def special_id(self, spelling: str) -> int | None:
@@ -85,7 +85,7 @@ def _build(text: str, name: str) -> Tokenizer:
 
 
 def _without_added_tokens(full: Tokenizer) -> Tokenizer:
-    """A tokenizer of the base vocabulary only; shares the model with `full`."""
+    """A tokenizer of the base vocabulary only, which puts nothing around a text; shares the model with `full`."""
     plain = Tokenizer(full.model)
     if full.normalizer is not None:
         plain.normalizer = full.normalizer

@@ -165,13 +165,16 @@ def test_digests_tell_pixels_types_and_plans_apart() -> None:
     pixels = patchify(noise(90, 70), plan)
     last_row = pixels.copy()
     last_row[-1, -1, -1, -1] ^= 1
+    changes = {"resized": (5, 6), "vit_grid": (1, 2), "llm_grid": (3, 4), "num_tokens": 7, "stretch": True}
+    changes["patch_size"] = 8
+    assert changes.keys() == {field.name for field in dataclasses.fields(plan)}
     others = {
         prompt_digest(last_row, plan),
         prompt_digest(pixels.astype(np.float32), plan),
         prompt_digest(pixels.view(np.int8), plan),
-        prompt_digest(pixels, dataclasses.replace(plan, llm_grid=plan.llm_grid[::-1])),
         prompt_digest(pixels.reshape(-1, 3, 28, 7), plan),
+        *(prompt_digest(pixels, dataclasses.replace(plan, **{name: value})) for name, value in changes.items()),
     }
-    assert len(others) == 5
+    assert len(others) == 4 + len(changes)
     assert prompt_digest(pixels, plan) not in others
     assert prompt_digest(np.asfortranarray(pixels), plan) == prompt_digest(pixels.copy(), plan)
