@@ -26,6 +26,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import Packed
 
+RANDOM_WEIGHTS = "spyglass_random_weights"  # key of config.json that says so; nothing is computed from it
 _FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
 _DRAWN_VALUES = 1 << 22
 
@@ -64,7 +65,7 @@ def new_checkpoint(
     config = preset_config(preset, packed=not plain)
     write_tokenizer(directory, parse_model_config(config, f"preset {preset}"))
     _write_json(directory / "generation_config.json", _generation_config(config))
-    _write_json(directory / "config.json", config)
+    _write_json(directory / "config.json", config | {RANDOM_WEIGHTS: True})
     return layout
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HELP = "Ask a checkpoint about pictures, or talk to it: with a question once, without one as a chat."
 _DEFAULT_MODEL = "demo-model"
-_RANDOM_WEIGHTS = "spyglass_random_weights"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -47,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
     folder = _model_folder(args.model)
-    from spyglass.engine import LLM, SamplingParams  # after the cheap checks: this loads torch
+    from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
+    from spyglass.engine import LLM, SamplingParams
 
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, progress=True, **engine)
-    if llm.config.informational.get(_RANDOM_WEIGHTS):
+    if llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
     talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
     for number, question in enumerate(_questions(args.question)):
@@ -86,7 +86,8 @@ class _Talk:
         if output.error is not None:
             _note(output.error)
         _note(_numbers(output, len(images), started, times))
-        self._messages.append({"role": "assistant", "content": output.text})
+        answer = output.text.rpartition("</think>")[2]  # reasoning does not belong into the next prompt
+        self._messages.append({"role": "assistant", "content": answer})
 
     def _print(self, delta: Delta) -> None:
         if self._stream:

@@ -1,0 +1,110 @@
+"""Faults in the engine: pages, turns, drawing, text, the step loop."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SAMPLER = "spyglass/engine/sampler.py"
+TEXT = "spyglass/engine/detokenize.py"
+BLOCKS = "spyglass/engine/blocks.py"
+SCHEDULER = "spyglass/engine/scheduler.py"
+SEQUENCE = "spyglass/engine/sequence.py"
+RUNNER = "spyglass/engine/runner.py"
+ENGINE = "spyglass/engine/engine.py"
+LLM = "spyglass/engine/llm.py"
+UNIT = "tests/unit/engine"
+ON_SAMPLER = f"{UNIT}/test_sampler.py"
+ON_TEXT = f"{UNIT}/test_detokenize.py"
+ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
+ON_TURNS = f"{UNIT}/test_scheduler.py"
+ON_LOOP = f"{UNIT}/test_engine.py tests/laws/test_engine.py"
+ON_LLM = f"{UNIT}/test_llm.py"
+
+ENGINE_ROWS: list[Mutant] = [
+    Mutant(SAMPLER, "torch.where(logit_J > 0, logit_J / repetition_J, logit_J * repetition_J)", "logit_J / repetition_J",
+           ON_SAMPLER, "negative logits divided by the repetition penalty"),
+    Mutant(SAMPLER, "- frequency_J * count_J ", "", ON_SAMPLER, "no frequency penalty"),
+    Mutant(SAMPLER, " - presence_J * (count_J > 0)", "", ON_SAMPLER, "no presence penalty"),
+    Mutant(SAMPLER, "presence_J * (count_J > 0)", "presence_J * count_J", ON_SAMPLER, "presence counted"),
+    Mutant(SAMPLER, "presence_J * (count_J > 0)", "presence_J", ON_SAMPLER, "presence of the prompt"),
+    Mutant(SAMPLER, '    logits_SV.index_fill_(1, banned, float("-inf"))\n', "", ON_SAMPLER, "nothing banned"),
+    Mutant(SAMPLER, "raw_SV = logits_SV.clone() if lse_S is not None else logits_SV", "raw_SV = logits_SV", ON_SAMPLER,
+           "log-probabilities after penalties"),
+    Mutant(SAMPLER, ".div_(temperature_S1)", "", ON_SAMPLER, "no temperature"),
+    Mutant(SAMPLER, "np.where(top_k > 0, top_k, vocabulary + 1)", "np.where(top_k > 0, top_k + 1, vocabulary + 1)",
+           ON_SAMPLER, "one token more than top_k"),
+    Mutant(SAMPLER, "bucket_S1 = (before_SN < limit_S1)", "bucket_S1 = (before_SN <= limit_S1)", ON_SAMPLER,
+           "a bucket too far"),
+    Mutant(SAMPLER, "(inside_SN < limit_S1)", "(inside_SN <= limit_S1)", ON_SAMPLER, "a tie too far"),
+    Mutant(SAMPLER, "            mass_SV = mass_SV.masked_fill_(x_SV < least_k_S1, 0.0)\n", "            pass\n", ON_SAMPLER,
+           "top_p of everything instead of what top_k keeps"),
+    Mutant(SAMPLER, "np.log(min_p)", "np.log(min_p * 0)", ON_SAMPLER, "no min_p"),
+    Mutant(SAMPLER, "u_S[:, None] * mass_SN[:, -1:]", "u_S[:, None]", ON_SAMPLER, "weights taken for probabilities"),
+    Mutant(SAMPLER, "target_S1 - before_S1)", "target_S1)", ON_SAMPLER, "the blocks before forgotten"),
+    Mutant(SAMPLER, "(position + np.uint64(1)) * _GOLDEN", "position * np.uint64(0)", ON_SAMPLER,
+           "the same number at every position"),
+    Mutant(SAMPLER, "_mix(seed + _GOLDEN)", "_mix(seed * np.uint64(0))", ON_SAMPLER, "the same number for every seed"),
+    Mutant(SAMPLER, "step.seed_S[random], step.position_S[random]", "step.seed_S[: len(random)], "
+           "step.position_S[: len(random)]", ON_SAMPLER, "random numbers by place in the batch"),
+    Mutant(SAMPLER, "keepdim=True).clamp(min=1) - 1", "keepdim=True) - 1", ON_SAMPLER, "a row of NaN breaks the step"),
+    Mutant(TEXT, " and text not in GROUNDING_TAGS", "", ON_TEXT, "grounding tags silent"),
+    Mutant(TEXT, "(token in self._tokenizer.special_ids", "(False", ON_TEXT, "special tokens spelled out"),
+    Mutant(TEXT, "keep = max(_overlap(text, stop) for stop in self._stop)", "keep = 0", ON_TEXT,
+           "a begun stop string given out"),
+    Mutant(TEXT, "text, self._held = text + self._held, \"\"", "self._held = \"\"", ON_TEXT, "held text lost at the end"),
+    Mutant(TEXT, "return text[: min(found)], True", "return text[: max(found)], True", ON_TEXT, "the later stop string wins"),
+    Mutant(TEXT, "self._decoder.decode(self._bytes[token])", "self._bytes[token].decode(errors='replace')", ON_TEXT,
+           "half characters"),
+    Mutant(TEXT, "*range(0xAE, 0x100)", "*range(0xAD, 0x100)", ON_TEXT, "the soft hyphen as itself"),
+    Mutant(BLOCKS, "else np.maximum(start - group.retention, 0)", "else np.maximum(start - group.retention + 1, 0)",
+           ON_BLOCKS, "one kept row too few"),
+    Mutant(BLOCKS, "self._hold(group, rows, np.maximum(stop - group.retention, 0), stop, stop)", "pass", ON_BLOCKS,
+           "nothing given back behind the window"),
+    Mutant(BLOCKS, "np.maximum(start, stop - group.retention) if group.carries and group.retention else start",
+           "start", ON_BLOCKS, "state pages for rows that nobody keeps"),
+    Mutant(BLOCKS, "grown[: self.capacity] = self.tensors[plan.kind, plan.layer]", "pass", ON_BLOCKS,
+           "growing forgets what was written"),
+    Mutant(BLOCKS, "            self._live[group.name][:, row] = 0\n", "", ON_BLOCKS, "a reused row believes it has pages"),
+    Mutant(BLOCKS, "            self._promised[name][row] = pages\n", "            pass\n", ON_BLOCKS,
+           "memory promised twice"),
+    Mutant(BLOCKS, "self.pools[group.name].give_back(pages[pages >= 0].tolist())", "pass", ON_BLOCKS, "pages leak"),
+    Mutant(BLOCKS, "grown[:, : table.shape[1]] = table", "pass", ON_BLOCKS, "a widened table is empty"),
+    Mutant(SCHEDULER, "sequence.cut_at_most(start + min(budget, sequence.pending))",
+           "start + min(budget, sequence.pending)", ON_TURNS, "a span is cut"),
+    Mutant(SCHEDULER, "(s.served, s.pending > 1, s.request_id)", "(s.pending > 1, s.request_id)", ON_TURNS,
+           "whoever was left out waits on"),
+    Mutant(SCHEDULER, "(s.served, s.pending > 1, s.request_id)", "(s.served, s.request_id)", ON_TURNS,
+           "long prompts before answers under way"),
+    Mutant(SCHEDULER, "budget -= stop - start", "budget -= 0", ON_TURNS, "no budget"),
+    Mutant(SCHEDULER, "if piece > self._step_tokens:", "if piece > self._step_tokens + 1:", ON_TURNS,
+           "a piece that never fits is accepted"),
+    Mutant(SEQUENCE, "ids = np.unique(prompt_ids[prompt_ids >= 0])", "ids = np.unique(prompt_ids[:0])", ON_LOOP,
+           "the prompt escapes the repetition penalty"),
+    Mutant(SEQUENCE, "len(self.sequence.answer) < self.sequence.limit", "True", ON_LOOP, "max_tokens 0 draws a token"),
+    Mutant(RUNNER, "row_n - before + first", "row_n + first", ON_LOOP, "image rows of the wrong picture in later chunks"),
+    Mutant(RUNNER, "row_n - before + first", "row_n - before", ON_LOOP, "image rows of the first sequence for all"),
+    Mutant(RUNNER, "if picture not in chunk.sequence.image_rows", "", ON_LOOP, "pictures encoded again in every chunk"),
+    Mutant(RUNNER, "visible_n2=visible,", "visible_n2=None,", ON_LOOP,
+           "no in-span visibility"),
+    Mutant(RUNNER, "        self._blocks.settle(rows, stop)\n", "", ON_LOOP, "a long prompt keeps its window pages"),
+    Mutant(RUNNER, "<= chunk.stop]:", "<= chunk.stop - 10**6]:", ON_LOOP, "image rows kept for ever"),
+    Mutant(ENGINE, " and not params.ignore_eos)", ")", ON_LOOP, "ignore_eos ignored"),
+    Mutant(ENGINE, "token in params.stop_token_ids or ", "", ON_LOOP, "stop ids ignored"),
+    Mutant(ENGINE, "position_S=np.array([s.length", "position_S=np.array([0 * s.length", ON_LOOP,
+           "the same random number at every step"),
+    Mutant(ENGINE, " if sound else self._refuse(sequence)", "", ON_LOOP, "NaN drawn from"),
+    Mutant(ENGINE, "- set(config.eos_token_ids)", "", ON_LOOP + " " + ON_LLM, "end of text banned where it is pad too"),
+    Mutant(ENGINE, "sequence.prompt_logprobs[start + r + 1] = logprob", "sequence.prompt_logprobs[start + r] = logprob",
+           ON_LOOP, "prompt log-probabilities one place early"),
+    Mutant(ENGINE, "row = first + start - chunk.start", "row = first", ON_LOOP,
+           "only the first block of logits is right"),
+    Mutant(ENGINE, "self._lost = deltas + [", "self._lost = [", ON_LOOP, "an answer lost in a failing step"),
+    Mutant(ENGINE, "if options.max_step_tokens < vision.max_tokens:", "if False:", ON_LOOP,
+           "a step too small for pictures"),
+    Mutant(LLM, "        finally:\n            self._cancel(request)", "        finally:\n            pass", ON_LLM,
+           "a closed stream goes on"),
+    Mutant(LLM, "                        if delta.request_id in self._mail:\n",
+           "                        if delta.request_id == request:\n", ON_LLM, "what a step brings for others is lost"),
+    Mutant(LLM, "[self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]", "self.tokenizer.encode_text(prompt)",
+           ON_LLM, "text without BOS"),
+]  # fmt: skip
