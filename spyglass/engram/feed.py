@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 from spyglass.engram.store import EngramStore, TableRows
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import Format
+from spyglass.quant.pack import e8m0_to_float
 from spyglass.quant.packed import Packed
 
 _INLINE_TOKENS = 64  # a step this small is gathered at once: handing it to a thread would take longer
 _COPIED_ROWS = 1 << 16
+_BLOCK = 32  # columns that share a scale
 _TORCH = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 Rows = dict[int, torch.Tensor]
 
@@ -32,6 +35,7 @@ class EngramFeed:
         self.store = store
         self._device, self._dtype = device, dtype
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engram")
+        self._codes = _codes_of(dtype) if device.type == "cpu" else None
         self._tables: dict[int, Packed] = {}
         if store.placement == "device":
             self._tables = {layer: _to_device(table, device) for layer, table in store.tables.items()}
@@ -68,6 +72,8 @@ class EngramFeed:
         table = self._tables.get(layer)
         if table is None:
             gathered = self.store.tables[layer][rows_TJ.reshape(-1)]
+            if self._codes is not None and gathered.scale is not None and gathered.data.shape[1] % _BLOCK == 0:
+                return self._looked_up(gathered, self._codes, gathered.scale)
             packed = _packed(gathered, self._device)
         else:
             index = torch.from_numpy(rows_TJ.reshape(-1)).to(self._device)
@@ -75,6 +81,28 @@ class EngramFeed:
             data = table.data.view(_bytes_of(table.format)).index_select(0, index).view(table.data.dtype)
             packed = Packed(table.format, data, scale, tuple(data.shape))
         return decode(packed, self._dtype)
+
+    def _looked_up(self, rows: TableRows, codes: _Codes, scale: NDArray[np.uint8]) -> torch.Tensor:
+        """The same numbers by table: on a processor a look-up is several times faster than converting each code."""
+        values = torch.from_numpy(np.take(codes.elements, rows.data)).view(self._dtype)
+        factors = torch.from_numpy(np.take(codes.scales, scale)).view(self._dtype)
+        values.unflatten(1, (-1, _BLOCK)).mul_(factors[:, :, None])
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """The value of every e4m3 and e8m0 byte in an activation dtype, as integers of its width."""
+
+    elements: NDArray[Any]
+    scales: NDArray[Any]
+
+
+def _codes_of(dtype: torch.dtype) -> _Codes:
+    every = torch.arange(256, dtype=torch.uint8)
+    whole = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[dtype]
+    elements = every.view(torch.float8_e4m3fn).to(dtype).view(whole).numpy()
+    return _Codes(elements, e8m0_to_float(every).to(dtype).view(whole).numpy())
 
 
 def _bytes_of(format: Format) -> torch.dtype:

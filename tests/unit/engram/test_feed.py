@@ -18,9 +18,9 @@ from tests.small_v41 import small_store, small_v41_config
 CPU = torch.device("cpu")
 
 
-def store_of(form: str, placement: Placement) -> EngramStore:
+def store_of(form: str, placement: Placement, head_dim: int = 36) -> EngramStore:
     """Random tables of the small model in one of the stored forms."""
-    store = small_store(small_v41_config(engram_head_dim=36))
+    store = small_store(small_v41_config(engram_head_dim=head_dim))
     tables = {}
     for layer, table in store.tables.items():
         values = torch.from_numpy(table.data)
@@ -81,3 +81,17 @@ def test_rows_arrive_on_the_gpu(form: str, placement: Placement) -> None:
     here = EngramFeed(store, device=CPU, dtype=torch.bfloat16).start(ids, kinds, start, starts)()
     there = EngramFeed(store, device=torch.device("cuda"), dtype=torch.bfloat16).start(ids, kinds, start, starts)()
     assert all(there[layer].is_cuda and torch.equal(there[layer].cpu(), here[layer]) for layer in (1, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_code_and_scale_is_looked_up_right(dtype: torch.dtype) -> None:
+    """Whole blocks of 32 take the table path of processors: all 256 codes under extreme scales, NaN included."""
+    store = store_of("fp8", "mmap", head_dim=64)
+    table = store.tables[1]
+    assert table.scale is not None
+    table.data[:4] = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    table.scale[:4] = [[0, 1], [127, 254], [255, 100], [126, 128]]
+    feed = EngramFeed(store, device=CPU, dtype=dtype)
+    got = feed._values(1, np.arange(4)[None])
+    want = torch.from_numpy(table[np.arange(4)].values()).to(dtype)
+    assert torch.equal(got.nan_to_num(7e9), want.nan_to_num(7e9)) and torch.equal(got.isnan(), want.isnan())
