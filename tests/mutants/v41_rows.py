@@ -90,7 +90,7 @@ V41_ROWS: list[Mutant] = [
     Mutant(HASHING, "missing_TL[before] - 1]", "missing_TL[before] - 2]", HASHES, "look-back off by one"),
     Mutant(HASHING, "+ layer.offsets_J", "", HASHES, "no column offsets"),
     Mutant(HASHING, "np.bitwise_xor.accumulate", "np.add.accumulate", HASHES, "sum instead of xor"),
-    Mutant(HASHING, "engram.prime_above - 1", "engram.prime_above", HASHES + " tests/unit/engram/test_store.py",
+    Mutant(HASHING, "engram.prime_above - 1", "engram.prime_above", HASHES,
            "primes from one further on"),
     Mutant(HASHING, "if sum(primes) != num_rows:", "if False:", HASHES, "table sizes not checked"),
     Mutant(VOCABULARY, "normalizers.StripAccents(),", "", WORDS, "marks kept"),

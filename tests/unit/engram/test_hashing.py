@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spyglass.engram import classes_of_tokenizer, hash_constants, row_ids
+from spyglass.engram import classes_of_tokenizer, hash_constants, row_ids, table_primes
 from spyglass.errors import ConfigError
 from tests.unit.engram.v41_release import RELEASE, SMALL
 
@@ -173,3 +173,9 @@ def test_a_picture_in_the_lookback_changes_exactly_the_columns_that_reach_it() -
     plain, blocked = small_rows(ids, [TEXT] * 4)[3], small_rows(ids, [TEXT, PICTURE, TEXT, TEXT])[3]
     # two tokens back: 2-grams do not reach it, 3-grams and 4-grams do (2 columns each, twice for two layers)
     assert (plain == blocked).tolist() == [True, True, False, False, False, False] * 2
+
+
+def test_a_prime_start_is_itself_the_first_modulus_and_none_is_taken_twice() -> None:
+    primes = table_primes(replace(SMALL, prime_above=7))
+    assert primes == [[7, 11, 13, 17, 19, 23], [29, 31, 37, 41, 43, 47]]
+    assert table_primes(replace(SMALL, prime_above=2, num_heads=1)) == [[2, 3, 5], [7, 11, 13]]
