@@ -255,7 +255,7 @@ def _gpus() -> Iterable[Device]:
         return
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=1.0, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=5.0, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return
     for line in answer.splitlines():

@@ -38,6 +38,8 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [f"read {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s"]
         for part, count in self.counts.items():
+            if part == "engram" and not count.unused:
+                continue
             lines.append(f"{part}: {count.used} tensors used, {count.unused} unused, {count.at_init} left at init")
             if self.skipped[part]:
                 lines.append(f"  skipped on purpose: {list_names(list(self.skipped[part]))}")

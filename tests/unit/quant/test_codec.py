@@ -115,6 +115,16 @@ def test_values_of_a_format_go_back_into_it_without_loss(format: Format, seed: i
     assert torch.equal(back, values) and torch.equal(torch.signbit(back), torch.signbit(values))
 
 
+@pytest.mark.parametrize("block", [32, 128])
+def test_fp4_goes_into_fp8_without_loss_where_the_scales_of_a_block_are_near(block: int) -> None:
+    """Spec v4 2.4: codes have two significant bits, so e4m3 holds them over about 2^14 of scales."""
+    packed = random_packed(FP4, (256, 256), seed=5, scales=(110, 122))
+    values = decode(packed, torch.float32)
+    assert torch.equal(decode(encode(values, fp8((block, block))), torch.float32), values)
+    wide = decode(random_packed(FP4, (256, 256), seed=5, scales=(100, 140)), torch.float32)
+    assert not torch.equal(decode(encode(wide, fp8((block, block))), torch.float32), wide)
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_encoding_takes_the_smallest_scale_and_is_off_by_at_most_half_a_step(format: Format) -> None:
     x = torch.randn(96, 160, generator=torch.Generator().manual_seed(3))
