@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml requirements-dev.txt
 demo: setup
 	test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
 	@echo "The weights in $(MODEL) are random, so the words below are noise; everything that produces them is real."
-	$(BIN)/spyglass run --model $(MODEL) --image "$$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')" "$(QUESTION)"
+	$(BIN)/spyglass run --model $(MODEL) --image "$$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')" --max-tokens 64 "$(QUESTION)"
 
 test: setup
 	$(PYTEST) $(TESTS)
