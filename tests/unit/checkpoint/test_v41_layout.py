@@ -75,6 +75,23 @@ def test_totals_by_part() -> None:
     assert nbytes("embed.weight") + nbytes("head.weight") == pytest.approx(2.65e9, rel=1e-3)
 
 
+def test_printed_sizes_of_a_layer() -> None:
+    """Spec v41 2.3, in megabytes, scales included."""
+
+    def megabytes(*prefixes: str) -> float:
+        return sum(nbytes(name) for name in flash() if name.startswith(prefixes)) / 1e6
+
+    matrices = {"wq_a": 6.6, "wq_b": 41.9, "wkv": 2.6, "wo_a": 33.6, "wo_b": 41.9}
+    for name, printed in matrices.items():
+        assert megabytes(f"layers.7.attn.{name}.") == pytest.approx(printed, abs=0.06), name
+    assert megabytes(*(f"layers.7.attn.{name}." for name in matrices)) == pytest.approx(126.6, abs=0.2)
+    assert megabytes("layers.7.hc_") == pytest.approx(3.9, abs=0.06)
+    assert megabytes("layers.7.ffn.gate.weight") == pytest.approx(3.9, abs=0.06)
+    assert sum(nbytes(name) for name in flash() if name.startswith("layers.") and ".engram." not in name) == (
+        pytest.approx(296e9, rel=2e-3)
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [
@@ -173,6 +190,13 @@ def test_the_tokenizer_gets_the_two_names_and_keeps_its_classes(tiny: Path) -> N
     assert tokenizer.special_id("<｜System｜>") == 128799
     assert tokenizer.special_id("<｜deepseek_image｜>") == 129264
     assert tokenizer.special_id("<｜image｜>") == 129279
+    printed = {"<｜begin▁of▁sentence｜>": 0, "<｜end▁of▁sentence｜>": 1, "<｜▁pad▁｜>": 2, "<｜User｜>": 128803}
+    printed |= {"<｜Assistant｜>": 128804, "<think>": 128821, "</think>": 128822, "｜DSML｜": 128825}
+    printed |= {"<｜latest_reminder｜>": 128828, "<｜action｜>": 128829}
+    tags = {"box": 129276, "point": 129274, "polygon": 129272, "ref": 129278}
+    printed |= {f"<｜{tag}｜>": first for tag, first in tags.items()}
+    printed |= {f"<｜/{tag}｜>": first - 1 for tag, first in tags.items()}
+    assert {spelling: tokenizer.special_id(spelling) for spelling in printed} == printed
     store = open_engram(tiny / "packed", read_model_config(tiny / "packed"))
     assert hashlib.sha256(store.classes_V.astype("<i4").tobytes()).hexdigest() == (
         "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
@@ -185,6 +209,10 @@ def test_headers_only_writes_the_released_headers_with_the_tables_last(tmp_path:
     assert layout.nbytes == 510_286_023_000
     checkpoint = open_checkpoint(tmp_path)
     assert {name: (header.dtype, header.shape) for name, header in checkpoint.tensors.items()} == flash()
+    config = read_model_config(tmp_path)
+    everything = expected_tensors(config) | draft_tensors(config, "dspark")
+    assert not match(checkpoint, everything, skip=frozenset()).faults()
+    assert len(match(checkpoint, expected_tensors(config)).skipped["draft"]) == 2_401
     tables = [checkpoint.tensors[f"layers.{layer}.engram.embed.weight"].file.name for layer in (1, 14)]
     assert tables == [shard.file for shard in layout.shards[-2:]]
 
