@@ -76,15 +76,15 @@ def test_totals_by_part() -> None:
 
 
 def test_printed_sizes_of_a_layer() -> None:
-    """Spec v41 2.3, in megabytes, scales included."""
+    """Spec v41 2.3, in megabytes, without scales."""
 
     def megabytes(*prefixes: str) -> float:
         return sum(nbytes(name) for name in flash() if name.startswith(prefixes)) / 1e6
 
     matrices = {"wq_a": 6.6, "wq_b": 41.9, "wkv": 2.6, "wo_a": 33.6, "wo_b": 41.9}
     for name, printed in matrices.items():
-        assert megabytes(f"layers.7.attn.{name}.") == pytest.approx(printed, abs=0.06), name
-    assert megabytes(*(f"layers.7.attn.{name}." for name in matrices)) == pytest.approx(126.6, abs=0.2)
+        assert megabytes(f"layers.7.attn.{name}.weight") == pytest.approx(printed, abs=0.06), name
+    assert megabytes(*(f"layers.7.attn.{name}.weight" for name in matrices)) == pytest.approx(126.6, abs=0.2)
     assert megabytes("layers.7.hc_") == pytest.approx(3.9, abs=0.06)
     assert megabytes("layers.7.ffn.gate.weight") == pytest.approx(3.9, abs=0.06)
     assert sum(nbytes(name) for name in flash() if name.startswith("layers.") and ".engram." not in name) == (
