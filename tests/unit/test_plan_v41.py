@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from spyglass.checkpoint.match import match
+from spyglass.checkpoint.match import Source
 from spyglass.checkpoint.presets import preset_config
-from spyglass.checkpoint.random import new_checkpoint
-from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
-from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.checkpoint.safetensors import DTYPE_BYTES, TensorHeader
+from spyglass.checkpoint.schema import expected_tensors, stored_tensors
+from spyglass.config.model import ModelConfig
+from spyglass.config.read import parse_model_config
 from spyglass.plan import USABLE, Device, Machine, MemoryPlan, cache_bytes, plan_memory
 
 GB = 10**9
 TABLES = 202_758_032_400
 
 
+def sources_of(config: ModelConfig) -> dict[str, Source]:
+    """What a complete checkpoint of the official format would be matched to, without its files."""
+    found = {}
+    for name, spec in expected_tensors(config).items():
+        headers = [
+            TensorHeader(tensor, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
+            for tensor, dtype, shape in stored_tensors(name, spec, spec.official)
+        ]
+        found[name] = Source(spec.official, headers[0], headers[1] if len(headers) > 1 else None)
+    return found
+
+
 @pytest.fixture(scope="module")
-def flash(tmp_path_factory: pytest.TempPathFactory) -> MemoryPlan:
-    folder = tmp_path_factory.mktemp("flash")
-    new_checkpoint(folder, "v41-flash", headers_only=True)
-    sources = match(open_checkpoint(folder), expected_tensors(read_model_config(folder))).sources
+def flash() -> MemoryPlan:
+    config = parse_model_config(preset_config("v41-flash", packed=True), "flash")
     machine = Machine(Device("host", 900 * GB, 587 * GB), tuple(Device("card", 150 * GB, 150 * GB) for _ in range(4)))
-    return plan_memory(read_model_config(folder), sources, machine)
+    return plan_memory(config, sources_of(config), machine)
 
 
 def test_printed_cache_sizes() -> None:
@@ -68,10 +79,7 @@ def test_the_host_holds_one_copy_of_the_tables_however_many_cards(flash: MemoryP
     assert cards.context and cards_with_tables.context
 
 
-def test_models_without_engram_have_no_second_table(tmp_path: Path) -> None:
-    new_checkpoint(tmp_path, "tiny", headers_only=True)
-    config = read_model_config(tmp_path)
-    found = plan_memory(
-        config, match(open_checkpoint(tmp_path), expected_tensors(config)).sources, Machine(Device("h", GB, GB), ())
-    )
+def test_models_without_engram_have_no_second_table() -> None:
+    config = parse_model_config(preset_config("tiny", packed=True), "tiny")
+    found = plan_memory(config, sources_of(config), Machine(Device("h", GB, GB), ()))
     assert found.gpus_with_tables == () and {fit.tables for fit in (*found.here, *found.gpus)} == {"none"}
