@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,10 +65,24 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     report["left_at_init"] = matched.at_init
     report["ignored_files"] = list(checkpoint.ignored_files)
     report["sparse_files"] = list(checkpoint.sparse_files())
-    report["faults"] = matched.faults()
+    report["faults"] = matched.faults() + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
     report["memory"] = asdict(plan_memory(config, matched.sources, machine))
+
+
+def _engram_faults(directory: Path, config: ModelConfig) -> list[str]:
+    """What would keep engram tables from being opened, without counting the classes of a whole tokenizer."""
+    if config.text.engram is None:
+        return []
+    from spyglass.engram import TOKEN_MAP_NAME, TOKENIZER_NAME, hash_constants, read_classes
+
+    hash_constants(config.text.engram)
+    if (directory / TOKEN_MAP_NAME).exists():
+        read_classes(directory, config.text.engram, config.text.vocab_size)
+    elif not (directory / TOKENIZER_NAME).exists():
+        return [f"{directory}: engram layers need {TOKENIZER_NAME} or {TOKEN_MAP_NAME}; neither is there"]
+    return []
 
 
 def _describe_model(config: ModelConfig) -> dict[str, Any]:

@@ -5,9 +5,11 @@ Addresses depend on ids alone, so a driver fetches the rows of every engram laye
 
 from spyglass.engram.hashing import HashConstants, hash_constants, row_ids, table_primes
 from spyglass.engram.store import EngramStore, Placement, TableRows, open_engram, open_tables
-from spyglass.engram.vocabulary import classes_of_tokenizer, read_classes
+from spyglass.engram.vocabulary import TOKEN_MAP_NAME, TOKENIZER_NAME, classes_of_tokenizer, read_classes
 
 __all__ = [
+    "TOKENIZER_NAME",
+    "TOKEN_MAP_NAME",
     "EngramStore",
     "HashConstants",
     "Placement",
