@@ -157,9 +157,9 @@ def test_a_bf16_checkpoint_says_nothing_of_quantisation(tmp_path: Path) -> None:
 
 
 def test_the_official_shape_is_described_in_seconds_and_takes_no_room(tmp_path: Path) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     new_checkpoint(tmp_path, "flash-vision", headers_only=True)
-    seconds = time.perf_counter() - started
+    assert time.process_time() - started < 5
     checkpoint = open_checkpoint(tmp_path)
     assert len(checkpoint.tensors) == 72_633 and len(checkpoint.files) == 48
     assert [file.name for file in checkpoint.files][::47] == [
@@ -168,4 +168,3 @@ def test_the_official_shape_is_described_in_seconds_and_takes_no_room(tmp_path: 
     ]
     assert json.loads((tmp_path / INDEX_NAME).read_text())["metadata"]["total_size"] == 167_811_372_792
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) < 100_000_000
-    assert seconds < 20, "a few seconds on an idle machine"

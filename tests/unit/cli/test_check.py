@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,12 @@ def test_the_released_shape_is_checked_in_two_seconds_without_torch(flash: Path)
         "import sys; from spyglass.cli.main import main; code = main(['check', sys.argv[1]]); "
         "print('torch' in sys.modules); sys.exit(code)"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program, str(flash)], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
-        if seconds[-1] < 2:
-            break
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program, str(flash)], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines()[-1] == "False"
-    assert min(seconds) < 2
+    # processor time: what the clock shows when nothing else runs, and the same when something does
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_the_text_says_what_people_ask(flash: Path, capsys: pytest.CaptureFixture[str]) -> None:
