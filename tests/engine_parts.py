@@ -98,3 +98,20 @@ def logits_of(engine: Engine, prompt: Prompt) -> torch.Tensor:
 def pages_used(engine: Engine) -> dict[str, int]:
     """Pages that sequences hold, by group."""
     return {name: pool.num_used for name, pool in engine.blocks.pools.items()}
+
+
+class FailingModel:
+    """The real model, which breaks in the steps that are named."""
+
+    def __init__(self, model: Any, broken: set[int]) -> None:
+        self._model, self._broken, self._step = model, broken, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def embed(self, batch: Any, rows: Any) -> torch.Tensor:
+        self._step += 1
+        if self._step in self._broken:
+            raise RuntimeError("out of luck")
+        out: torch.Tensor = self._model.embed(batch, rows)
+        return out

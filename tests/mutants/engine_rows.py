@@ -17,7 +17,7 @@ ON_SAMPLER = f"{UNIT}/test_sampler.py"
 ON_TEXT = f"{UNIT}/test_detokenize.py"
 ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
-ON_LOOP = f"{UNIT}/test_engine.py tests/laws/test_engine.py"
+ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_LLM = f"{UNIT}/test_llm.py"
 
 ENGINE_ROWS: list[Mutant] = [

@@ -1,0 +1,145 @@
+"""What is refused, when, and that one request's trouble stays its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from spyglass.engine.request import SamplingParams
+from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.prompt.build import prompt_from_parts
+from tests.engine_parts import (
+    GREEDY,
+    FailingModel,
+    engine_config,
+    logits_of,
+    make_engine,
+    make_model,
+    make_prompt,
+    pages_used,
+    patches,
+    run_all,
+)
+from tests.small_models import small_config, small_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(seed=1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "params", "error", "match"),
+    [
+        ([[70]], {}, PromptError, "70"),
+        ([list(range(2, 60)) * 80], {}, CapacityError, "4640 tokens .* 4096"),
+        ([list(range(2, 66)) * 64], {}, CapacityError, "no room"),
+        ([[5]], {"stop": "end"}, PromptError, "tokenizer"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_it_is_added(
+    parts: Any, params: dict[str, Any], error: type[Exception], match: str, model: Any
+) -> None:
+    engine = make_engine(model, model.config)
+    with pytest.raises(error, match=match):
+        prompt = prompt_from_parts(parts, model.config)
+        engine.add(prompt, SamplingParams(**params))
+    assert not engine.has_work
+
+
+def test_a_prompt_as_long_as_the_limit_may_be_scored(model: Any) -> None:
+    engine = make_engine(model, model.config, max_length=50)
+    prompt = make_prompt(model.config, [50])
+    assert logits_of(engine, prompt).isfinite().all()
+    with pytest.raises(CapacityError):
+        engine.add(prompt, SamplingParams(max_tokens=1))
+
+
+def test_a_request_that_never_fits_into_memory_is_refused_at_once(model: Any) -> None:
+    engine = make_engine(model, model.config, cache_bytes=400_000, max_sequences=2)
+    with pytest.raises(CapacityError, match="cache_bytes"):
+        engine.add(make_prompt(model.config, [3000]), GREEDY)
+    run_all(engine, [make_prompt(model.config, [30])])
+
+
+def test_pictures_are_refused_where_there_is_no_tower() -> None:
+    vision, text = engine_config(), small_config(vision_n_layers=0)
+    prompt = prompt_from_parts([[5, 6], patches(2, 2)], vision)
+    engine = make_engine(small_model(config=text), text)
+    with pytest.raises(PromptError, match="picture"):
+        engine.add(prompt, GREEDY)
+    closed = make_engine(small_model(config=vision, pictures=False), vision, images=0)
+    with pytest.raises(PromptError, match="images"):
+        closed.add(prompt, GREEDY)
+
+
+def test_a_step_smaller_than_a_picture_is_refused_at_the_start(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_step_tokens is 39.* at least 40"):
+        make_engine(model, model.config, step=39)
+    make_engine(model, model.config, step=39, images=0)
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place(model: Any) -> None:
+    prompt = make_prompt(model.config, [4])
+    for bad in (-1, 70, 129280):
+        ids = prompt.ids_T.copy()
+        ids[2] = bad
+        with pytest.raises(PromptError, match=f"id {bad} at position 2"):
+            make_engine(model, model.config).add(replace(prompt, ids_T=ids), GREEDY)
+
+
+def test_a_failing_step_ends_only_its_own_requests(model: Any) -> None:
+    engine = make_engine(FailingModel(model, {2}), model.config, step=40, max_sequences=2)
+    prompts = [make_prompt(model.config, [10 + n]) for n in range(4)]
+    ids = [engine.add(prompt, GREEDY) for prompt in prompts]
+    engine.step()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    assert set(pages_used(engine).values()) == {0}
+    outputs = {}
+    while engine.has_work:
+        outputs |= {d.request_id: d.output for d in engine.step() if d.output is not None}
+    assert [outputs[i].finish_reason for i in ids] == ["abort", "abort", "length", "length"]
+    assert outputs[ids[0]].error is not None and outputs[ids[2]].error is None
+    alone = run_all(make_engine(model, model.config), prompts[2:])
+    assert [outputs[i].token_ids for i in ids[2:]] == [output.token_ids for output in alone]
+
+
+def test_an_answer_that_ended_before_the_failure_in_its_step_is_not_lost(model: Any) -> None:
+    class BrokenHead(FailingModel):
+        def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of luck")
+
+    engine = make_engine(BrokenHead(model, set()), model.config)
+    scored = engine.add(make_prompt(model.config, [6]), SamplingParams(max_tokens=0))
+    drawing = engine.add(make_prompt(model.config, [6]), GREEDY)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert {delta.request_id: delta.finish_reason for delta in engine.step()} == {scored: "length", drawing: "abort"}
+    assert not engine.has_work
+
+
+class SpoiltModel:
+    """The real model, but one request's logits are not numbers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._model.logits(hidden, rows)
+        if len(out) > 1:
+            out[0] = float("nan")
+        return out
+
+
+def test_a_request_without_finite_logits_ends_with_an_error_and_spoils_no_other(model: Any) -> None:
+    prompts = [make_prompt(model.config, [7 + n]) for n in range(2)]
+    bad, good = run_all(make_engine(SpoiltModel(model), model.config), prompts)
+    assert bad.finish_reason == "abort" and bad.error is not None and "finite" in bad.error
+    assert good.token_ids == run_all(make_engine(model, model.config), prompts[1:])[0].token_ids
