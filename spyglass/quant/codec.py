@@ -16,7 +16,8 @@ from spyglass.quant.packed import Packed
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-_CHUNK_VALUES = 1 << 22  # decoded at a time, so that temporaries stay small beside the matrix
+_VALUES_AT_ONCE = 1 << 18  # temporaries that stay in a processor's cache
+_VALUES_AT_ONCE_ON_GPU = 1 << 26  # few launches, temporaries small beside the model
 
 
 def round_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -51,37 +52,42 @@ def ceil_pow2_scale(amax: torch.Tensor, limit_reciprocal: float) -> torch.Tensor
 
 
 def decode(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The matrix [..., out, in] in `dtype`: float32 product of value and scale, rounded once."""
+    """The matrix [..., out, in] in `dtype`: product of value and scale, rounded once."""
     if packed.format.block is None:
         return packed.data.to(dtype)
     assert packed.scale is not None, packed.format
     rows, columns = packed.format.block
-    data = packed.data.flatten(0, -2)
-    scale = packed.scale.flatten(0, -2)
+    data, scale = packed.data.flatten(0, -2), packed.scale.flatten(0, -2)
     out_features, in_features = packed.shape[-2:]
-    result = torch.empty(packed.shape, dtype=dtype, device=data.device).flatten(0, -2)
-    for first in range(0, result.shape[0], out_features):
-        block_first = first // out_features * -(-out_features // rows)
-        chunk = max(_CHUNK_VALUES // in_features // rows, 1) * rows
-        for row in range(0, out_features, chunk):
-            stop = min(row + chunk, out_features)
-            scales = scale[block_first + row // rows : block_first + -(-stop // rows)]
-            result[first + row : first + stop] = _decode_rows(
-                packed.format, data[first + row : first + stop], scales, in_features, (rows, columns)
-            )
+    # stacked matrices whose rows fill their last scale block are one tall matrix
+    height = len(data) if out_features % rows == 0 else out_features
+    at_once = _VALUES_AT_ONCE if data.device.type == "cpu" else _VALUES_AT_ONCE_ON_GPU
+    chunk = max(at_once // max(in_features, 1) // rows, 1) * rows
+    result = torch.empty((len(data), in_features), dtype=dtype, device=data.device)
+    for first in range(0, len(data), max(height, 1)):
+        first_scale = first // max(height, 1) * -(-height // rows)
+        for row in range(0, height, chunk):
+            stop = min(row + chunk, height)
+            factors = _factors(packed.format, scale[first_scale + row // rows : first_scale + -(-stop // rows)], dtype)
+            factors = factors.repeat_interleave(columns, dim=1)[:, :in_features]
+            if rows > 1:
+                factors = factors.repeat_interleave(rows, dim=0)[: stop - row]
+            values = _values(packed.format, data[first + row : first + stop], factors.dtype)
+            result[first + row : first + stop] = values.mul_(factors)
     return result.view(packed.shape)
 
 
-def _decode_rows(
-    format: Format, data: torch.Tensor, scale: torch.Tensor, in_features: int, block: tuple[int, int]
-) -> torch.Tensor:
-    """Float32 [n, in] of n rows whose first row starts a scale block; `scale` [ceil(n/rows), ceil(in/columns)]."""
-    values = unpack_e2m1(data) if format.name == "fp4" else data.float()
-    factors = scale if format.scale_dtype == "F32" else e8m0_to_float(scale)
-    factors = factors.repeat_interleave(block[1], dim=1)[:, :in_features]
-    if block[0] > 1:
-        factors = factors.repeat_interleave(block[0], dim=0)[: len(values)]
-    return values.mul_(factors)
+def _factors(format: Format, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales as numbers: in bfloat16 where the product is exact in it, else in float32."""
+    if format.scale_dtype == "F32":
+        return scale
+    factors = e8m0_to_float(scale)
+    return factors.to(dtype) if dtype == torch.bfloat16 else factors
+
+
+def _values(format: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stored codes as unscaled numbers."""
+    return unpack_e2m1(data, dtype) if format.name == "fp4" else data.to(dtype)
 
 
 def encode(values: torch.Tensor, format: Format) -> Packed:

@@ -26,10 +26,10 @@ def e8m0_from_exponent(exponent: torch.Tensor) -> torch.Tensor:
 
 def unpack_e2m1(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Packed bytes (uint8 [..., n]) to unscaled values ([..., 2n], `dtype`), low nibble first."""
-    low, high = (data & 15).to(torch.int32), (data >> 4).to(torch.int32)
     values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=data.device)
-    codes = torch.stack((low, high), dim=-1).flatten()
-    return values.index_select(0, codes).view(*data.shape[:-1], 2 * data.shape[-1])
+    byte = torch.arange(256, device=data.device)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+    return pairs.index_select(0, data.flatten().to(torch.int32)).view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
