@@ -187,13 +187,13 @@ class LLM:
         The last piece carries the whole `output`. Several streams may be read in turn; closing one ends its request.
 
         Raises:
-            PromptError, CapacityError: as `generate`, before anything is yielded.
+            PromptError, CapacityError: as `generate`, at the latest when the first piece is asked for.
         """
         if _is_conversation(request):
             prompt = self.chat_prompt(cast("Messages", request), thinking=thinking, effort=effort)
         else:
             prompt = self._prompt(cast("PromptLike", request))
-        return self._follow(self._add(prompt, params or SamplingParams()))
+        return self._stream(prompt, params or SamplingParams())
 
     def logits(self, parts: Sequence[int] | Sequence[Part]) -> torch.Tensor:
         """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
@@ -277,6 +277,10 @@ class LLM:
         request = self.engine.add(prompt, params)
         self._mail[request] = deque()
         return request
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
+        """Queued when the first piece is asked for, so that a stream nobody reads costs nothing."""
+        yield from self._follow(self._add(prompt, params))
 
     def _follow(self, request: int) -> Iterator[Delta]:
         """Deltas of one request; steps run as they are needed, and what they bring for others is kept for them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from PIL import Image
 
 from spyglass import LLM, Patches, SamplingParams
 from spyglass.checkpoint.random import new_checkpoint
+from spyglass.config.engine import EngineConfig
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import TokenKind
@@ -52,6 +55,7 @@ def question(text: str, *images: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
+@pytest.mark.slow
 def test_prompts_of_every_kind_and_length_answer_together_as_alone(llm: LLM, tmp_path: Path) -> None:
     photo = tmp_path / "photo.png"
     picture().save(photo)
@@ -106,6 +110,7 @@ def test_thinking_changes_the_end_of_the_prompt(llm: LLM) -> None:
     assert len(llm.chat_prompt(question("Hello"), thinking=True, effort="max")) > len(plain)
 
 
+@pytest.mark.slow
 def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     params = SamplingParams(seed=4, max_tokens=12, ignore_eos=True)
     deltas = list(llm.stream(question("Hello"), params))
@@ -127,6 +132,16 @@ def test_streams_may_be_read_in_turn_and_closed_early(llm: LLM) -> None:
         assert first[text] + [d.token_ids for d in streams[text]] == alone[text]
     assert not llm.engine.has_work
     assert {pool.num_used for pool in llm.engine.blocks.pools.values()} == {0}
+
+
+def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
+    llm.stream("Hello", GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_every_engine_option_is_an_option_of_the_model() -> None:
+    options = {field.name for field in fields(EngineConfig)}
+    assert options <= set(signature(LLM.__init__).parameters)
 
 
 def test_logits_have_a_row_per_position_blocks_included(llm: LLM) -> None:
@@ -199,6 +214,7 @@ def test_misspelt_and_meaningless_options_are_errors(tiny_folder: Path) -> None:
         LLM(tiny_folder, **OPTIONS, max_step_tokens=128)
 
 
+@pytest.mark.slow
 def test_options_come_from_the_environment_when_left_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPYGLASS_MAX_LENGTH", "40")
     model = LLM(tiny_folder, **OPTIONS, images=0)
@@ -207,6 +223,7 @@ def test_options_come_from_the_environment_when_left_out(tiny_folder: Path, monk
     assert output.usage.prompt_tokens + output.usage.completion_tokens == 40
 
 
+@pytest.mark.slow
 def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
     """BOS, pad, the placeholder and the reserved tokens that play picture roles elsewhere; end of text may be."""
     roles = {129257 + kind for kind in TokenKind if kind is not TokenKind.TEXT}
