@@ -79,7 +79,7 @@ CHECKPOINT_ROWS: list[Mutant] = [
     Mutant(PLAN, "fixed += row * (plan.retention + (1 if plan.kind == \"window\" else 0))", "fixed += row * plan.retention",
            PLAN_TESTS, "a window has a row too few"),
     Mutant(PLAN, "per_token += row / plan.tokens_per_row", "per_token += row", PLAN_TESTS, "pooled rows count every token"),
-    Mutant(PLAN, "if room > 0 and context >= LEAST_CONTEXT else 0", "if room > 0 else 0", PLAN_TESTS, "no room for a prompt"),
+    Mutant(PLAN, "fits = room > 0 and context >= LEAST_CONTEXT", "fits = room > 0", PLAN_TESTS, "no room for a prompt"),
     Mutant(PLAN, "min(machine.gpus, key=lambda gpu: gpu.free)", "max(machine.gpus, key=lambda gpu: gpu.free)", PLAN_TESTS,
            "the emptiest card decides"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.checkpoint_rows import CHECKPOINT_ROWS
 from tests.mutants.config_rows import CONFIG_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
 from tests.mutants.mutant import Mutant
@@ -10,4 +11,4 @@ from tests.mutants.quant_rows import QUANT_ROWS
 from tests.mutants.v41_rows import V41_ROWS
 from tests.mutants.vision_rows import VISION_ROWS
 
-ROWS: list[Mutant] = [*CONFIG_ROWS, *ENGINE_ROWS, *PROMPT_ROWS, *QUANT_ROWS, *V41_ROWS, *VISION_ROWS]
+ROWS: list[Mutant] = [*CHECKPOINT_ROWS, *CONFIG_ROWS, *ENGINE_ROWS, *PROMPT_ROWS, *QUANT_ROWS, *V41_ROWS, *VISION_ROWS]

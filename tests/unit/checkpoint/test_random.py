@@ -39,6 +39,12 @@ def test_a_tensor_depends_on_seed_and_name_alone(tmp_path: Path) -> None:
         assert torch.equal(alone.data.view(torch.uint8), found[name].data.view(torch.uint8))
 
 
+def test_tensors_of_one_shape_differ(tmp_path: Path) -> None:
+    write_small(tmp_path)
+    contents = [raw for name, raw in read_raw(tmp_path).items() if not name.endswith(".scale")]
+    assert len({(raw.dtype, raw.data) for raw in contents}) == len(contents)
+
+
 def test_both_formats_of_a_seed_are_one_model() -> None:
     specs = expected_tensors(small_config(**PACKED))
     for name, spec in specs.items():
