@@ -28,6 +28,7 @@ from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
 from spyglass.text.v41 import V41Backbone
 from spyglass.vision.aligner import Aligner
+from spyglass.vision.graphs import VisionGraphs, why_not
 from spyglass.vision.tower import VisionTower
 
 Numerics = Literal["reference", "plain"]
@@ -44,11 +45,15 @@ _BACKBONES: Mapping[str, Callable[[TextBuild], V4Backbone | V41Backbone]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is built. `pictures` False leaves tower, aligner and picture vectors out."""
+    """How a model is built. `pictures` False leaves tower, aligner and picture vectors out.
+
+    `vision_graphs`: pictures go through CUDA graphs where they fit one (see `spyglass.vision.graphs`).
+    """
 
     build: Build
     numerics: Numerics
     pictures: bool = True
+    vision_graphs: bool = False
 
 
 class VisionLanguageModel(nn.Module):
@@ -65,10 +70,13 @@ class VisionLanguageModel(nn.Module):
         self.head = Linear(head, build)
         self.vision: VisionTower | None = None
         self.aligner: Aligner | None = None
+        self.vision_graphs: VisionGraphs | None = None
         self.learned = nn.ModuleDict()
         if config.vision is not None and options.pictures:
             self.vision = VisionTower(config.vision, build)
             self.aligner = Aligner(config.vision, text.hidden_size, build)
+            if options.vision_graphs:
+                self.vision_graphs = VisionGraphs(self.vision, self.aligner, build)
             for name in _LEARNED.values():
                 if name in _NO_VECTOR[config.vision.layout]:
                     continue
@@ -89,6 +97,8 @@ class VisionLanguageModel(nn.Module):
         """
         if self.vision is None or self.aligner is None:
             raise PromptError(self._no_pictures())
+        if self.vision_graphs is not None:
+            return self.vision_graphs(images)
         rows_UY = self.vision(images)
         out: torch.Tensor = self.aligner(rows_UY, images.grids_I2, images.slot_I)
         return out
@@ -171,6 +181,7 @@ def load_model(
     numerics: Literal["auto", "reference", "plain"] = "auto",
     images: bool = True,
     ops: Literal["auto", "reference"] = "auto",
+    vision_graphs: Literal["auto", "on", "off"] = "auto",
     expand: bool = False,
     progress: bool = True,
 ) -> LoadedModel:
@@ -178,25 +189,30 @@ def load_model(
 
     `dtype` of activations: "auto" is bfloat16, as released. `numerics`: "auto" is "reference" when any matrix is stored
     as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
-    takes the fastest implementation that runs here, "reference" the defining one. `expand` decodes packed weights while
-    loading (more memory, sometimes faster). `progress` shows a bar on a terminal.
+    takes the fastest implementation that runs here, "reference" the defining one. `vision_graphs`: pictures through
+    CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes packed weights while loading
+    (more memory, sometimes faster). `progress` shows a bar on a terminal.
 
     Raises:
         ConfigError: config.json is missing, malformed or of an unknown family.
         CheckpointError: the files do not hold what the configuration promises, or are damaged.
-        DeviceError: an unknown or absent device, dtype or op choice.
+        DeviceError: an unknown or absent device, dtype or op choice, or graphs where there can be none.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise DeviceError(f"dtype={dtype!r} is not known; use 'auto', 'float32' or 'bfloat16'")
     if numerics not in ("auto", "reference", "plain"):
         raise DeviceError(f"numerics={numerics!r} is not known; use 'auto', 'reference' or 'plain'")
+    if vision_graphs not in ("auto", "on", "off"):
+        raise DeviceError(f"vision_graphs={vision_graphs!r} is not known; use 'auto', 'on' or 'off'")
     place = find_device(device)
     config = read_model_config(path)
     checkpoint = open_checkpoint(os.fspath(path))
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     chosen = numerics if numerics != "auto" else default_numerics(checkpoint)
     build = Build(ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand)
-    model = VisionLanguageModel(config, ModelOptions(build=build, numerics=chosen, pictures=images))
+    graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
+    options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
+    model = VisionLanguageModel(config, options)
     model.eval()
     skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
     report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)

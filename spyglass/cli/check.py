@@ -68,6 +68,7 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     report["faults"] = matched.faults() + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
+    report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     report["memory"] = asdict(plan_memory(config, matched.sources, machine))
 
 
@@ -111,6 +112,15 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
+def _has_graphs(ops: dict[str, dict[str, str]]) -> bool:
+    """Whether pictures would go through CUDA graphs (`vision_graphs='auto'`)."""
+    from spyglass.ops.table import GRAPHABLE_ATTENTION
+
+    return any(
+        device.startswith("cuda") and chosen["vit_attention"] in GRAPHABLE_ATTENTION for device, chosen in ops.items()
+    )
+
+
 def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
     """The report for people."""
     lines = [report["directory"]]
@@ -120,6 +130,7 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines += _tensor_lines(report)
     if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
+        lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
         lines += _memory_lines(report["memory"])
     lines += [f"fault: {fault}" for fault in report["faults"]]

@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
     "ops": ("auto", "reference"),
+    "vision_graphs": ("auto", "on", "off"),
     "engram": ("mmap", "host", "device"),
 }
 
@@ -48,6 +49,10 @@ class EngineConfig:
     )
     ops: Literal["auto", "reference"] = field(
         default="auto", metadata=_about("auto (the fastest built implementation of each op) or reference")
+    )
+    vision_graphs: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=_about("pictures through CUDA graphs: on, off or auto (where they can be had: bfloat16 on a GPU)"),
     )
     expand_weights: bool = field(
         default=False, metadata=_about("widen packed FP8 and FP4 weights to the activation dtype when loading")

@@ -59,6 +59,7 @@ class LLM:
         images: int | None = None,
         *,
         ops: Literal["auto", "reference"] | None = None,
+        vision_graphs: Literal["auto", "on", "off"] | None = None,
         expand_weights: bool | None = None,
         max_step_tokens: int | None = None,
         max_sequences: int | None = None,
@@ -75,6 +76,7 @@ class LLM:
             "numerics": numerics,
             "images": images,
             "ops": ops,
+            "vision_graphs": vision_graphs,
             "expand_weights": expand_weights,
             "max_step_tokens": max_step_tokens,
             "max_sequences": max_sequences,
@@ -95,6 +97,7 @@ class LLM:
             numerics=options.numerics,
             images=options.images > 0,
             ops=options.ops,
+            vision_graphs=options.vision_graphs,
             expand=options.expand_weights,
             progress=progress,
         )

@@ -76,7 +76,9 @@ class Linear(nn.Module):
         self.weight = self._build.hold(weight)
 
     def _put_bias(self, bias: Packed) -> None:
-        self.bias_O = bias.data.to(self._build.device, torch.float32)
+        # on a GPU the matrix product adds a bias of its own dtype at no cost; widening one loses nothing either way
+        on_gpu = self._build.device.type == "cuda"
+        self.bias_O = bias.data.to(self._build.device, bias.data.dtype if on_gpu else torch.float32)
 
     def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""

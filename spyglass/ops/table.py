@@ -28,14 +28,19 @@ OPS = (
     "hyper_collapse",
     "hyper_expand",
     "rope_partial",
+    "rope_half",
+    "silu_mul",
     "rms_norm",
     "fake_quant",
     "hadamard",
     "cache_write",
     "vit_attention",
 )
-# Device type -> implementation files, best first. `varlen` is torch's own variable-length attention.
-_FASTER = {"cpu": ("cpu",), "cuda": ("triton", "varlen")}
+# Device type -> implementation files, best first. `varlen` is torch's own variable-length attention, `cublas` its bf16
+# matrix product.
+_FASTER = {"cpu": ("cpu",), "cuda": ("triton", "cublas", "varlen")}
+# Attentions of the picture tower that a CUDA graph can hold; the reference asks the host where pictures end.
+GRAPHABLE_ATTENTION = ("triton", "varlen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Ops:
     hyper_collapse: Callable[..., Any]
     hyper_expand: Callable[..., Any]
     rope_partial: Callable[..., Any]
+    rope_half: Callable[..., Any]
+    silu_mul: Callable[..., Any]
     rms_norm: Callable[..., Any]
     fake_quant: Callable[..., Any]
     hadamard: Callable[..., Any]

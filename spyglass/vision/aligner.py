@@ -36,9 +36,13 @@ def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
 
 def unfold_cells(rows_UY: torch.Tensor, grids: Sequence[Grid], ratio: int) -> torch.Tensor:
     """[cells, Y · ratio²], channel-major, zeros where a cell reaches past its picture; one gather for all pictures."""
-    index = torch.from_numpy(cell_index(grids, ratio)).to(rows_UY.device)
+    return gather_cells(rows_UY, torch.from_numpy(cell_index(grids, ratio)).to(rows_UY.device))
+
+
+def gather_cells(rows_UY: torch.Tensor, index_I: torch.Tensor) -> torch.Tensor:
+    """Cells [I, Y · ratio²] of rows given by `index_I` [I, ratio²]; -1 is a row of zeros."""
     padded_UY = torch.cat([rows_UY, rows_UY.new_zeros(1, rows_UY.shape[1])])
-    return padded_UY[index].transpose(1, 2).flatten(1)  # index -1 is the zero row
+    return padded_UY[index_I].transpose(1, 2).flatten(1)
 
 
 class Aligner(nn.Module):
@@ -61,6 +65,10 @@ class Aligner(nn.Module):
             cells = [num_cells(grid, self.ratio) for grid in grids]
             counts = torch.tensor(cells, dtype=torch.int64, device=rows_UY.device)
             slot = slot_I.repeat_interleave(counts, output_size=len(cells_ID))
+        return self.project(cells_ID, slot)
+
+    def project(self, cells_ID: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
+        """Image rows [I, C] of unfolded cells; `slot` int32 [I] adapter slot per cell."""
         hidden_IC = nn.functional.gelu(self.w1(cells_ID, slot), approximate="none")
         out_IC: torch.Tensor = self.w2(hidden_IC, slot)
         return out_IC

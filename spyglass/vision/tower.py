@@ -26,13 +26,16 @@ from spyglass.vision.pixels import normalised, pixel_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], picture borders, adapter slots."""
+    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], picture borders, adapter slots.
+
+    `offsets` are the borders on the host; `slot_U` None = no adapters.
+    """
 
     cos_UR: torch.Tensor
     sin_UR: torch.Tensor
     cu_seqlens_I1: torch.Tensor
     offsets: tuple[int, ...]
-    slot_U: torch.Tensor
+    slot_U: torch.Tensor | None
 
 
 def patch_positions(grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,17 +53,15 @@ def rotary_tables(grids: Sequence[Grid], theta: float, head_dim: int) -> tuple[t
     host, once per position and not per patch, so that every device turns by the same bits.
     """
     longest = max((max(grid) for grid in grids), default=0)
-    angle_PR = torch.arange(longest).float()[:, None] * rope_frequencies(theta, head_dim // 2, None)
-    cos_PR, sin_PR = angle_PR.cos(), angle_PR.sin()
+    cos_PR, sin_PR = angle_tables(longest, theta, head_dim)
     row_U, column_U = patch_positions(grids)
     return torch.cat([cos_PR[row_U], cos_PR[column_U]], dim=1), torch.cat([sin_PR[row_U], sin_PR[column_U]], dim=1)
 
 
-def rotate(x_UHD: torch.Tensor, cos_UR: torch.Tensor, sin_UR: torch.Tensor) -> torch.Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for channels (d, d + D / 2), fp32 inside, one rounding to x's dtype."""
-    a, b = x_UHD.float().chunk(2, dim=-1)
-    cos, sin = cos_UR[:, None], sin_UR[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_UHD.dtype)
+def angle_tables(positions: int, theta: float, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of positions 0, 1, ...: fp32 [positions, head_dim / 4], host; rows and columns alike."""
+    angle_PR = torch.arange(positions).float()[:, None] * rope_frequencies(theta, head_dim // 2, None)
+    return angle_PR.cos(), angle_PR.sin()
 
 
 class VisionAttention(nn.Module):
@@ -72,12 +73,13 @@ class VisionAttention(nn.Module):
         self.heads = vision.num_attention_heads
         self.wqkv = _linear(f"{name}.wqkv", width, 3 * width, build, bias=True)
         self.wo = _linear(f"{name}.wo", width, width, build, bias=True)
+        self._rope = build.ops.rope_half
         self._attention = build.ops.vit_attention
 
     def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         qkv = self.wqkv(x_UY, rows.slot_U).unflatten(-1, (3, self.heads, -1))
-        q_UHD = rotate(qkv[:, 0], rows.cos_UR, rows.sin_UR)
-        k_UHD = rotate(qkv[:, 1], rows.cos_UR, rows.sin_UR)
+        turned = self._rope(qkv[:, :2].flatten(1, 2), rows.cos_UR, rows.sin_UR)  # q and k in one pass
+        q_UHD, k_UHD = turned.chunk(2, dim=1)
         scale = float(q_UHD.shape[-1]) ** -0.5
         out_UHD = self._attention(q_UHD, k_UHD, qkv[:, 2], rows.cu_seqlens_I1, offsets=rows.offsets, scale=scale)
         out: torch.Tensor = self.wo(out_UHD.flatten(1), rows.slot_U)
@@ -91,10 +93,10 @@ class VisionMlp(nn.Module):
         super().__init__()
         self.w1 = _linear(f"{name}.w1", vision.hidden_size, 2 * vision.intermediate_size, build)
         self.w2 = _linear(f"{name}.w2", vision.intermediate_size, vision.hidden_size, build)
+        self._gate = build.ops.silu_mul
 
-    def forward(self, x_UY: torch.Tensor, slot_U: torch.Tensor) -> torch.Tensor:
-        gate, up = self.w1(x_UY, slot_U).chunk(2, dim=-1)
-        out: torch.Tensor = self.w2(nn.functional.silu(gate) * up, slot_U)
+    def forward(self, x_UY: torch.Tensor, slot_U: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = self.w2(self._gate(self.w1(x_UY, slot_U)), slot_U)
         return out
 
 
@@ -134,8 +136,14 @@ class VisionTower(nn.Module):
 
         Every op runs once per layer, however many pictures there are.
         """
-        rows = self._rows(images)
-        patches_UF = normalised(images.patches_U, self._dtype, self._pixels).flatten(1)
+        return self.encode(self.patch_values(images.patches_U), self._rows(images))
+
+    def patch_values(self, patches_U: torch.Tensor) -> torch.Tensor:
+        """Patches [U, 3 p p] as the embedding reads them: normalised, of the activation dtype."""
+        return normalised(patches_U, self._dtype, self._pixels).flatten(1)
+
+    def encode(self, patches_UF: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        """The tower behind its input: device tensors only, so that a graph can hold it."""
         x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.slot_U)
         for block in self.blocks:
             x_UY = block(x_UY, rows)

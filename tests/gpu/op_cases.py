@@ -154,6 +154,16 @@ def rope_partial(source: Source, *, inverse: bool) -> Call:
     return Call(args=(source.normal(ROWS, 3, 40), angle.cos(), angle.sin()), options={"inverse": inverse})
 
 
+def rope_half(source: Source) -> Call:
+    angle = source.normal(ROWS, 16, dtype=torch.float32)
+    wide = source.normal(ROWS, 3, 3, 32)
+    return Call(args=(wide[:, :2].flatten(1, 2), angle.cos(), angle.sin()), options={})
+
+
+def silu_mul(source: Source) -> Call:
+    return Call(args=(source.normal(ROWS, 2 * 1100, scale=3.0),), options={})
+
+
 def rms_norm(source: Source) -> Call:
     return Call(args=(source.normal(ROWS, 96), source.normal(96, dtype=torch.float32)), options={"eps": 1e-6})
 
@@ -205,6 +215,8 @@ CASES: dict[tuple[str, str], Builder] = {
     ("hyper_expand", "all"): hyper_expand,
     ("rope_partial", "forward"): lambda source: rope_partial(source, inverse=False),
     ("rope_partial", "inverse"): lambda source: rope_partial(source, inverse=True),
+    ("rope_half", "all"): rope_half,
+    ("silu_mul", "all"): silu_mul,
     ("rms_norm", "weight"): rms_norm,
     ("fake_quant", "e4m3"): lambda source: fake_quant(source, FakeQuant(element="e4m3", block=64)),
     ("fake_quant", "e2m1"): lambda source: fake_quant(source, FakeQuant(element="e2m1", block=32)),

@@ -133,3 +133,13 @@ def test_a_picture_changes_what_follows_it(plain: LLM, goldens: dict[str, Any]) 
     parts = parts_of(goldens, "pic0")
     other = [Patches(-part.pixels, part.vit_grid) if isinstance(part, Patches) else part for part in parts]
     assert (plain.logits(parts)[-1] - plain.logits(other)[-1]).abs().max() > 0.05
+
+
+def test_pictures_go_through_graphs_in_bfloat16(folder: Path, goldens: dict[str, Any]) -> None:
+    parts = parts_of(goldens, "pic0")
+    graphed, eager = load(folder, dtype="bfloat16"), load(folder, dtype="bfloat16", vision_graphs="off")
+    with_graphs, without = graphed.logits(parts), eager.logits(parts)
+    graphs = graphed.loaded.model.vision_graphs
+    assert eager.loaded.model.vision_graphs is None
+    assert graphs is not None and graphs.hits == 1 and not graphs.eager
+    assert (with_graphs - without).abs().mean() < 0.25 * without.std()  # bf16 steps, amplified by the text model

@@ -10,9 +10,14 @@ TOWER = "spyglass/vision/tower.py"
 ALIGNER = "spyglass/vision/aligner.py"
 ATTENTION = "spyglass/ops/vit_attention/reference.py"
 VARLEN = "spyglass/ops/vit_attention/varlen.py"
+ROPE = "spyglass/ops/rope_half/reference.py"
+SILU = "spyglass/ops/silu_mul/reference.py"
+GRAPHS = "spyglass/vision/graphs.py"
 TESTS = "tests/unit/vision"
 PACK_TESTS = "tests/unit/batch"
 OP_TESTS = "tests/ops/test_vit_attention.py"
+ROPE_TESTS = "tests/ops/test_rope_half.py"
+GRAPH_TESTS = "tests/unit/vision/test_graphs.py"
 
 VISION_ROWS: list[Mutant] = [
     Mutant(PIXELS, "- 0.5) / 0.5).to(torch.bfloat16).float()", "- 0.5) / 0.5)", TESTS, "pixels not rounded to bf16"),
@@ -45,20 +50,21 @@ VISION_ROWS: list[Mutant] = [
     Mutant(TOWER, "rope_frequencies(theta, head_dim // 2, None)", "rope_frequencies(10000.0, head_dim // 2, None)",
            TESTS,
            "a fixed rope base"),
-    Mutant(TOWER, "a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin", TESTS,
+    Mutant(ROPE, "a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin", ROPE_TESTS,
            "turned backwards"),
-    Mutant(TOWER, "a, b = x_UHD.float().chunk(2, dim=-1)", "a, b = x_UHD.chunk(2, dim=-1)\n    cos_UR, sin_UR = "
-           "cos_UR.to(a.dtype), sin_UR.to(a.dtype)", TESTS, "rotary products in bf16"),
-    Mutant(TOWER, "q_UHD = rotate(qkv[:, 0], rows.cos_UR, rows.sin_UR)", "q_UHD = qkv[:, 0]", TESTS, "q not turned"),
-    Mutant(TOWER, "k_UHD = rotate(qkv[:, 1], rows.cos_UR, rows.sin_UR)", "k_UHD = qkv[:, 1]", TESTS, "k not turned"),
+    Mutant(ROPE, "a, b = x_UHD.float().chunk(2, dim=-1)", "a, b = x_UHD.chunk(2, dim=-1)\n    cos_UR, sin_UR = "
+           "cos_UR.to(a.dtype), sin_UR.to(a.dtype)", ROPE_TESTS, "rotary products in bf16"),
+    Mutant(TOWER, "q_UHD, k_UHD = turned.chunk(2, dim=1)", "q_UHD, k_UHD = qkv[:, 0], turned.chunk(2, dim=1)[1]", TESTS,
+           "q not turned"),
+    Mutant(TOWER, "q_UHD, k_UHD = turned.chunk(2, dim=1)", "q_UHD, k_UHD = turned.chunk(2, dim=1)[0], qkv[:, 1]", TESTS,
+           "k not turned"),
     Mutant(TOWER, "q_UHD, k_UHD, qkv[:, 2]", "k_UHD, q_UHD, qkv[:, 2]", TESTS, "q and k swapped"),
     Mutant(TOWER, "float(q_UHD.shape[-1]) ** -0.5", "0.125", TESTS, "a fixed scale"),
     Mutant(TOWER, "unflatten(-1, (3, self.heads, -1))", "unflatten(-1, (self.heads, 3, -1)).transpose(1, 2)", TESTS,
            "q, k and v interleaved by head"),
-    Mutant(TOWER, "gate, up = self.w1", "up, gate = self.w1", TESTS, "gate and up swapped"),
-    Mutant(TOWER, "nn.functional.silu(gate) * up", "(nn.functional.silu(gate.float()) * up.float()).to(up.dtype)",
-           TESTS,
-           "silu not rounded"),
+    Mutant(SILU, "gate, up = x_UF", "up, gate = x_UF", TESTS, "gate and up swapped"),
+    Mutant(SILU, "torch.nn.functional.silu(gate) * up",
+           "(torch.nn.functional.silu(gate.float()) * up.float()).to(up.dtype)", TESTS, "silu not rounded"),
     Mutant(TOWER, "x_UY = x_UY + self.attn(", "x_UY = self.attn(", TESTS, "no residual around attention"),
     Mutant(TOWER, "= x_UY + self.mlp(", "= self.mlp(", TESTS, "no residual around the MLP"),
     Mutant(TOWER, "self.mlp(self.norm2(x_UY)", "self.mlp(self.norm1(x_UY)", TESTS, "the wrong norm before the MLP"),
@@ -84,4 +90,15 @@ VISION_ROWS: list[Mutant] = [
            "one picture of all"),
     Mutant(VARLEN, "shape[-1] % 8 or", "shape[-1] % 2 or", OP_TESTS, "heads that flash cannot hold"),
     Mutant(VARLEN, '("bfloat16", "float16")', '("bfloat16", "float16", "float32")', OP_TESTS, "float32 in flash"),
+    Mutant(GRAPHS, "patches <= budget.patches and", "True and", GRAPH_TESTS, "more patches than rows"),
+    Mutant(GRAPHS, "cells <= budget.cells and", "True and", GRAPH_TESTS, "more cells than rows"),
+    Mutant(GRAPHS, "len(grids) <= budget.pictures:", "True:", GRAPH_TESTS, "more pictures than borders"),
+    Mutant(GRAPHS, "cu_seqlens[len(borders) :] = borders[-1]", "cu_seqlens[len(borders) :] = 0", GRAPH_TESTS,
+           "absent pictures begin at 0"),
+    Mutant(GRAPHS, "index[cells.size :] = -1", "index[cells.size :] = 0", GRAPH_TESTS, "absent cells read a picture"),
+    Mutant(GRAPHS, "index_select(0, row_U), self._cos_PR.index_select(0, column_U)",
+           "index_select(0, column_U), self._cos_PR.index_select(0, row_U)", GRAPH_TESTS, "row and column swapped"),
+    Mutant(GRAPHS, "if torch.is_grad_enabled():", "if False:", GRAPH_TESTS, "graphs where gradients are wanted"),
+    Mutant(GRAPHS, "if leaf.adapter is not None or", "if", GRAPH_TESTS, "graphs without the adapter"),
+    Mutant(GRAPHS, "now is not then for", "False for", GRAPH_TESTS, "replaced weights not noticed"),
 ]  # fmt: skip

@@ -98,7 +98,7 @@ def test_offsets_that_do_not_cover_the_rows_are_our_own_bug() -> None:
 
 
 def test_flash_runs_in_half_precision_on_cuda_only() -> None:
-    assert describe("cuda", "bfloat16")["vit_attention"] == "varlen"
+    assert describe("cuda", "bfloat16")["vit_attention"] in ("triton", "varlen")  # Triton comes with some torches only
     assert describe("cuda", "float32")["vit_attention"] == "reference"
     assert not varlen.usable("cpu", "bfloat16")
 

@@ -41,6 +41,7 @@ def test_the_released_shape(flash: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["memory"]["cache"]["bfloat16"]["per_token"] == 6880
     assert len(report["sparse_files"]) == 48
     assert "sparse_attention" in report["ops"]["cpu float32"]
+    assert report["vision_graphs"] == ("cuda bfloat16" in report["ops"])
 
 
 def test_the_released_shape_is_checked_in_two_seconds_without_torch(flash: Path) -> None:

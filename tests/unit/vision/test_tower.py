@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
+from spyglass.ops.rope_half.reference import rope_half
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
-from spyglass.vision.tower import VisionMlp, VisionTower, patch_positions, rotary_tables, rotate
+from spyglass.vision.tower import VisionMlp, VisionTower, patch_positions, rotary_tables
 from tests import numpy_vision
 from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, assert_close, assert_law
 from tests.vision_parts import ODD, SMALL, Vision, counting, full_name, random_pictures, random_weights, weight_shapes
@@ -146,7 +147,7 @@ def test_ops_run_once_per_layer_however_many_pictures_there_are(grids: list[Grid
     ops, calls = counting(bind_ops("cpu", "float32", "reference"))
     vision = Vision(SMALL, 32, random_weights(SMALL, 32, seed=1), ops=ops)
     vision.encode(random_pictures(SMALL, grids, seed=2), grids)
-    assert calls == {"vit_attention": 2, "rms_norm": 5, "linear_block": 1 + 2 * 4 + 2}
+    assert calls == {"vit_attention": 2, "rope_half": 2, "silu_mul": 2, "rms_norm": 5, "linear_block": 1 + 2 * 4 + 2}
 
 
 def test_memory_is_linear_in_the_patches() -> None:
@@ -193,20 +194,6 @@ def test_the_first_half_of_the_angles_is_the_row_and_the_second_the_column() -> 
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (20, 32)
 
 
-def test_a_patch_is_turned_in_half_split_pairs() -> None:
-    x = torch.arange(8, dtype=torch.float32).view(1, 1, 8)
-    turned = rotate(x, torch.zeros(1, 4), torch.ones(1, 4))  # a quarter turn: (a, b) -> (-b, a)
-    assert turned.flatten().tolist() == [-4, -5, -6, -7, 0, 1, 2, 3]
-
-
-def test_turning_is_done_in_float32_and_rounded_once() -> None:
-    x = torch.tensor([[[1.0078125, 0.99609375]]], dtype=torch.bfloat16)
-    cos, sin = torch.tensor([[0.7071]]), torch.tensor([[0.7072]])
-    a, b, c, s = 1.0078125, 0.99609375, 0.7071, 0.7072
-    expected = torch.tensor([a * c - b * s, b * c + a * s]).bfloat16()
-    assert torch.equal(rotate(x, cos, sin).flatten(), expected)
-
-
 def test_attention_sees_relative_places_only() -> None:
     """Turning q and k by the same shift changes no dot product: scores depend on the difference of places alone."""
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -214,7 +201,7 @@ def test_attention_sees_relative_places_only() -> None:
 
     def score(one: tuple[int, int], other: tuple[int, int]) -> float:
         u, w = (slice(y * 9 + x, y * 9 + x + 1) for y, x in (one, other))
-        return float((rotate(q, cos[u], sin[u]) * rotate(k, cos[w], sin[w])).sum())
+        return float((rope_half(q, cos[u], sin[u]) * rope_half(k, cos[w], sin[w])).sum())
 
     assert score((1, 2), (4, 3)) == pytest.approx(score((5, 6), (8, 7)), abs=1e-5)
     assert score((1, 2), (4, 3)) != pytest.approx(score((1, 2), (3, 4)), abs=1e-2)
