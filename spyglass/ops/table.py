@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spyglass.errors import DeviceError
+from spyglass.ops.build import prepare, usable
 
 OPS = (
     "linear_block",
@@ -80,7 +81,12 @@ def describe(device_type: str, dtype: str, which: Literal["auto", "reference"] =
 
 
 def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> Ops:
-    """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`."""
+    """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`.
+
+    Compiled kernels are built here if need be; where that fails the reference runs, and `ops.build.why_not` says why.
+    """
+    if device_type == "cpu" and which == "auto":
+        prepare()
     chosen = describe(device_type, dtype, which)
     bound = {op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()}
     return Ops(**bound, chosen=chosen)
@@ -90,6 +96,8 @@ def _choose(op: str, device_type: str, dtype: str) -> str:
     for name in _FASTER.get(device_type, ()):
         if importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is None:
             continue
+        if name == "cpu":  # the same answer for all, and without loading torch
+            return name if usable(device_type, dtype) else "reference"
         if importlib.import_module(f"spyglass.ops.{op}.{name}").usable(device_type, dtype):
             return name
     return "reference"

@@ -1,0 +1,196 @@
+"""Compiles the C++ kernels of `csrc/` for this machine's processor, once, into the user's cache.
+
+`python -m spyglass.ops.build` does it ahead of time; otherwise the first model that is built does. One library per
+instruction set, named after what went into it (sources, compiler, flags), so a stale one is never loaded. Without a
+compiler the reference ops run, and `why_not` says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from spyglass.errors import DeviceError
+
+# Best first: what /proc/cpuinfo must name, and what the compiler is told.
+_X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "avx512_bf16": (
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "fma"),
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi", "-mfma"),
+    ),
+    "avx512": (
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"),
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    ),
+    "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
+}
+PLAIN = "plain"  # no flags: 16-byte vectors, which every 64-bit processor has
+_SOURCES = Path(__file__).with_name("csrc")
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w")
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets this processor can run, best first; `PLAIN` is always the last."""
+    names = _processor_flags()
+    return (*(isa for isa, (needs, _) in _X86_ISAS.items() if names.issuperset(needs)), PLAIN)
+
+
+@cache
+def _processor_flags() -> frozenset[str]:
+    info = Path("/proc/cpuinfo")
+    if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
+        return frozenset()
+    for line in info.read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def why_not() -> str | None:
+    """Why the kernels cannot run here; None when they can: a built library, or a compiler and a place to build it.
+
+    Cheap, never raises, compiles nothing and does not load torch.
+    """
+    if sys.platform != "linux":
+        return f"the CPU kernels are built on Linux only, this is {sys.platform}"
+    if _compiler() is None:
+        return "no C++ compiler was found (g++); install one, then run python -m spyglass.ops.build"
+    path = library_path(isas()[0])
+    note = _failure_note(path)
+    if note.exists():
+        return note.read_text()
+    existing = next(folder for folder in path.parents if folder.exists())
+    if not path.exists() and not os.access(existing, os.W_OK):
+        return f"the CPU kernels cannot be stored in {path.parent}: {existing} is not writable; set XDG_CACHE_HOME"
+    return None
+
+
+def usable(device_type: str, dtype: str) -> bool:
+    """Whether the kernels can serve this device type and dtype name; as cheap as `why_not`."""
+    return device_type == "cpu" and dtype in ("float32", "bfloat16") and why_not() is None
+
+
+@cache
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def library_path(isa: str) -> Path:
+    """Where the library for `isa` lies once it is built."""
+    compiler = Path(_compiler() or "none").resolve()
+    parts = [
+        path.name.encode() + path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")
+    ]
+    stamp = compiler.stat().st_mtime_ns if compiler.exists() else 0
+    parts.append(repr((str(compiler), stamp, _FLAGS, _flags_of(isa), _openmp_runtime())).encode())
+    return _cache_folder() / f"cpu-{isa}-{hashlib.sha256(b''.join(parts)).hexdigest()[:20]}.so"
+
+
+def _flags_of(isa: str) -> tuple[str, ...]:
+    return () if isa == PLAIN else _X86_ISAS[isa][1]
+
+
+def _cache_folder() -> Path:
+    # the one place outside the engine's configuration that reads the environment: where a user's caches go
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "spyglass"
+
+
+def _openmp_runtime() -> str | None:
+    """Torch's own OpenMP library: two of them in one process would start two sets of threads."""
+    spec = importlib.util.find_spec("torch")
+    folders = [] if spec is None or spec.origin is None else [Path(spec.origin).parent]
+    for folder in [*(f / "lib" for f in folders), *(f.parent / "torch.libs" for f in folders)]:
+        for found in sorted(folder.glob("libgomp*.so*")):
+            return str(found)
+    return None
+
+
+def _failure_note(path: Path) -> Path:
+    return path.with_suffix(".failed")
+
+
+def build(isa: str) -> Path:
+    """The library for `isa`, compiled if it is not there yet; several processes may ask at once.
+
+    Raises:
+        DeviceError: there is no compiler, it failed, or the cache cannot be written.
+    """
+    path = library_path(isa)
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(isa, path)
+    except OSError as error:
+        raise DeviceError(
+            f"the CPU kernels could not be stored in {path.parent}: {error}; use ops='reference'"
+        ) from error
+    return path
+
+
+def prepare() -> bool:
+    """Build the best library if it is missing. False where that is not possible; `why_not()` then says why."""
+    if why_not() is not None:
+        return False
+    try:
+        build(isas()[0])
+    except DeviceError:
+        return False
+    return True
+
+
+def _compile(isa: str, path: Path) -> None:
+    compiler, runtime = _compiler(), _openmp_runtime()
+    if compiler is None:
+        raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        sources = sorted(_SOURCES.glob("*.cpp"))
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *_FLAGS, *_flags_of(isa), "-c", str(source), "-o", target]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = list(pool.map(_run, commands))
+        library = str(Path(folder) / path.name)
+        # without -fopenmp here, the only OpenMP library it can ask for is torch's
+        done.append(_run([compiler, "-shared", *objects, "-o", library, runtime or "-fopenmp"]))
+        wrong = next((one for one in done if one.returncode), None)
+        if wrong is not None:
+            reason = f"the CPU kernels did not compile ({' '.join(wrong.args)}): {wrong.stderr[-2000:]}"
+            _failure_note(path).write_text(reason)
+            raise DeviceError(f"{reason}; use ops='reference'")
+        os.replace(library, path)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def main() -> int:
+    """Build for the best instruction set of this machine; a machine without compiler is no failure."""
+    reason = why_not()
+    if reason is not None:
+        print(f"CPU kernels not built, the reference ops will run: {reason}")
+        return 0
+    print(f"CPU kernels: {build(isas()[0])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+// Routed experts (spec v4 7.4): out = sum over the chosen experts of w2( weight * silu(min(g, limit)) * clamp(u, limit) ).
+#include "rows.h"
+
+namespace {
+
+struct Experts {
+  Weight w1, w3, w2;  // stacks [E, F, C], [E, F, C], [E, C, F]
+  i64 num, F, C;
+  float limit;
+  Quant q;
+  int dtype;  // of x: gate, up, activation and each expert's output are rounded to it
+};
+
+// (token, weight) pairs sorted by expert; within one expert by token.
+struct Routes {
+  i64 num_pairs;
+  i64* start;   // [E + 1]
+  i64* token;   // [pairs]
+  float* weight;
+};
+
+Routes sort_routes(const i32* ids, const float* weights, i64 T, i64 K, i64 E) {
+  SCRATCH(memory);
+  i64* start = memory.get<i64>(E + 1 + T * K * 2);
+  Routes routes{0, start, start + E + 1, (float*)(start + E + 1 + T * K)};
+  memset(start, 0, (E + 1) * sizeof(i64));
+  for (i64 i = 0; i < T * K; i++)
+    if (ids[i] >= 0 && ids[i] < E) start[ids[i] + 1]++;
+  for (i64 e = 0; e < E; e++) start[e + 1] += start[e];
+  routes.num_pairs = start[E];
+  for (i64 i = 0; i < T * K; i++) {
+    if (ids[i] < 0 || ids[i] >= E) continue;
+    i64 at = start[ids[i]]++;
+    routes.token[at] = i / K;
+    routes.weight[at] = weights[i];
+  }
+  for (i64 e = E; e > 0; e--) start[e] = start[e - 1];
+  start[0] = 0;
+  return routes;
+}
+
+INLINE V activation(V gate, V up, V weight, float limit, int dtype) {
+  if (dtype == BFLOAT16) gate = round_bf16(gate), up = round_bf16(up);
+  gate = gate > limit ? splat(limit) : gate;
+  up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+  V z = gate * vsigmoid(gate) * up * weight;
+  return dtype == BFLOAT16 ? round_bf16(z) : z;
+}
+
+struct Tile {
+  i64 expert, first, n;  // pairs first .. first + n of one expert
+};
+
+i64 cut(const Routes& routes, i64 E, i64 most, Tile* tiles) {
+  i64 count = 0;
+  for (i64 e = 0; e < E; e++)
+    for (i64 i = routes.start[e]; i < routes.start[e + 1]; i += most)
+      tiles[count++] = Tile{e, i, routes.start[e + 1] - i < most ? routes.start[e + 1] - i : most};
+  return count;
+}
+
+// Few rows per expert: every matrix of a chosen expert is streamed once, its rows shared out among the threads.
+template <class M, int FMT>
+void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T, float* out, int threads) {
+  SCRATCH(inputs);
+  SCRATCH(tiled);
+  SCRATCH(activations);
+  SCRATCH(hidden);
+  SCRATCH(tile_list);
+  i64 words1 = words_of<M, FMT>(x.C), words2 = words_of<M, FMT>(x.F);
+  Tile* tiles = tile_list.get<Tile>(routes.num_pairs);
+  i64 num_tiles = cut(routes, x.num, FEW, tiles);
+  u32* prepared = inputs.get<u32>(T * words1);
+  u32* x_tiles = tiled.get<u32>(num_tiles * FEW * words1);
+  float* z = activations.get<float>(routes.num_pairs * x.F);
+  u32* z_tiles = hidden.get<u32>(num_tiles * FEW * words2);
+  parallel(T * x.C < 16384 ? 1 : threads, T, [&](i64 t) {
+    prepare_row<M>(rows, t, x.C, words1, x.q, prepared + t * words1);
+    arrange<M, FMT>(prepared + t * words1, words1);
+  });
+  for (i64 i = 0; i < num_tiles; i++) {
+    u32* to = x_tiles + i * FEW * words1;
+    for (i64 p = 0; p < tiles[i].n; p++)
+      memcpy(to + p * words1, prepared + routes.token[tiles[i].first + p] * words1, words1 * 4);
+    memset(to + tiles[i].n * words1, 0, (FEW - tiles[i].n) * words1 * 4);
+  }
+  constexpr i64 STEP = 32;
+  i64 steps1 = (x.F + STEP - 1) / STEP, steps2 = (x.C + STEP - 1) / STEP;
+  parallel(threads, num_tiles * steps1, [&](i64 task) {
+    SCRATCH(scales);
+    const Tile& tile = tiles[task / steps1];
+    i64 first = task % steps1 * STEP, stop = first + STEP < x.F ? first + STEP : x.F;
+    float sums[2][FEW][STEP];
+    for (int which = 0; which < 2; which++) {
+      Weight w = (which ? x.w3 : x.w1).part(tile.expert);
+      Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
+      with_few(tile.n, [&](auto n) {
+        dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(x_tiles + task / steps1 * FEW * words1), words1 / VL,
+                                  [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
+      });
+    }
+    for (i64 p = 0; p < tile.n; p++)
+      for (i64 i = first; i < stop; i += VL) {
+        V gate = load_n(sums[0][p] + i - first, stop - i), up = load_n(sums[1][p] + i - first, stop - i);
+        V weight = splat(routes.weight[tile.first + p]);
+        store_n(z + (tile.first + p) * x.F + i, activation(gate, up, weight, x.limit, x.dtype), stop - i);
+      }
+  });
+  parallel(num_tiles * x.F < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
+    u32* to = z_tiles + i * FEW * words2;
+    for (i64 p = 0; p < tiles[i].n; p++) {
+      prepare_row<M>(Rows{z, x.F, FLOAT32}, tiles[i].first + p, x.F, words2, x.q, to + p * words2);
+      arrange<M, FMT>(to + p * words2, words2);
+    }
+    memset(to + tiles[i].n * words2, 0, (FEW - tiles[i].n) * words2 * 4);
+  });
+  parallel(threads, steps2, [&](i64 task) {
+    SCRATCH(scales);
+    i64 first = task * STEP, stop = first + STEP < x.C ? first + STEP : x.C;
+    for (i64 t = 0; t < T; t++) memset(out + t * x.C + first, 0, (stop - first) * 4);
+    for (i64 i = 0; i < num_tiles; i++) {
+      Weight w = x.w2.part(tiles[i].expert);
+      Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
+      with_few(tiles[i].n, [&](auto n) {
+        dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(z_tiles + i * FEW * words2), words2 / VL,
+                                  [&](i64 row, int p, float value) {
+                                    if (p >= tiles[i].n) return;
+                                    float y = x.dtype == BFLOAT16 ? round_bf16(value) : value;
+                                    out[routes.token[tiles[i].first + p] * x.C + row] += y;
+                                  });
+      });
+    }
+  });
+}
+
+// z [F][count vectors] of one panel, a token per lane: rounded in blocks of channels and folded into words, in place.
+template <class M> void fold_panel(V* z, i64 F, i64 words, int count, const Quant& q) {
+  if (q.element)
+    for (i64 first = 0; first < F; first += q.block)
+      for (int j = 0; j < count; j++) {
+        i64 stop = first + q.block < F ? first + q.block : F;
+        V amax = {};
+        for (i64 f = first; f < stop; f++) amax = vmax(vabs(z[f * count + j]), amax);
+        V scale = block_scale(amax, q);
+        for (i64 f = first; f < stop; f++) z[f * count + j] = quantise(z[f * count + j], scale, q);
+      }
+  if constexpr (M::per_word == 2) {
+    for (i64 f = 0; f < F; f += 2)
+      for (int j = 0; j < count; j++) {
+        VU low = (VU)z[f * count + j] >> 16, high = f + 1 < F ? (VU)z[(f + 1) * count + j] & 0xffff0000u : VU{};
+        z[f / 2 * count + j] = (V)(low | high);
+      }
+  }
+  for (i64 i = (F + M::per_word - 1) / M::per_word * count; i < words * count; i++) z[i] = V{};
+}
+
+// Many rows per expert: one task multiplies up to four panels of tokens with one expert; the sum over experts comes after.
+template <class M, int FMT>
+void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 T, i64 K, float* out, int threads) {
+  SCRATCH(tile_list);
+  SCRATCH(outputs);
+  SCRATCH(token_pairs);
+  constexpr i64 PANELS = 4;
+  i64 words1 = words_of<M, FMT>(x.C), words2 = words_of<M, FMT>(x.F), z_rows = words2 * M::per_word;
+  size_t element = x.dtype == BFLOAT16 ? 2 : 4;
+  char* y = outputs.get<char>(routes.num_pairs * x.C * element);
+  Tile* tiles = tile_list.get<Tile>(routes.num_pairs);
+  i64 num_tiles = cut(routes, x.num, PANELS * MAX_LANES, tiles);
+  parallel(threads, num_tiles, [&](i64 task) {
+    SCRATCH(packed);
+    SCRATCH(hidden);
+    SCRATCH(decoded);
+    SCRATCH(sums);
+    SCRATCH(scales);
+    const Tile& tile = tiles[task];
+    i64 panels = (tile.n + MAX_LANES - 1) / MAX_LANES, longest = words1 > words2 ? words1 : words2;
+    u32* lanes = packed.get<u32>(panels * MAX_LANES * words1);
+    V* z = hidden.get<V>(panels * MAX_COUNT * z_rows);
+    i64 block_words = (longest + KB - 1) / KB * ROW_BLOCK * LDW;
+    u32* block = decoded.get<u32>(2 * block_words);
+    V* c = sums.get<V>(2 * ROW_BLOCK * MAX_COUNT);
+    auto size_of = [&](i64 p) { return tile.n - p * MAX_LANES < MAX_LANES ? tile.n - p * MAX_LANES : MAX_LANES; };
+    for (i64 p = 0; p < panels; p++)
+      pack_panel<M>(rows, routes.token + tile.first, p * MAX_LANES, size_of(p), x.C, words1, x.q, lanes + p * MAX_LANES * words1);
+    Weight w1 = x.w1.part(tile.expert), w3 = x.w3.part(tile.expert), w2 = x.w2.part(tile.expert);
+    typename M::Factor* memory = scales.get<typename M::Factor>(2 * Factors<M>::need(x.C > x.F ? x.C : x.F));
+    Factors<M> f1(w1, memory), f3(w3, memory + Factors<M>::need(x.C)), f2(w2, memory);
+    for (i64 first = 0; first < x.F; first += ROW_BLOCK) {
+      i64 n = x.F - first < ROW_BLOCK ? x.F - first : ROW_BLOCK;
+      decode_rows<M, FMT>(w1, first, n, f1, block, ROW_BLOCK);
+      decode_rows<M, FMT>(w3, first, n, f3, block + block_words, ROW_BLOCK);
+      for (i64 p = 0; p < panels; p++) {
+        int count = count_of(size_of(p));
+        V *up = c + ROW_BLOCK * MAX_COUNT, *to = z + p * MAX_COUNT * z_rows + first * count;
+        product<M>(block, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, c);
+        product<M>(block + block_words, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, up);
+        for (int j = 0; j < count; j++) {
+          V weight = load_n(routes.weight + tile.first + p * MAX_LANES + j * VL, size_of(p) - j * VL);
+          for (i64 r = 0; r < n; r++) to[r * count + j] = activation(c[r * count + j], up[r * count + j], weight, x.limit, x.dtype);
+        }
+      }
+    }
+    for (i64 p = 0; p < panels; p++) fold_panel<M>(z + p * MAX_COUNT * z_rows, x.F, words2, count_of(size_of(p)), x.q);
+    Output to{y + tile.first * x.C * element, x.C, x.dtype, nullptr, nullptr};
+    f2 = Factors<M>(w2, memory);
+    for (i64 first = 0; first < x.C; first += ROW_BLOCK) {
+      i64 n = x.C - first < ROW_BLOCK ? x.C - first : ROW_BLOCK;
+      decode_rows<M, FMT>(w2, first, n, f2, block, ROW_BLOCK);
+      for (i64 p = 0; p < panels; p++) {
+        int count = count_of(size_of(p));
+        product<M>(block, ROW_BLOCK, n, (const u32*)(z + p * MAX_COUNT * z_rows), count, words2, c);
+        turn_out(c, n, count, p * MAX_LANES, size_of(p), first, to);
+      }
+    }
+  });
+  i64* pairs = token_pairs.get<i64>(T * (K + 1));  // per token: how many, then which, in ascending order of experts
+  for (i64 t = 0; t < T; t++) pairs[t * (K + 1)] = 0;
+  for (i64 i = 0; i < routes.num_pairs; i++) {
+    i64* of_token = pairs + routes.token[i] * (K + 1);
+    of_token[++of_token[0]] = i;
+  }
+  parallel(threads, (T + 15) / 16, [&](i64 task) {
+    auto add_up = [&](const auto* from) {
+      for (i64 t = task * 16; t < T && t < task * 16 + 16; t++)
+        for (i64 c = 0; c < x.C; c += VL) {
+          V total = {};
+          for (i64 k = 1; k <= pairs[t * (K + 1)]; k++) total += load_n(from + pairs[t * (K + 1) + k] * x.C + c, x.C - c);
+          store_n(out + t * x.C + c, total, x.C - c);
+        }
+    };
+    x.dtype == BFLOAT16 ? add_up((const bf16*)y) : add_up((const float*)y);
+  });
+}
+
+}  // namespace
+
+// x [T, C], ids [T, K] (-1 = none), weights [T, K] -> out fp32 [T, C].
+extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* ids, const float* weights, const void* w1,
+                           const void* w3, const void* w2, const void* s1, const void* s3, const void* s2, i64 num, i64 F,
+                           i64 C, int format, int scale_kind, int block_rows, int block_cols, float limit, int element,
+                           int block, int e4m3_scale, float* out, int threads) {
+  auto stack = [&](const void* data, const void* scale, i64 rows, i64 cols) {
+    return Weight{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
+  };
+  Experts experts{stack(w1, s1, F, C), stack(w3, s3, F, C), stack(w2, s2, C, F), num, F, C, limit, Quant{element, block, e4m3_scale, e4m3_scale && dtype == BFLOAT16}, dtype};
+  i64 step = (i64)32 << 20;
+  step = step / (K * C) < 256 ? 256 : step / (K * C);  // rows at once, so that the outputs to be summed stay below 64 MB
+  with_format(experts.w1, fits_pairs(experts.w1, dtype, experts.q), [&](auto words, auto fmt) {
+    typedef decltype(words) M;
+    constexpr int FMT = fmt.value;
+    for (i64 t = 0; t < T; t += step) {
+      i64 n = T - t < step ? T - t : step, active = 0;
+      Routes routes = sort_routes(ids + t * K, weights + t * K, n, K, num);
+      for (i64 e = 0; e < num; e++) active += routes.start[e + 1] > routes.start[e];
+      Rows rows{(const char*)x + t * C * (dtype == BFLOAT16 ? 2 : 4), C, dtype};
+      if (routes.num_pairs <= active * FEW) experts_few<M, FMT>(experts, rows, routes, n, out + t * C, threads);
+      else experts_many<M, FMT>(experts, rows, routes, n, K, out + t * C, threads);
+    }
+  });
+}

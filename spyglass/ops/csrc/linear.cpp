@@ -1,0 +1,89 @@
+// One matrix, or the blocks of a block-diagonal one, times rows of activations.
+#include "rows.h"
+
+template <class M, int F>
+static void linear_few(const Weight& w, const Rows& x, i64 T, i64 groups, const Quant& q, const Output& out, int threads) {
+  SCRATCH(prepared);
+  i64 words = words_of<M, F>(w.cols), rows = w.rows / groups, task_rows = 64;
+  with_few(T, [&](auto few) {
+    constexpr int N = few.value;
+    u32* memory = prepared.get<u32>(groups * N * words);
+    for (i64 g = 0; g < groups; g++)
+      for (i64 t = 0; t < N; t++) {
+        u32* row = memory + (g * N + t) * words;
+        if (t < T) prepare_row<M>(x, t * groups + g, w.cols, words, q, row), arrange<M, F>(row, words);
+        else memset(row, 0, words * 4);
+      }
+    while (task_rows * threads * 8 < w.rows && task_rows < 1024) task_rows *= 2;
+    i64 tasks = (rows + task_rows - 1) / task_rows;
+    parallel(w.rows * w.row_bytes() < 32768 ? 1 : threads, tasks * groups, [&](i64 task) {
+      SCRATCH(scales);
+      Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
+      i64 g = task / tasks, first = g * rows + task % tasks * task_rows;
+      i64 stop = first + task_rows < (g + 1) * rows ? first + task_rows : (g + 1) * rows;
+      dot_rows<M, F, N>(w, first, stop, factors, (const V*)(memory + g * N * words), words / VL,
+                        [&](i64 row, int t, float value) {
+                          if (t < T) out.put_one(t, row, value);
+                        });
+    });
+  });
+}
+
+template <class M, int F>
+static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const Quant& q, const Output& out, int threads) {
+  SCRATCH(packed);
+  i64 words = words_of<M, F>(w.cols), rows = w.rows / groups, panels = (T + MAX_LANES - 1) / MAX_LANES;
+  u32* lanes = packed.get<u32>(groups * panels * MAX_LANES * words);
+  auto panel_of = [&](i64 g, i64 p) { return lanes + (g * panels + p) * MAX_LANES * words; };
+  auto size_of = [&](i64 p) { return T - p * MAX_LANES < MAX_LANES ? T - p * MAX_LANES : MAX_LANES; };
+  parallel(threads, groups * panels, [&](i64 task) {
+    i64 g = task / panels, p = task % panels;
+    Rows part{(const char*)x.x + g * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride * groups, x.dtype};
+    pack_panel<M>(part, nullptr, p * MAX_LANES, size_of(p), w.cols, words, q, panel_of(g, p));
+  });
+  i64 tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  parallel(threads, tasks * groups, [&](i64 task) {
+    SCRATCH(scales);
+    SCRATCH(decoded);
+    SCRATCH(sums);
+    Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
+    u32* block = decoded.get<u32>((words + KB - 1) / KB * ROW_BLOCK * LDW);
+    V* c = sums.get<V>(ROW_BLOCK * MAX_COUNT);
+    i64 g = task / tasks, first = g * rows + task % tasks * ROW_BLOCK;
+    i64 n = (g + 1) * rows - first < ROW_BLOCK ? (g + 1) * rows - first : ROW_BLOCK;
+    decode_rows<M, F>(w, first, n, factors, block, ROW_BLOCK);
+    for (i64 p = 0; p < panels; p++) {
+      int count = count_of(size_of(p));
+      product<M>(block, ROW_BLOCK, n, panel_of(g, p), count, words, c);
+      turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);
+    }
+  });
+}
+
+// Rows at a time, so that scratch for packed activations stays below about 64 MB.
+static i64 rows_at_once(i64 cols) { return cols <= 4096 ? 8192 : 8192 * 4096 / cols / MAX_LANES * MAX_LANES + MAX_LANES; }
+
+void linear(const Weight& w, Rows x, i64 T, i64 groups, const Quant& q, Output out, int threads) {
+  with_format(w, fits_pairs(w, x.dtype, q), [&](auto words, auto format) {
+    typedef decltype(words) M;
+    constexpr int F = format.value;
+    if (T <= FEW) return linear_few<M, F>(w, x, T, groups, q, out, threads);
+    i64 step = rows_at_once(w.cols * groups);
+    for (i64 t = 0; t < T; t += step) {
+      Rows part{(const char*)x.x + t * groups * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride, x.dtype};
+      Output to = out;
+      to.out = (char*)out.out + t * out.stride * (out.dtype == FLOAT32 ? 4 : 2);
+      if (out.addend) to.addend = out.addend + t * out.stride;
+      linear_many<M, F>(w, part, T - t < step ? T - t : step, groups, q, to, threads);
+    }
+  });
+}
+
+// x [T, groups, cols] -> out [T, rows]; with groups > 1 row block g of the weight reads group g of x.
+extern "C" void sg_linear(const void* x, int x_dtype, i64 T, i64 groups, const void* data, const void* scale, int format,
+                          int scale_kind, i64 rows, i64 cols, int block_rows, int block_cols, int element, int block,
+                          int e4m3_scale, const float* addend, const float* bias, void* out, int out_dtype, int threads) {
+  Weight w{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
+  linear(w, Rows{x, cols, x_dtype}, T, groups, Quant{element, block, e4m3_scale, e4m3_scale && x_dtype == BFLOAT16},
+         Output{out, rows, out_dtype, addend, bias}, threads);
+}

@@ -1,0 +1,376 @@
+// What happens between the products: norms, rotations, roundings, residual streams, pooling, routing. Each is one pass over
+// its rows, shared out among the threads when there is enough of it.
+#include <cmath>
+
+#include "rows.h"
+
+namespace {
+
+constexpr i64 ALONE = 16384;  // elements that one thread does faster than two can meet
+
+// run(first, stop) over `rows` rows of `width` elements.
+template <class Run> void over_rows(i64 rows, i64 width, int threads, Run run) {
+  if (rows * width <= ALONE) return run((i64)0, rows);
+  i64 step = ALONE / 2 / (width < 1 ? 1 : width);
+  step = step < 1 ? 1 : step;
+  parallel(threads, (rows + step - 1) / step, [&](i64 task) { run(task * step, (task + 1) * step < rows ? (task + 1) * step : rows); });
+}
+
+// run(typed pointer) for a buffer of float (dtype 0) or bf16 (dtype 1).
+template <class Run> void typed(int dtype, Run run) { dtype == FLOAT32 ? run((float*)nullptr) : run((bf16*)nullptr); }
+
+INLINE float to(float x, float*) { return x; }
+INLINE float to(float x, bf16*) { return round_bf16(x); }
+INLINE V to(V x, float*) { return x; }
+INLINE V to(V x, bf16*) { return round_bf16(x); }
+
+float square_sum(const float* x, i64 n) {
+  V total[4] = {};
+  i64 i = 0;
+  for (; i + 4 * VL <= n; i += 4 * VL)
+    for (int j = 0; j < 4; j++) {
+      V v = load_v(x + i + j * VL);
+      total[j] += v * v;
+    }
+  for (; i < n; i += VL) {
+    V v = load_n(x + i, n - i);
+    total[0] += v * v;
+  }
+  return sum((total[0] + total[1]) + (total[2] + total[3]));
+}
+
+}  // namespace
+
+// out [N, D] = w * (x * rsqrt(mean x^2 + eps)); `stepwise`: every intermediate is a number of x's dtype.
+extern "C" void sg_rms_norm(const void* x_, int dtype, i64 N, i64 D, const float* w, float eps, int stepwise, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(N, D, threads, [&](i64 first, i64 stop) {
+      for (i64 n = first; n < stop; n++) {
+        const T* x = (const T*)x_ + n * D;
+        T* out = (T*)out_ + n * D;
+        V total = {};
+        for (i64 i = 0; i < D; i += VL) {
+          V v = load_n(x + i, D - i);
+          total += stepwise ? to(v * v, type) : v * v;
+        }
+        float mean = sum(total) / D;
+        float factor = stepwise ? to(1.0f / sqrtf(to(to(mean, type) + eps, type)), type) : 1.0f / sqrtf(mean + eps);
+        for (i64 i = 0; i < D; i += VL) {
+          V v = load_n(x + i, D - i) * factor;
+          store_n(out + i, w ? load_n(w + i, D - i) * v : v, D - i);
+        }
+      }
+    });
+  });
+}
+
+// x [T, H, D] -> out; pairs of the last 2 R channels turn by the angle of row t; cos, sin [T, R].
+extern "C" void sg_rope(const void* x_, int dtype, i64 T_, i64 H, i64 D, const float* cos, const float* sin, i64 R, int inverse,
+                        void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    VI swap;
+    for (int i = 0; i < VL; i++) swap[i] = i ^ 1;
+    over_rows(T_, H * D, threads, [&](i64 first, i64 stop) {
+      SCRATCH(memory);
+      float *c = memory.get<float>(4 * R + 2 * VL), *s = c + 2 * R + VL;
+      for (i64 t = first; t < stop; t++) {
+        for (i64 i = 0; i < R; i++) {
+          c[2 * i] = c[2 * i + 1] = cos[t * R + i];
+          s[2 * i + 1] = inverse ? -sin[t * R + i] : sin[t * R + i];
+          s[2 * i] = -s[2 * i + 1];
+        }
+        for (i64 h = 0; h < H; h++) {
+          const T* x = (const T*)x_ + (t * H + h) * D;
+          T* out = (T*)out_ + (t * H + h) * D;
+          i64 plain = D - 2 * R;
+          memcpy(out, x, plain * sizeof(T));
+          for (i64 i = 0; i < 2 * R; i += VL) {
+            V v = load_n(x + plain + i, 2 * R - i);
+            store_n(out + plain + i, v * load_n(c + i, 2 * R - i) + __builtin_shuffle(v, swap) * load_n(s + i, 2 * R - i), 2 * R - i);
+          }
+        }
+      }
+    });
+  });
+}
+
+// out [N, D]: the first `dims` channels rounded in blocks, the others as they are or rounded to bf16.
+extern "C" void sg_fake_quant(const void* x_, int dtype, i64 N, i64 D, i64 dims, int element, int block, int e4m3_scale, int tail_bf16,
+                              void* out_, int threads) {
+  Quant q{element, block, e4m3_scale};
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(N, D, threads, [&](i64 first, i64 stop) {
+      for (i64 n = first; n < stop; n++) {
+        const T* x = (const T*)x_ + n * D;
+        T* out = (T*)out_ + n * D;
+        quantise_row(x, out, dims, q);
+        for (i64 i = dims; i < D; i += VL) {
+          V v = load_n(x + i, D - i);
+          store_n(out + i, tail_bf16 ? round_bf16(v) : v, D - i);
+        }
+      }
+    });
+  });
+}
+
+// out [N, D] = D^-1/2 * Sylvester Hadamard * x, by butterflies; D a power of two.
+extern "C" void sg_hadamard(const void* x_, int dtype, i64 N, i64 D, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    float scale = (float)(1.0 / sqrt((double)D));
+    over_rows(N, D, threads, [&](i64 first, i64 stop) {
+      SCRATCH(memory);
+      float* y = memory.get<float>(D + VL);
+      for (i64 n = first; n < stop; n++) {
+        const T* x = (const T*)x_ + n * D;
+        T* out = (T*)out_ + n * D;
+        for (i64 i = 0; i < D; i += VL) store_v(y + i, load_n(x + i, D - i));
+        for (i64 half = 1; half < D && half < VL; half *= 2)  // partners within a vector
+          for (i64 i = 0; i < D; i += VL) {
+            V v = load_v(y + i), partner;
+            for (int lane = 0; lane < VL; lane++) partner[lane] = v[lane ^ half];
+            VI upper;
+            for (int lane = 0; lane < VL; lane++) upper[lane] = lane & half ? -1 : 0;
+            store_v(y + i, partner + (upper ? -v : v));
+          }
+        for (i64 half = VL; half < D; half *= 2)
+          for (i64 block = 0; block < D; block += 2 * half)
+            for (i64 i = block; i < block + half; i += VL) {
+              V a = load_v(y + i), b = load_v(y + i + half);
+              store_v(y + i, a + b);
+              store_v(y + i + half, a - b);
+            }
+        for (i64 i = 0; i < D; i += VL) store_n(out + i, load_v(y + i) * scale, D - i);
+      }
+    });
+  });
+}
+
+namespace {
+
+// pre, post, comb of VL tokens at once, one per lane, from m [M (2 + M)] (spec v4 3.2). S is M itself, or a bound for it.
+template <int S>
+void mix_lanes(int streams, V* m, const float* scale, const float* base, float hc_eps, i64 rounds, V* pre, V* post, V (*comb)[S]) {
+  const int M = S == 4 ? 4 : streams;
+  for (int j = 0; j < M; j++) pre[j] = vsigmoid(m[j] * scale[0] + base[j]) + hc_eps;
+  for (int j = 0; j < M; j++) post[j] = 2.0f * vsigmoid(m[M + j] * scale[1] + base[M + j]);
+  for (int j = 0; j < M; j++) {
+    V most = splat(-__builtin_inff()), total = {};
+    for (int l = 0; l < M; l++) {
+      comb[j][l] = m[2 * M + j * M + l] * scale[2] + base[2 * M + j * M + l];
+      most = vmax(most, comb[j][l]);
+    }
+    for (int l = 0; l < M; l++) total += comb[j][l] = vexp(comb[j][l] - most);
+    for (int l = 0; l < M; l++) comb[j][l] = comb[j][l] / total + hc_eps;
+  }
+  for (i64 round = 0; round < rounds; round++) {
+    for (int j = 0; round && j < M; j++) {
+      V total = splat(hc_eps);
+      for (int l = 0; l < M; l++) total += comb[j][l];
+      for (int l = 0; l < M; l++) comb[j][l] /= total;
+    }
+    for (int l = 0; l < M; l++) {
+      V total = splat(hc_eps);
+      for (int j = 0; j < M; j++) total += comb[j][l];
+      for (int j = 0; j < M; j++) comb[j][l] /= total;
+    }
+  }
+}
+
+}  // namespace
+
+// streams [T, M, C] -> pre [T, M], post [T, M], comb [T, M, M]; fn [J, M C], J = M (2 + M), M <= 8.
+extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C, const float* fn, const float* scale,
+                            const float* base, float norm_eps, float hc_eps, i64 rounds, float* pre, float* post, float* comb,
+                            int threads) {
+  SCRATCH(rows_memory);
+  SCRATCH(m_memory);
+  i64 J = M * (2 + M), E = M * C, words = words_of<Floats, F32>(E);
+  float* m = m_memory.get<float>(T * J + T);
+  float* norm = m + T * J;
+  Weight w{(const u8*)fn, nullptr, J, E, F32, NO_SCALE, 1, 1};
+  Rows rows{streams, E, dtype};
+  Quant none{NONE, 0, 0};
+  auto widen_row = [&](i64 t, u32* to) {
+    prepare_row<Floats>(rows, t, E, words, none, to);
+    norm[t] = 1.0f / sqrtf(square_sum((const float*)to, E) / E + norm_eps);
+  };
+  Factors<Floats> factors(w, nullptr);
+  if (T <= 4) {  // the matrix is what takes time: its rows are shared out
+    with_few(T, [&](auto few) {
+      constexpr int N = few.value <= 4 ? few.value : 4;
+      u32* x = rows_memory.get<u32>(N * words);
+      for (i64 t = 0; t < N; t++) t < T ? widen_row(t, x + t * words) : (void)memset(x + t * words, 0, words * 4);
+      parallel(threads, (J + 3) / 4, [&](i64 task) {
+        dot_rows<Floats, F32, N>(w, task * 4, task * 4 + 4 < J ? task * 4 + 4 : J, factors, (const V*)x, words / VL,
+                                 [&](i64 row, int t, float value) {
+                                   if (t < T) m[t * J + row] = value;
+                                 });
+      });
+    });
+  } else {
+    parallel(threads, (T + FEW - 1) / FEW, [&](i64 task) {
+      SCRATCH(tile_memory);
+      u32* x = tile_memory.get<u32>(FEW * words);
+      for (i64 t = 0; t < FEW; t++)
+        task * FEW + t < T ? widen_row(task * FEW + t, x + t * words) : (void)memset(x + t * words, 0, words * 4);
+      constexpr int R = 3;
+      for (i64 row = 0; row < J;) {
+        float out[R][FEW];
+        i64 n = J - row < R ? 1 : R;
+        if (n == R) dot<Floats, F32, R, FEW>(w, row, factors, (const V*)x, words / VL, out);
+        else dot<Floats, F32, 1, FEW>(w, row, factors, (const V*)x, words / VL, out);
+        for (i64 r = 0; r < n; r++)
+          for (i64 t = 0; t < FEW && task * FEW + t < T; t++) m[(task * FEW + t) * J + row + r] = out[r][t];
+        row += n;
+      }
+    });
+  }
+  auto finish = [&](auto size) {
+    constexpr int S = size.value;
+    over_rows((T + VL - 1) / VL, VL * J * rounds, threads, [&](i64 first, i64 stop) {
+      for (i64 t0 = first * VL; t0 < stop * VL; t0 += VL) {
+        V lanes[S * (2 + S)] = {}, p[S], q[S], c[S][S];
+        i64 n = T - t0 < VL ? T - t0 : VL;
+        for (i64 i = 0; i < n; i++)
+          for (i64 j = 0; j < J; j++) lanes[j][i] = m[(t0 + i) * J + j] * norm[t0 + i];
+        mix_lanes<S>(M, lanes, scale, base, hc_eps, rounds, p, q, c);
+        for (i64 i = 0; i < n; i++)
+          for (int j = 0; j < M; j++) {
+            pre[(t0 + i) * M + j] = p[j][i], post[(t0 + i) * M + j] = q[j][i];
+            for (int l = 0; l < M; l++) comb[((t0 + i) * M + j) * M + l] = c[j][l][i];
+          }
+      }
+    });
+  };
+  M == 4 ? finish(SIZE(4)) : finish(SIZE(8));
+}
+
+// out [T, C] = sum_m pre[t][m] * streams[t][m]
+extern "C" void sg_hyper_collapse(const void* streams, int dtype, i64 T_, i64 M, i64 C, const float* pre, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(T_, M * C, threads, [&](i64 first, i64 stop) {
+      for (i64 t = first; t < stop; t++)
+        for (i64 c = 0; c < C; c += VL) {
+          V total = {};
+          for (i64 m = 0; m < M; m++) total += pre[t * M + m] * load_n((const T*)streams + (t * M + m) * C + c, C - c);
+          store_n((T*)out_ + t * C + c, total, C - c);
+        }
+    });
+  });
+}
+
+// out [T, L, C] = post[t][l] * z[t] + sum_m comb[t][m][l] * streams[t][m], L = M <= 8
+extern "C" void sg_hyper_expand(const void* z, const void* streams, int dtype, i64 T_, i64 M, i64 C, const float* post,
+                                const float* comb, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    auto rows = [&](auto size) {
+      over_rows(T_, 2 * M * C, threads, [&](i64 first, i64 stop) {
+        constexpr int S = size.value;
+        for (i64 t = first; t < stop; t++)
+          for (i64 c = 0; c < C; c += VL) {
+            V x[S], sub = load_n((const T*)z + t * C + c, C - c);
+            for (int m = 0; m < S; m++) x[m] = m < M ? load_n((const T*)streams + (t * M + m) * C + c, C - c) : V{};
+            for (int l = 0; l < S && l < M; l++) {
+              V total = {};
+              for (int m = 0; m < S && m < M; m++) total += comb[(t * M + m) * M + l] * x[m];
+              store_n((T*)out_ + (t * M + l) * C + c, post[t * M + l] * sub + total, C - c);
+            }
+          }
+      });
+    };
+    M == 4 ? rows(SIZE(4)) : rows(SIZE(8));
+  });
+}
+
+// out [P, D] fp32: softmax over the sources of a row, channel by channel (spec v4 5.1). rows [T, E], state [N, E],
+// E = 2 c D holds kv, then gate; with overlap c = 2 and the first half of the sources gives its first D channels.
+extern "C" void sg_compress_pool(const float* rows, const float* state, const i32* sources, i64 P, i64 B, i64 E, int overlap,
+                                 float* out, int threads) {
+  i64 D = overlap ? E / 4 : E / 2;
+  over_rows(P, B * D * 4, threads, [&](i64 first, i64 stop) {
+    SCRATCH(memory);
+    const float** kv = memory.get<const float*>(B);
+    for (i64 p = first; p < stop; p++) {
+      i64 n = 0;
+      for (i64 b = 0; b < B; b++) {
+        i64 source = sources[p * B + b];
+        if (source == -1) continue;
+        const float* row = source >= 0 ? rows + source * E : state + (-source - 2) * E;
+        kv[n++] = row + (overlap && b >= B / 2 ? D : 0);
+      }
+      for (i64 d = 0; d < D; d += VL) {
+        V most = splat(-__builtin_inff()), total = {}, value = {};
+        for (i64 i = 0; i < n; i++) most = vmax(load_n(kv[i] + E / 2 + d, D - d), most);
+        for (i64 i = 0; i < n; i++) {
+          V weight = vexp(load_n(kv[i] + E / 2 + d, D - d) - most);
+          total += weight;
+          value += weight * load_n(kv[i] + d, D - d);
+        }
+        store_n(out + p * D + d, n ? value / total : V{}, D - d);
+      }
+    }
+  });
+}
+
+// pages[write[t]] = rows[t] for write[t] >= 0, in the pages' dtype.
+extern "C" void sg_cache_write(void* pages, int page_dtype, const void* rows, int row_dtype, i64 T_, i64 D, const i64* write, int threads) {
+  typed(page_dtype, [&](auto to) {
+    typed(row_dtype, [&](auto from) {
+      typedef std::remove_pointer_t<decltype(to)> To;
+      typedef std::remove_pointer_t<decltype(from)> From;
+      over_rows(T_, D, threads, [&](i64 first, i64 stop) {
+        for (i64 t = first; t < stop; t++) {
+          if (write[t] < 0) continue;
+          To* out = (To*)pages + write[t] * D;
+          const From* x = (const From*)rows + t * D;
+          if (sizeof(To) == sizeof(From)) memcpy((void*)out, x, D * sizeof(To));
+          else
+            for (i64 i = 0; i < D; i += VL) store_n(out + i, load_n(x + i, D - i), D - i);
+        }
+      });
+    });
+  });
+}
+
+// s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or `forced`), weights [T, K] = scale * s / sum s.
+extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* weight, int weight_dtype, i64 E, i64 K, float scale,
+                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, i32* ids,
+                          float* weights, int threads) {
+  SCRATCH(memory);
+  float* scores = memory.get<float>(T * E);
+  Weight w{(const u8*)weight, nullptr, E, C, weight_dtype == FLOAT32 ? F32 : BF16, NO_SCALE, 1, 1};
+  linear(w, Rows{x, C, dtype}, T, 1, Quant{NONE, 0, 0}, Output{scores, E, FLOAT32, nullptr, nullptr}, threads);
+  over_rows(T, 8 * E, threads, [&](i64 first, i64 stop) {
+    SCRATCH(rank_memory);
+    float* rank = rank_memory.get<float>(E);
+    for (i64 t = first; t < stop; t++) {
+      float* s = scores + t * E;
+      bool is_picture = picture && picture[t];
+      const float* add = is_picture ? picture_bias : bias;
+      for (i64 e = 0; e < E; e++) {
+        s[e] = sqrtf(s[e] > 20.0f ? s[e] : log1pf(expf(s[e])));
+        rank[e] = add ? s[e] + add[e] : s[e];
+      }
+      float total = 0;
+      for (i64 k = 0; k < K; k++) {
+        i64 best = -1;
+        if (forced && !is_picture) best = forced[t * K + k];
+        else {
+          for (i64 e = 0; e < E; e++)
+            if (rank[e] == rank[e] && (best < 0 || rank[e] > rank[best])) best = e;  // a taken one is NaN
+          best = best < 0 ? 0 : best;
+          rank[best] = __builtin_nanf("");
+        }
+        ids[t * K + k] = best;
+        total += weights[t * K + k] = s[best];
+      }
+      for (i64 k = 0; k < K; k++) weights[t * K + k] = weights[t * K + k] / total * scale;
+    }
+  });
+}

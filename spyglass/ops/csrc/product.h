@@ -1,0 +1,374 @@
+// Matrix products on 4-byte words: a word is one fp32 number (Floats) or two neighbouring bf16 numbers (Pairs).
+//
+// Small products (a few rows of x) stream the weight once: `dot` decodes a stretch of each row in registers and multiplies
+// it with every row of x. Large ones decode rows once into `Rows` and multiply them with `Lanes`, in which one operand is
+// turned so that a vector holds the same word of VL of its rows:
+//   Rows:  [word / KB][row, `cap` of them][LDW]     one word is broadcast
+//   Lanes: [word][count * VL]                       `count` vectors are loaded
+// All sums are fp32. A pair product rounds each of its two additions and takes subnormal inputs as zero.
+#pragma once
+#include "simd.h"
+
+enum Format { F32, BF16, FP8, FP4 };
+enum ScaleKind { NO_SCALE, E8M0, SCALE_F32 };
+constexpr int GROUP = 32;  // an expanded scale row has one entry per 32 inputs
+constexpr i64 KB = 128, LDW = KB + 16;  // 576-byte rows spread over the sets of the cache
+constexpr int MAX_COUNT = VL == 16 ? 4 : 2, MAX_LANES = MAX_COUNT * VL;
+constexpr i64 ROW_BLOCK = 48;  // rows decoded at a time; a multiple of every tile height
+
+// One matrix [rows, cols], or a stack of them. Scales [ceil(rows / block_rows), ceil(cols / block_cols)] per matrix.
+struct Weight {
+  const u8* data;
+  const u8* scale;
+  i64 rows, cols;
+  int format, scale_kind, block_rows, block_cols;
+  i64 row_bytes() const { return format == F32 ? 4 * cols : format == BF16 ? 2 * cols : format == FP8 ? cols : cols / 2; }
+  i64 scale_cols() const { return (cols + block_cols - 1) / block_cols; }
+  Weight part(i64 index) const {
+    Weight one = *this;
+    one.data += index * rows * row_bytes();
+    if (scale_kind) {
+      i64 count = (rows + block_rows - 1) / block_rows * scale_cols();
+      one.scale += index * count * (scale_kind == E8M0 ? 1 : 4);
+    }
+    return one;
+  }
+};
+
+struct Floats {
+  static constexpr int per_word = 1;
+  typedef float Factor;  // an entry of an expanded scale row
+  typedef float Element;
+  static INLINE V madd(V acc, V a, V b) { return a * b + acc; }
+  static Factor factor(const Weight& w, i64 index) {
+    if (w.scale_kind == SCALE_F32) return load<float>(w.scale + 4 * index);
+    u8 code = w.scale[index];
+    u32 bits = code == 0 ? 0x00400000 : code == 255 ? 0x7fc00000 : (u32)code << 23;
+    return load<float>(&bits);
+  }
+};
+
+// Decoding VL words' worth of inputs at a time: COLS inputs become VECS vectors, in natural order, scale included.
+template <class M, int F> struct Chunk;
+template <> struct Chunk<Floats, F32> {
+  static constexpr int COLS = VL, BYTES = 4 * VL, VECS = 1;
+  static INLINE void decode(const u8* p, const float*, V* out) { out[0] = load<V>(p); }
+};
+template <> struct Chunk<Floats, BF16> {
+  static constexpr int COLS = VL, BYTES = 2 * VL, VECS = 1;
+  static INLINE void decode(const u8* p, const float*, V* out) { out[0] = widen(load<VH>(p)); }
+};
+template <> struct Chunk<Floats, FP8> {
+  static constexpr int COLS = VL, BYTES = VL, VECS = 1;
+  static INLINE void decode(const u8* p, const float* scale, V* out) {
+    VU code = __builtin_convertvector(load<VB>(p), VU), size = code & 0x7f;
+    V normal = (V)((size << 20) + (120u << 23));
+    V small = __builtin_convertvector((VI)size, V) * 0x1p-9f;  // no subnormal arithmetic, which may be switched off
+    V value = (VI)size < 8 ? small : normal;
+    value = (VI)size == 127 ? splat(__builtin_nanf("")) : value;
+    out[0] = (V)((VU)value | (code & 0x80) << 24) * *scale;
+  }
+};
+template <> struct Chunk<Floats, FP4> {
+  static constexpr int COLS = 2 * VL, BYTES = VL, VECS = 2;
+  static INLINE V value(VU code) {  // doubled magnitudes 0 1 2 3 4 6 8 12 as nibbles of a constant
+    VU twice = (splat_bits(0xC8643210u) >> ((code & 7) << 2)) & 15;
+    return (V)((VU)(__builtin_convertvector((VI)twice, V) * 0.5f) | (code & 8) << 28);
+  }
+  static INLINE void decode(const u8* p, const float* scale, V* out) {
+    VU bytes = __builtin_convertvector(load<VB>(p), VU);
+    V even = value(bytes & 15) * *scale, odd = value(bytes >> 4) * *scale;
+    VI first, second;
+    for (int i = 0; i < VL; i++) first[i] = i / 2 + (i & 1) * VL, second[i] = first[i] + VL / 2;
+    out[0] = __builtin_shuffle(even, odd, first);
+    out[1] = __builtin_shuffle(even, odd, second);
+  }
+};
+
+#if SG_PAIRS
+struct Pairs {
+  static constexpr int per_word = 2;
+  typedef int16_t Factor;  // exponent, in the place where bf16 has it
+  typedef bf16 Element;
+  static INLINE V madd(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+  // Scales of 2^-117 .. 2^119 are exact; nothing outside of that can meet a product that fp32 holds.
+  static Factor factor(const Weight& w, i64 index) {
+    int exponent = (int)w.scale[index] - 127;
+    return (exponent < -117 ? -117 : exponent > 119 ? 119 : exponent) * 128;
+  }
+  static INLINE V shift(__m512i v, Factor exponent) {  // times a power of two; zero stays zero
+    __mmask32 nonzero = _mm512_test_epi16_mask(v, _mm512_set1_epi16(0x7fff));
+    return (V)_mm512_mask_add_epi16(v, nonzero, v, _mm512_set1_epi16(exponent));
+  }
+};
+template <> struct Chunk<Pairs, BF16> {
+  static constexpr int COLS = 32, BYTES = 64, VECS = 1;
+  static INLINE void decode(const u8* p, const Pairs::Factor*, V* out) { out[0] = load<V>(p); }
+};
+struct alignas(64) E4m3Table {  // low and high byte of the bf16 with the value of an unsigned code
+  u8 low[128], high[128];
+  constexpr E4m3Table() : low(), high() {
+    for (int code = 0; code < 128; code++) {
+      int exponent = code >> 3, fraction = code & 7, bits = 0;
+      if (exponent) bits = (exponent + 120) << 7 | fraction << 4;
+      else if (fraction) bits = (fraction < 2 ? 118 : fraction < 4 ? 119 : 120) << 7 | (fraction == 3 || fraction > 5 ? 64 : 0) | (fraction == 5 || fraction == 7 ? 32 : 0);
+      if (code == 127) bits = 0x7fc0;
+      low[code] = bits & 255;
+      high[code] = bits >> 8;
+    }
+  }
+};
+static constexpr E4m3Table TABLE;
+template <> struct Chunk<Pairs, FP8> {
+  static constexpr int COLS = 64, BYTES = 64, VECS = 2;
+  static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
+    // quarters of bytes are placed so that interleaving within 16-byte lanes gives natural order
+    __m512i code = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(p));
+    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLE.low), code, _mm512_load_si512(TABLE.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLE.high), code, _mm512_load_si512(TABLE.high + 64));
+    high = _mm512_ternarylogic_epi64(high, code, _mm512_set1_epi8((char)0x80), 0xF8);  // high | (code & sign)
+    out[0] = Pairs::shift(_mm512_unpacklo_epi8(low, high), scale[0]);
+    out[1] = Pairs::shift(_mm512_unpackhi_epi8(low, high), scale[1]);
+  }
+};
+template <> struct Chunk<Pairs, FP4> {
+  static constexpr int COLS = 128, BYTES = 64, VECS = 4;
+  // Unscaled bf16 values of 64 bytes, per 16-byte lane: first and second half of the even inputs, then of the odd ones.
+  static INLINE void values(__m512i code, __m512i* out) {
+    const __m512i LOW = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
+    const __m512i HIGH = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -128, -65,
+                                                              -65, -65, -64, -64, -64, -64));
+    const __m512i NIBBLE = _mm512_set1_epi8(15);
+    __m512i even = _mm512_and_si512(code, NIBBLE), odd = _mm512_and_si512(_mm512_srli_epi16(code, 4), NIBBLE);
+    __m512i even_low = _mm512_shuffle_epi8(LOW, even), even_high = _mm512_shuffle_epi8(HIGH, even);
+    __m512i odd_low = _mm512_shuffle_epi8(LOW, odd), odd_high = _mm512_shuffle_epi8(HIGH, odd);
+    out[0] = _mm512_unpacklo_epi8(even_low, even_high), out[1] = _mm512_unpackhi_epi8(even_low, even_high);
+    out[2] = _mm512_unpacklo_epi8(odd_low, odd_high), out[3] = _mm512_unpackhi_epi8(odd_low, odd_high);
+  }
+  static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
+    __m512i v[4];  // quarters of lanes are placed so that the two interleavings give natural order
+    values(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    _mm512_loadu_si512(p)), v);
+    out[0] = Pairs::shift(_mm512_unpacklo_epi16(v[0], v[2]), scale[0]);
+    out[1] = Pairs::shift(_mm512_unpackhi_epi16(v[0], v[2]), scale[1]);
+    out[2] = Pairs::shift(_mm512_unpacklo_epi16(v[1], v[3]), scale[2]);
+    out[3] = Pairs::shift(_mm512_unpackhi_epi16(v[1], v[3]), scale[3]);
+  }
+  // For `dot`, x takes the order of `values` instead, so that a lane holds one group of 32 and one scale.
+  static INLINE void arrange(V* x) {
+    const __m512i APART = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
+                                           20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    __m512i a[4];
+    for (int i = 0; i < 4; i++) a[i] = _mm512_permutexvar_epi16(APART, (__m512i)x[i]);
+    __m512i p = _mm512_shuffle_i32x4(a[0], a[1], 0x44), q = _mm512_shuffle_i32x4(a[2], a[3], 0x44);
+    __m512i r = _mm512_shuffle_i32x4(a[0], a[1], 0xee), s = _mm512_shuffle_i32x4(a[2], a[3], 0xee);
+    x[0] = (V)_mm512_shuffle_i32x4(p, q, 0x88), x[1] = (V)_mm512_shuffle_i32x4(p, q, 0xdd);
+    x[2] = (V)_mm512_shuffle_i32x4(r, s, 0x88), x[3] = (V)_mm512_shuffle_i32x4(r, s, 0xdd);
+  }
+  static INLINE V scales(const u8* p) {  // four bytes, each the exponent of four floats
+    u32 bytes = load<u32>(p);
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_shuffle_epi8(_mm_cvtsi32_si128(bytes),
+                                                         _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
+    return (V)_mm512_slli_epi32(wide, 23);
+  }
+};
+#endif
+
+// Inputs of a product rounded up to whole chunks, in words; the words behind the last input are zero.
+template <class M, int F> INLINE i64 words_of(i64 cols) {
+  return (cols + Chunk<M, F>::COLS - 1) / Chunk<M, F>::COLS * Chunk<M, F>::VECS * VL;
+}
+
+// Scale rows of a weight, expanded to one factor per 32 inputs; the last few are remembered.
+template <class M> struct Factors {
+  static constexpr int KEPT = 8;
+  const Weight* w;
+  i64 width, held[KEPT];
+  typename M::Factor* rows;
+  static size_t need(i64 cols) { return KEPT * ((cols + 127) / 128 * 4); }
+  Factors(const Weight& weight, typename M::Factor* memory) : w(&weight), width((weight.cols + 127) / 128 * 4), rows(memory) {
+    for (auto& block : held) block = -1;
+  }
+  const typename M::Factor* of(i64 row) {
+    if (!w->scale_kind) return rows;
+    i64 block = row / w->block_rows, slot = block % KEPT, first = block * w->scale_cols();
+    typename M::Factor* out = rows + slot * width;
+    if (held[slot] == block) return out;
+    held[slot] = block;
+    i64 groups = (w->cols + GROUP - 1) / GROUP;
+    if (w->block_cols == GROUP) {
+      for (i64 g = 0; g < groups; g++) out[g] = M::factor(*w, first + g);
+    } else {
+      for (i64 g = 0; g < groups; g++) out[g] = M::factor(*w, first + g * GROUP / w->block_cols);
+    }
+    for (i64 g = groups; g < width; g++) out[g] = 0;
+    return out;
+  }
+};
+
+// A row of x as `dot` wants it.
+template <class M, int F> INLINE void arrange(u32* row, i64 words) {
+#if SG_PAIRS
+  if constexpr (M::per_word == 2 && F == FP4)
+    for (i64 word = 0; word < words; word += 4 * VL) Chunk<M, F>::arrange((V*)(row + word));
+#endif
+}
+
+// R rows of the weight times T arranged rows of x ([T][words / VL] vectors): out[r][t].
+template <class M, int F, int R, int T>
+static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x, i64 ldx, float (*out)[T]) {
+  typedef Chunk<M, F> C;
+  constexpr bool grouped = M::per_word == 2 && F == FP4;
+  const u8* data[R];
+  const typename M::Factor* scale[R];
+  for (int r = 0; r < R; r++) data[r] = w.data + (row + r) * w.row_bytes(), scale[r] = grouped ? nullptr : factors.of(row + r);
+  V acc[R][T] = {};
+  auto step = [&](i64 c, int r, const u8* p, const u8* group_scales) __attribute__((always_inline)) {
+    V value[C::VECS];
+#if SG_PAIRS
+    if constexpr (grouped) {  // scales meet the sums of a group, not its 32 values
+      C::values(_mm512_loadu_si512(p), (__m512i*)value);
+      V factor = C::scales(group_scales);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) {
+        V part = {};
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) part = M::madd(part, value[v], x[t * ldx + c * 4 + v]);
+        acc[r][t] = part * factor + acc[r][t];
+      }
+      return;
+    }
+#endif
+    C::decode(p, scale[r] + c * C::COLS / GROUP, value);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
+      for (int v = 0; v < C::VECS; v++) acc[r][t] = M::madd(acc[r][t], value[v], x[t * ldx + c * C::VECS + v]);
+  };
+  i64 whole = w.cols / C::COLS, rest = w.cols % C::COLS;
+  for (i64 c = 0; c < whole; c++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) step(c, r, data[r] + c * C::BYTES, w.scale + (row + r) * w.scale_cols() + c * 4);
+  if (rest) {
+    u8 last[R][C::BYTES] = {}, scales[R][4] = {};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      memcpy(last[r], data[r] + whole * C::BYTES, w.row_bytes() - whole * C::BYTES);
+      if (grouped) memcpy(scales[r], w.scale + (row + r) * w.scale_cols() + whole * 4, w.scale_cols() - whole * 4);
+      step(whole, r, last[r], scales[r]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) out[r][t] = sum(acc[r][t]);
+}
+
+// `emit(row, t, value)` for the rows first .. stop of the weight and the T rows of x.
+template <class M, int F, int T, class Emit>
+static void dot_rows(const Weight& w, i64 first, i64 stop, Factors<M>& factors, const V* x, i64 ldx, Emit emit) {
+  constexpr int R = T <= 4 ? 4 : 2;
+  i64 row = first;
+  for (; row + R <= stop; row += R) {
+    float out[R][T];
+    dot<M, F, R, T>(w, row, factors, x, ldx, out);
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++) emit(row + r, t, out[r][t]);
+  }
+  for (; row < stop; row++) {
+    float out[1][T];
+    dot<M, F, 1, T>(w, row, factors, x, ldx, out);
+    for (int t = 0; t < T; t++) emit(row, t, out[0][t]);
+  }
+}
+
+INLINE u32* word_of_row(u32* rows, i64 cap, i64 row, i64 word) { return rows + (word / KB * cap + row) * LDW + word % KB; }
+
+// Rows first .. first + n of the weight into `rows`.
+template <class M, int F>
+static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, u32* rows, i64 cap) {
+  typedef Chunk<M, F> C;
+  i64 whole = w.cols / C::COLS, rest = w.cols % C::COLS;
+  for (i64 row = 0; row < n; row++) {
+    const u8* data = w.data + (first + row) * w.row_bytes();
+    const typename M::Factor* scale = factors.of(first + row);
+    auto step = [&](i64 c, const u8* p) __attribute__((always_inline)) {
+      V value[C::VECS];
+      C::decode(p, scale + c * C::COLS / GROUP, value);
+      u32* out = word_of_row(rows, cap, row, c * C::VECS * VL);
+#pragma GCC unroll 4
+      for (int v = 0; v < C::VECS; v++) store(out + v * VL, value[v]);
+    };
+    for (i64 c = 0; c < whole; c++) step(c, data + c * C::BYTES);
+    if (rest) {
+      u8 last[C::BYTES] = {};
+      memcpy(last, data + whole * C::BYTES, w.row_bytes() - whole * C::BYTES);
+      step(whole, last);
+    }
+  }
+}
+
+// c[R][N] (+)= rows [R][steps] · lanes [steps][N vectors]
+template <class M, int R, int N>
+static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 steps, V* c, bool first) {
+  V acc[R][N];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) acc[r][j] = first ? V{} : c[r * N + j];
+  for (i64 s = 0; s < steps; s++) {
+    V x[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) x[j] = lanes[s * N + j];
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++) {
+      V w = (V)splat_bits(rows[r * LDW + s]);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) acc[r][j] = M::madd(acc[r][j], w, x[j]);
+    }
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) c[r * N + j] = acc[r][j];
+}
+
+// c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 23 rows behind the last are written too.
+template <class M>
+static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true) {
+  for (i64 word = 0; word < words; word += KB) {
+    i64 steps = words - word < KB ? words - word : KB;
+    const u32* block = rows + word / KB * cap * LDW;
+    const V* x = (const V*)lanes + word * count;
+    auto walk = [&](auto height, auto vectors) {
+      constexpr int R = height.value, N = vectors.value;
+      i64 r = 0;
+      if constexpr (R == 6)  // 16 heads are 6 + 6 + 4
+        for (; n - r > 4 || n - r < 1; r += R) {
+          if (n - r < 1) return;
+          tile<M, R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0);
+        }
+      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0);
+    };
+#define SIZE(n) std::integral_constant<int, n>()
+    if constexpr (VL == 16) {
+      if (count == 4) walk(SIZE(6), SIZE(4));
+      if (count == 3) walk(SIZE(8), SIZE(3));
+      if (count == 2) walk(SIZE(12), SIZE(2));
+      if (count == 1) walk(SIZE(24), SIZE(1));
+    } else {
+      if (count == 2) walk(SIZE(6), SIZE(2));
+      if (count == 1) walk(SIZE(12), SIZE(1));
+    }
+  }
+}
+
+// Turns n <= count * VL rows of `words` words (absent ones zero) into lanes.
+static inline void pack_lanes(const u32* const* rows, i64 n, i64 words, u32* lanes, int count) {
+  for (int j = 0; j < count; j++)
+    for (i64 word = 0; word < words; word += VL) {
+      VU v[VL];
+      for (int i = 0; i < VL; i++) v[i] = j * VL + i < n ? load<VU>(rows[j * VL + i] + word) : VU{};
+      transpose(v);
+      for (int i = 0; i < VL; i++) store(lanes + ((word + i) * count + j) * VL, v[i]);
+    }
+}

@@ -1,0 +1,116 @@
+// What linear maps and experts share: activations on their way into a product, sums on their way out.
+#pragma once
+#include "product.h"
+#include "quantise.h"
+
+enum Dtype { FLOAT32, BFLOAT16 };
+
+// Rows of activations: row t starts at x + t * stride elements.
+struct Rows {
+  const void* x;
+  i64 stride;
+  int dtype;
+};
+
+// Row `index` as words of M, rounded as `q` says, zero behind the last channel. Pairs take bf16 rows, and fp32 rows whose
+// rounding leaves e4m3 or e2m1 values times a power of two: those fit bf16 exactly.
+template <class M> inline void prepare_row(const Rows& rows, i64 index, i64 cols, i64 words, const Quant& q, u32* out) {
+  typedef typename M::Element E;
+  E* y = (E*)out;
+  auto fill = [&](auto x) {
+    if (q.element) return quantise_row(x, y, cols, q);
+    if (sizeof(*x) == sizeof(E)) {
+      memcpy((void*)y, x, cols * sizeof(E));
+      return;
+    }
+    for (i64 i = 0; i < cols; i += VL) store_n(y + i, load_n(x + i, cols - i), cols - i);
+  };
+  i64 start = index * rows.stride;
+  rows.dtype == FLOAT32 ? fill((const float*)rows.x + start) : fill((const bf16*)rows.x + start);
+  memset((void*)(y + cols), 0, words * 4 - cols * sizeof(E));
+}
+
+// Whether a product may run on pairs of bf16: the hardware can, and both operands are bf16 numbers.
+inline bool fits_pairs(const Weight& w, int x_dtype, const Quant& q) {
+  bool x_fits = x_dtype == BFLOAT16 || (q.element && !q.e4m3_scale);
+  return SG_PAIRS && x_fits && w.format != F32 && w.scale_kind != SCALE_F32;
+}
+
+// Calls run(M(), format) with the words and the weight format as compile-time values.
+template <class Run> inline void with_format(const Weight& w, bool pairs, Run run) {
+#if SG_PAIRS
+  if (pairs) {
+    if (w.format == BF16) return run(Pairs(), SIZE(BF16));
+    if (w.format == FP8) return run(Pairs(), SIZE(FP8));
+    return run(Pairs(), SIZE(FP4));
+  }
+#endif
+  if (w.format == F32) return run(Floats(), SIZE(F32));
+  if (w.format == BF16) return run(Floats(), SIZE(BF16));
+  if (w.format == FP8) return run(Floats(), SIZE(FP8));
+  return run(Floats(), SIZE(FP4));
+}
+
+// What happens to the fp32 sums on their way out: + bias[o] + addend[t][o], one rounding.
+struct Output {
+  void* out;
+  i64 stride;
+  int dtype;
+  const float* addend;
+  const float* bias;
+  template <class T> void put_block(T* to, i64 row, i64 first, i64 n, V value) const {
+    if (bias) value += load_n(bias + first, n);
+    if (addend) value += load_n(addend + row * stride + first, n);
+    store_n(to + row * stride + first, value, n);
+  }
+  void put_vector(i64 row, i64 first, i64 n, V value) const {
+    if (dtype == FLOAT32) put_block((float*)out, row, first, n, value);
+    else put_block((bf16*)out, row, first, n, value);
+  }
+  void put_one(i64 row, i64 at, float value) const {
+    if (bias) value += bias[at];
+    if (addend) value += addend[row * stride + at];
+    if (dtype == FLOAT32) ((float*)out)[row * stride + at] = value;
+    else ((bf16*)out)[row * stride + at] = narrow1(value);
+  }
+};
+
+constexpr i64 FEW = 8;  // up to this many rows the weight is streamed, above it is decoded into `Rows`
+
+// Calls run(T) for the smallest supported number of rows that holds n.
+template <class Run> inline void with_few(i64 n, Run run) {
+  if (n <= 1) run(SIZE(1));
+  else if (n == 2) run(SIZE(2));
+  else if (n <= 4) run(SIZE(4));
+  else run(SIZE(8));
+}
+
+inline int count_of(i64 n) { return n >= MAX_LANES ? MAX_COUNT : (n + VL - 1) / VL; }
+
+// Sums [n weight rows][count vectors of x rows] to out[x row][first ..].
+inline void turn_out(const V* c, i64 n, int count, i64 first_row, i64 num_rows, i64 first, const Output& out) {
+  for (i64 r = 0; r < n; r += VL)
+    for (int j = 0; j < count; j++) {
+      VU v[VL];
+      for (int i = 0; i < VL; i++) v[i] = r + i < n ? (VU)c[(r + i) * count + j] : VU{};
+      transpose(v);
+      for (int i = 0; i < VL && j * VL + i < num_rows; i++)
+        out.put_vector(first_row + j * VL + i, first + r, n - r, (V)v[i]);
+    }
+}
+
+// x in lanes, `num` rows in panels of at most MAX_LANES rows; panel p starts at p * MAX_LANES * words.
+template <class M>
+inline void pack_panel(const Rows& x, const i64* index, i64 first, i64 num, i64 cols, i64 words, const Quant& q, u32* out) {
+  SCRATCH(prepared);
+  u32* rows = prepared.get<u32>(MAX_LANES * words);
+  const u32* at[MAX_LANES];
+  for (i64 i = 0; i < num; i++) {
+    at[i] = rows + i * words;
+    prepare_row<M>(x, index ? index[first + i] : first + i, cols, words, q, rows + i * words);
+  }
+  pack_lanes(at, num, words, out, count_of(num));
+}
+
+// `linear.cpp`: x [T, groups, cols] times the weight, whose row block g reads group g.
+void linear(const Weight& w, Rows x, i64 T, i64 groups, const Quant& q, Output out, int threads);

@@ -1,0 +1,62 @@
+"""Weights streamed as they lie, or decoded block by block into a bf16 or fp32 product: `csrc/linear.cpp`."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops import native
+from spyglass.ops.build import usable
+from spyglass.ops.native import Kernels
+from spyglass.quant.formats import FakeQuant
+from spyglass.quant.packed import Packed
+
+__all__ = ["linear_block", "usable"]
+
+
+def linear_block(
+    x_TI: torch.Tensor,
+    weight: Packed,
+    *,
+    rounding: FakeQuant | None = None,
+    addend_TO: torch.Tensor | None = None,
+    bias_O: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """See `reference.py`. bf16 inputs multiply in bf16 pairs with fp32 sums where the processor can, else in fp32.
+
+    Raises:
+        DeviceError: an input wants a gradient, or a dtype or block size has no kernel.
+    """
+    native.refuse_gradient("linear_block", x_TI, addend_TO, bias_O, weight.data)
+    dtype = native.dtype_code("linear_block", x_TI)
+    out_features, in_features = weight.shape
+    x_TI = x_TI.contiguous()
+    rows = x_TI.numel() // in_features
+    out_TO = torch.empty((*x_TI.shape[:-1], out_features), dtype=x_TI.dtype if out_dtype is None else out_dtype)
+    if addend_TO is not None:
+        addend_TO = addend_TO.to(torch.float32).contiguous()
+    if bias_O is not None:
+        bias_O = bias_O.to(torch.float32).contiguous()
+    format, kind, block_rows, block_columns = native.weight_codes("linear_block", weight)
+    (kernels or native.best()).linear(
+        x_TI.data_ptr(),
+        dtype,
+        rows,
+        1,
+        weight.data.data_ptr(),
+        native.address(weight.scale),
+        format,
+        kind,
+        out_features,
+        in_features,
+        block_rows,
+        block_columns,
+        *native.quant_codes(rounding),
+        native.address(addend_TO),
+        native.address(bias_O),
+        out_TO.data_ptr(),
+        native.dtype_code("linear_block", out_TO),
+        torch.get_num_threads(),
+    )
+    return out_TO

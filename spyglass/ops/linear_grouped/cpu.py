@@ -1,0 +1,49 @@
+"""The blocks of a block-diagonal matrix in one call: `csrc/linear.cpp`."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops import native
+from spyglass.ops.build import usable
+from spyglass.ops.native import Kernels
+from spyglass.quant.packed import Packed
+
+__all__ = ["linear_grouped", "usable"]
+
+
+def linear_grouped(
+    x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Tensor | None = None, kernels: Kernels | None = None
+) -> torch.Tensor:
+    """See `reference.py`.
+
+    Raises:
+        DeviceError: an input wants a gradient, or a dtype or block size has no kernel.
+    """
+    native.refuse_gradient("linear_grouped", x_TGI, addend_TGO, weight.data)
+    dtype = native.dtype_code("linear_grouped", x_TGI)
+    rows, groups, in_features = x_TGI.shape
+    out_features = weight.shape[0]
+    x_TGI = x_TGI.contiguous()
+    out_TGO = torch.empty((rows, groups, out_features // groups), dtype=x_TGI.dtype)
+    if addend_TGO is not None:
+        addend_TGO = addend_TGO.to(torch.float32).contiguous()
+    (kernels or native.best()).linear(
+        x_TGI.data_ptr(),
+        dtype,
+        rows,
+        groups,
+        weight.data.data_ptr(),
+        native.address(weight.scale),
+        *native.weight_codes("linear_grouped", weight)[:2],
+        out_features,
+        in_features,
+        *native.weight_codes("linear_grouped", weight)[2:],
+        *native.NO_QUANT,
+        native.address(addend_TGO),
+        None,
+        out_TGO.data_ptr(),
+        dtype,
+        torch.get_num_threads(),
+    )
+    return out_TGO

@@ -1,0 +1,147 @@
+"""The compiled CPU kernels as Python functions, and what every op that calls them checks first.
+
+A kernel sees addresses and sizes only, so it knows neither gradients nor strides: a tensor that wants a gradient is
+refused (training uses the reference), a strided one is copied. Threads follow `torch.get_num_threads()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from spyglass.errors import DeviceError
+from spyglass.ops.build import build, isas
+from spyglass.quant.formats import FakeQuant
+from spyglass.quant.packed import Packed
+
+_CODES: Mapping[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+# One letter per argument: pointer, 64-bit integer, int, float.
+_SIGNATURES = {
+    "sg_linear": "pillppiilliiiiippp" + "ii",
+    "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
+    "sg_router": "pill" + "pill" + "f" + "pppp" + "ppi",
+    "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
+    "sg_index_topk": "pipi" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
+    "sg_compress_pool": "ppp" + "llli" + "pi",
+    "sg_hyper_mix": "pilll" + "ppp" + "ffl" + "pppi",
+    "sg_hyper_collapse": "pilll" + "ppi",
+    "sg_hyper_expand": "ppilll" + "pppi",
+    "sg_rope": "pilll" + "pplipi",
+    "sg_rms_norm": "pill" + "pfipi",
+    "sg_fake_quant": "pill" + "liiii" + "pi",
+    "sg_hadamard": "pill" + "pi",
+    "sg_cache_write": "pipill" + "pi",
+}
+Function = Callable[..., None]
+NO_QUANT = (0, 0, 0)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of one library; `isa` is what it was compiled for."""
+
+    isa: str
+    linear: Function
+    experts: Function
+    router: Function
+    attention: Function
+    index_topk: Function
+    compress_pool: Function
+    hyper_mix: Function
+    hyper_collapse: Function
+    hyper_expand: Function
+    rope: Function
+    rms_norm: Function
+    fake_quant: Function
+    hadamard: Function
+    cache_write: Function
+
+
+@cache
+def kernels_for(isa: str) -> Kernels:
+    """The library for one instruction set, built if need be.
+
+    Raises:
+        DeviceError: it cannot be built, or this processor cannot run it.
+    """
+    if isa not in isas():
+        raise DeviceError(f"this processor has no {isa}; it has {', '.join(isas())}")
+    path = build(isa)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceError(f"the CPU kernels in {path} cannot be loaded: {error}; use ops='reference'") from error
+    functions: dict[str, Function] = {}
+    for name, letters in _SIGNATURES.items():
+        function = library[name]
+        function.argtypes = [_CODES[letter] for letter in letters]
+        function.restype = None
+        functions[name.removeprefix("sg_")] = function
+    return Kernels(isa, **functions)
+
+
+@cache
+def best() -> Kernels:
+    """The library for this machine. Raises DeviceError when it cannot be built."""
+    return kernels_for(isas()[0])
+
+
+def refuse_gradient(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raises DeviceError when autograd would have to see through a kernel."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            raise DeviceError(
+                f"the CPU kernel of {op} has no backward; train with ops='reference' or use torch.no_grad()"
+            )
+
+
+def dtype_code(op: str, tensor: torch.Tensor) -> int:
+    """How the kernels call the dtype of activations. Raises DeviceError for any but float32 and bfloat16."""
+    code = DTYPES.get(tensor.dtype)
+    if code is None or tensor.device.type != "cpu":
+        raise DeviceError(
+            f"the CPU kernel of {op} takes float32 or bfloat16 on the CPU, not {tensor.dtype} on {tensor.device}"
+        )
+    return code
+
+
+def quant_codes(rounding: FakeQuant | None) -> tuple[int, int, int]:
+    """Element, block and kind of scale of an activation rounding."""
+    if rounding is None:
+        return NO_QUANT
+    return 1 if rounding.element == "e4m3" else 2, rounding.block, int(rounding.scale == "e4m3")
+
+
+def weight_codes(op: str, weight: Packed) -> tuple[int, int, int, int]:
+    """Format, kind of scale, rows and columns per scale. Raises DeviceError for blocks narrower than 32 inputs."""
+    format = weight.format
+    if format.block is None:
+        return _FORMATS[format.name], 0, 1, 1
+    rows, columns = format.block
+    if columns % 32:
+        raise DeviceError(f"the CPU kernel of {op} needs one scale for a multiple of 32 inputs, not {columns}")
+    return _FORMATS[format.name], 2 if format.scale_dtype == "F32" else 1, rows, columns
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where its data lies; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def int32(tensor: torch.Tensor) -> torch.Tensor:
+    """As contiguous int32."""
+    return tensor.to(torch.int32).contiguous()
+
+
+def float32(tensor: torch.Tensor) -> torch.Tensor:
+    """As contiguous float32."""
+    return tensor.to(torch.float32).contiguous()

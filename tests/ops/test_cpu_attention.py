@@ -1,0 +1,199 @@
+"""Compiled attention and index choice against the reference, over shuffled pages of NaN."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spyglass.ops.index_topk import cpu as index_cpu
+from spyglass.ops.index_topk import reference as index_reference
+from spyglass.ops.sparse_attention import cpu as attention_cpu
+from spyglass.ops.sparse_attention import reference as attention_reference
+from tests.ops.cpu_kernels import DTYPES, every_isa, kernels, tolerance
+from tests.ops.paged import Paged
+from tests.tolerance import assert_close
+
+
+def ints(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def attention_case(
+    lengths: list[int],
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    window: int = 9,
+    ratio: int = 3,
+    only_last: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Prefill of sequences of these lengths (or their last rows): arguments, options of the pool, window width."""
+    rows = [torch.randn(n, dim).to(dtype) for n in lengths]
+    pooled = [torch.randn(max(n // ratio, 1), dim).to(dtype) for n in lengths]
+    near, far = Paged(rows, 7), Paged(pooled, 4)
+    seq = np.concatenate([[s] * (1 if only_last else n) for s, n in enumerate(lengths)])
+    position = np.concatenate([[n - 1] if only_last else np.arange(n) for n in lengths])
+    lo, hi = np.maximum(position - window + 1, 0), position.copy()
+    if not only_last and len(hi) > 30:
+        hi[20:26] = np.minimum(position[20:26].max(), np.array(lengths)[seq[20:26]] - 1)  # a picture sees to its end
+        lo[28], hi[28] = 1, 0  # a padding row sees nothing
+    q = torch.randn(len(seq), heads, dim).to(dtype)
+    arguments = (q, near.pages, near.table, ints(seq), ints(lo), ints(hi), torch.randn(heads))
+    options = {"scale": dim**-0.5, "window_width": int((hi - lo).max()) + 1}
+    visible = np.where(lo > hi, 0, (position + 1) // ratio)
+    pool = {"pool_NBD": far.pages, "pool_table_SP": far.table, "visible_T": ints(visible)}
+    return arguments, options, pool
+
+
+def picks(visible: torch.Tensor, count: int, prefix: bool) -> torch.Tensor:
+    """Ascending choices among the visible entries, some of them absent or not visible."""
+    out = torch.full((len(visible), count), -1, dtype=torch.int32)
+    for t, seen in enumerate(visible.tolist()):
+        chosen = torch.arange(min(seen, count)) if prefix else torch.randperm(seen + 2)[:count].sort().values
+        out[t, : len(chosen)] = chosen.int()
+    return out
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["window", "pool", "picks", "first picks", "mixed picks"])
+def test_attention_is_the_reference(which: str, dtype: torch.dtype, isa: str) -> None:
+    library = kernels(isa)
+    for lengths, heads, dim in [
+        ([1], 16, 512),
+        ([5, 1, 40], 3, 40),
+        ([70, 33], 16, 64),
+        ([65], 64, 32),
+        ([3, 4], 130, 24),
+    ]:
+        for only_last in (False, True):
+            arguments, options, pool = attention_case(lengths, heads, dim, dtype, only_last=only_last)
+            if which != "window":
+                options |= pool | {"pool_width": int(pool["visible_T"].max())}
+            if "picks" in which:
+                options["picks_TX"] = picks(pool["visible_T"], 6, which == "first picks")
+                options["pool_width"] = 6
+            if which == "mixed picks":
+                options["picks_TX"][::2] = picks(pool["visible_T"], 6, True)[::2]
+            got = attention_cpu.sparse_attention(*arguments, kernels=library, **options)
+            want = attention_reference.sparse_attention(*arguments, **options)
+            assert_close(got, want, tolerance(dtype), f"{lengths} {heads} {dim} {only_last}")
+
+
+@every_isa
+def test_attention_reads_any_mix_of_query_and_page_dtypes(isa: str) -> None:
+    for q_dtype, page_dtype in itertools.product(DTYPES, DTYPES):
+        (q, pages, *rest), options, _ = attention_case([40], 5, 48, page_dtype)
+        got = attention_cpu.sparse_attention(q.to(q_dtype), pages, *rest, kernels=kernels(isa), **options)
+        want = attention_reference.sparse_attention(q.to(q_dtype), pages, *rest, **options)
+        assert_close(got, want, tolerance(q_dtype))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_logits_do_not_overflow(dtype: torch.dtype, isa: str) -> None:
+    (q, pages, *rest, sink), options, _ = attention_case([20], 4, 32, dtype)
+    for sink_value in (0.0, 80.0, -1e4):
+        arguments = (q * 100, pages, *rest, torch.full_like(sink, sink_value))
+        got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
+        assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
+
+
+@every_isa
+def test_far_apart_ranges_of_one_sequence_share_nothing(isa: str) -> None:
+    """Neighbouring queries that look at distant places: rows between them are gone, and must not be read."""
+    rows = torch.randn(4000, 16)
+    rows[50:3900] = float("nan")
+    pages = Paged([rows], 16)
+    lo, hi = ints([3, 3950, 10, 3901, 5, 0]), ints([30, 3999, 12, 3905, 4, 49])
+    arguments = (torch.randn(6, 2, 16), pages.pages, pages.table, ints([0] * 6), lo, hi, torch.zeros(2))
+    got = attention_cpu.sparse_attention(*arguments, scale=0.3, window_width=50, kernels=kernels(isa))
+    assert_close(
+        got, attention_reference.sparse_attention(*arguments, scale=0.3, window_width=50), tolerance(torch.float32)
+    )
+
+
+@every_isa
+def test_attention_threads_agree(isa: str) -> None:
+    """One query on two threads, and many: the same numbers as on one."""
+    before = torch.get_num_threads()
+    try:
+        for only_last in (True, False):
+            arguments, options, pool = attention_case([70], 16, 128, torch.bfloat16, only_last=only_last)
+            options |= pool | {"picks_TX": picks(pool["visible_T"], 8, False), "pool_width": 8}
+            outs = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                outs.append(attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options))
+            assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+def index_case(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, tokens: int) -> tuple[Any, ...]:
+    keys = Paged([torch.randn(n, dim).to(dtype) for n in lengths], 5)
+    seq = np.sort(np.random.default_rng(2).integers(0, len(lengths), tokens))
+    visible = np.random.default_rng(3).integers(0, np.array(lengths)[seq] + 1)
+    q, weights = torch.randn(tokens, heads, dim).to(dtype), torch.randn(tokens, heads).to(dtype)
+    return q, weights, keys.pages, keys.table, ints(seq), ints(visible)
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_index_choices_are_the_reference_up_to_equal_scores(stepwise: bool, dtype: torch.dtype, isa: str) -> None:
+    """Same entries; where they differ, the scores of what was taken and of what was left are as good as equal."""
+    for lengths, heads, dim, k, tokens in [
+        ([23, 6], 3, 8, 4, 40),
+        ([300], 64, 128, 50, 3),
+        ([130, 90], 5, 32, 64, 130),
+    ]:
+        arguments = index_case(lengths, heads, dim, dtype, tokens)
+        options = {"max_visible": max(lengths), "stepwise": stepwise}
+        got = index_cpu.index_topk(*arguments, k=k, kernels=kernels(isa), **options)
+        want = index_reference.index_topk(*arguments, k=k, **options)
+        scores = index_reference.index_scores(*arguments, **options)
+        assert got.shape == want.shape and got.dtype == torch.int32
+        for row in range(tokens):
+            mine, theirs = set(got[row].tolist()) - {-1}, set(want[row].tolist()) - {-1}
+            count = len(mine)
+            assert count == len(theirs) and got[row, :count].tolist() == sorted(mine)
+            assert (got[row, count:] == -1).all()
+            for entry in mine ^ theirs:
+                edge = scores[row, want[row, :count].long()].min()
+                assert abs(float(scores[row, entry] - edge)) <= (2e-5 if dtype == torch.float32 else 1e-2) * 30
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_scores_go_to_the_lowest_entries(dtype: torch.dtype, isa: str) -> None:
+    rows = torch.ones(40, 8).to(dtype)
+    rows[7] *= 2
+    rows[30] *= -1  # relu makes it zero
+    keys = Paged([rows], 6)
+    for tokens in (1, 9):
+        q, weights = torch.ones(tokens, 2, 8).to(dtype), torch.ones(tokens, 2).to(dtype)
+        arguments = (q, weights, keys.pages, keys.table, ints([0] * tokens), ints([40] * tokens))
+        got = index_cpu.index_topk(*arguments, k=5, max_visible=40, stepwise=True, kernels=kernels(isa))
+        assert got.tolist() == [[0, 1, 2, 3, 7]] * tokens
+        worst = index_cpu.index_topk(
+            q, -weights, *arguments[2:], k=3, max_visible=40, stepwise=False, kernels=kernels(isa)
+        )
+        assert worst.tolist() == [[0, 1, 30]] * tokens, "zero, of either sign, is above every negative score"
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_stay_in_the_listed_blocks(dtype: torch.dtype, isa: str) -> None:
+    for lengths, k in [([60], 7), ([60], 80), ([200, 90], 20)]:
+        arguments = index_case(lengths, 4, 16, dtype, 50)
+        blocks = torch.stack([torch.randperm(8)[:3] for _ in range(50)]).int()
+        blocks[::5, 1:] = -1
+        options = {"k": k, "max_visible": max(lengths), "stepwise": False, "blocks_TY": blocks, "block_size": 8}
+        got = index_cpu.index_topk(*arguments, kernels=kernels(isa), **options)
+        assert torch.equal(got, index_reference.index_topk(*arguments, **options))
