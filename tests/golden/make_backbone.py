@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from spyglass.model import VisionLanguageModel, load_model
-from tests.driver import prefill, text_tokens
 from tests.golden_case import tokens_of
 
 DATA = Path(__file__).with_name("data") / "v4"
@@ -31,8 +28,10 @@ SHARD = "model-00001-of-00001.safetensors"
 
 def main(source: Path) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
-    compress((source / "v4-vision-packed" / SHARD).read_bytes(), DATA / "vision.safetensors.xz")
-    rounded_weights(source)
+    with safe_open(source / "v4-vision-packed" / SHARD, "pt") as tensors:
+        table = tensors.get_tensor("layers.0.ffn.gate.tid2eid")
+    np.save(DATA / "tid2eid.npy", table.numpy().astype(np.int8))
+    rounded_vectors(source)
     model = load_model(source / "v4-vision", dtype="float32", ops="reference", expand=True, progress=False).model
     kept: dict[str, Any] = {}
     for name in ("v4-vision", "v4-sparse"):
@@ -42,10 +41,6 @@ def main(source: Path) -> None:
     np.savez_compressed(DATA / "goldens.npz", **kept)
     digests = {"v4-vision": digest(source / "v4-vision" / SHARD)}
     (DATA / "decoded.json").write_text(json.dumps(digests) + "\n")
-
-
-def compress(raw: bytes, target: Path) -> None:
-    target.write_bytes(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME))
 
 
 def cut_case(full: str, case: str, found: Any, model: VisionLanguageModel) -> dict[str, Any]:
@@ -67,49 +62,13 @@ def cut_case(full: str, case: str, found: Any, model: VisionLanguageModel) -> di
     return out
 
 
-def rounded_weights(source: Path) -> None:
-    """`v4-text-packed`, with zeros wherever prompts of at most five tokens never look."""
+def rounded_vectors(source: Path) -> None:
+    """Short prompts of `v4-text-packed` in rounded and in plain arithmetic."""
     with np.load(source / "v4-text-packed" / "rounded.npz") as found:
         rounded = {key: found[key] for key in found}
     with np.load(source / "v4-text" / "goldens.npz") as found:
         plain = {f"plain.{key}": found[key] for key in found if key.split(".")[0] in ("text1", "text5")}
-    ids = np.unique(
-        np.concatenate(
-            [
-                *(v for k, v in rounded.items() if k.startswith("ids")),
-                *(v for k, v in plain.items() if k.endswith("ids")),
-            ]
-        )
-    )
-    tensors = load_file(source / "v4-text-packed" / SHARD)
-    used = used_experts(source / "v4-text-packed", [v for k, v in (rounded | plain).items() if "ids" in k])
-    for name, tensor in tensors.items():
-        part = name.split(".")
-        if ".experts." in name and (int(part[1]), int(part[4])) not in used:
-            tensor.view(torch.uint8).zero_()
-        elif ".indexer." in name or name.startswith("layers.2.attn.compressor."):
-            tensor.view(torch.uint8).zero_()
-        elif name == "embed.weight":
-            tensor[torch.from_numpy(np.setdiff1d(np.arange(len(tensor)), ids))] = 0
-    target = DATA / "rounded.safetensors"
-    save_file(tensors, target)
-    compress(target.read_bytes(), DATA / "rounded.safetensors.xz")
-    target.unlink()
     np.savez_compressed(DATA / "rounded.npz", **rounded, **plain)
-
-
-def used_experts(folder: Path, prompts: list[Any]) -> set[tuple[int, int]]:
-    """(layer, expert) that any of the prompts is sent to, in plain or rounded arithmetic."""
-    used: set[tuple[int, int]] = set()
-    for numerics in ("plain", "reference"):
-        model = load_model(folder, dtype="float32", numerics=numerics, ops="reference", progress=False).model
-        for index, layer in enumerate(model.text.layers):
-            layer.ffn.gate.register_forward_hook(
-                lambda _m, _i, out, index=index: used.update((index, int(e)) for e in out[0].unique())
-            )
-        for prompt in prompts:
-            prefill(model, text_tokens(prompt))
-    return used
 
 
 def digest(file: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from spyglass.quant.codec import decode
 from spyglass.quant.formats import FP4, fp8
 from spyglass.quant.packed import Packed
 from tests.driver import prefill, text_tokens
+from tests.golden import seeded_v4
 from tests.golden.make_backbone import COLUMNS
 from tests.golden_case import tokens_of
 from tests.small_models import DEVICES
@@ -39,16 +39,15 @@ Loader = Callable[..., LoadedModel]
 
 @pytest.fixture(scope="module", params=DEVICES)
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Loader:
-    """`load(config, weights, ...)`: a checkpoint folder put together from the compressed files, then `load_model`."""
+    """`load(config, weights, ...)`: a checkpoint folder with weights drawn again, then `load_model`."""
     loaded: dict[Any, LoadedModel] = {}
 
-    def load_once(config: str, weights: str, **options: Any) -> LoadedModel:
+    def load_once(config: str, weights: seeded_v4.Which, **options: Any) -> LoadedModel:
         key = (config, weights, *sorted(options.items()))
         if key not in loaded:
             folder = tmp_path_factory.mktemp("checkpoint")
             shutil.copy(golden / "configs" / f"{config}.json", folder / "config.json")
-            packed = (golden / "v4" / f"{weights}.safetensors.xz").read_bytes()
-            (folder / "model-00001-of-00001.safetensors").write_bytes(lzma.decompress(packed))
+            seeded_v4.write(folder / "model-00001-of-00001.safetensors", weights, golden)
             loaded[key] = load_model(folder, device=request.param, dtype="float32", progress=False, **options)
         return loaded[key]
 
@@ -86,7 +85,7 @@ def test_weights_that_stay_packed_give_the_same_logits(case: str, load: Loader, 
 def test_a_text_model_agrees(case: str, load: Loader, golden: Path) -> None:
     with np.load(golden / "v4" / "rounded.npz") as found:
         ids, logits = found[f"plain.{case}.ids"], found[f"plain.{case}.logits"]
-    loaded = load("v4-text-packed", "rounded", numerics="plain")
+    loaded = load("v4-text-packed", "text", numerics="plain")
     assert_close(prefill(loaded.model, text_tokens(ids)), logits, GOLDEN_LOGITS)
 
 
@@ -94,7 +93,7 @@ def test_a_text_model_agrees(case: str, load: Loader, golden: Path) -> None:
 def test_rounded_arithmetic_agrees_without_a_flipped_code(length: int, load: Loader, golden: Path) -> None:
     with np.load(golden / "v4" / "rounded.npz") as found:
         ids, logits = found[f"ids{length}"], found[f"logits{length}"]
-    loaded = load("v4-text-packed", "rounded")
+    loaded = load("v4-text-packed", "text")
     assert loaded.numerics == "reference"
     assert_close(prefill(loaded.model, text_tokens(ids)), logits, ROUNDED_LOGITS)
 
@@ -102,7 +101,7 @@ def test_rounded_arithmetic_agrees_without_a_flipped_code(length: int, load: Loa
 def test_plain_arithmetic_is_not_rounded_arithmetic(load: Loader, golden: Path) -> None:
     with np.load(golden / "v4" / "rounded.npz") as found:
         ids, logits = found["ids5"], torch.from_numpy(found["logits5"])
-    plain = prefill(load("v4-text-packed", "rounded", numerics="plain").model, text_tokens(ids))
+    plain = prefill(load("v4-text-packed", "text", numerics="plain").model, text_tokens(ids))
     assert (plain - logits).abs().max() > 100 * ROUNDED_LOGITS.absolute
 
 
@@ -113,8 +112,7 @@ def test_a_model_without_its_tower_answers_text_alike(load: Loader, goldens: dic
 
 
 def test_packed_weights_decode_to_exactly_the_bf16_set(golden: Path, tmp_path: Path) -> None:
-    packed = (golden / "v4" / "vision.safetensors.xz").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(lzma.decompress(packed))
+    seeded_v4.write(tmp_path / "model.safetensors", "vision", golden)
     result = hashlib.sha256()
     loaded = _bf16_tensors(tmp_path)
     for name in sorted(loaded):

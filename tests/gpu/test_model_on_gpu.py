@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from spyglass import LLM, Patches, SamplingParams
+from tests.golden import seeded_v4
 from tests.tolerance import GOLDEN_LOGITS, Tolerance, assert_close, assert_law
 
 pytestmark = pytest.mark.gpu
@@ -27,8 +27,7 @@ def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small vision checkpoint as a folder, without a tokenizer."""
     path = tmp_path_factory.mktemp("checkpoint")
     shutil.copy(golden / "configs" / "v4-vision-packed.json", path / "config.json")
-    packed = (golden / "v4" / "vision.safetensors.xz").read_bytes()
-    (path / "model-00001-of-00001.safetensors").write_bytes(lzma.decompress(packed))
+    seeded_v4.write(path / "model-00001-of-00001.safetensors", "vision", golden)
     return path
 
 
