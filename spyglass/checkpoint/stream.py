@@ -1,12 +1,13 @@
 """Tensors off the disk in the order they lie there, each read once and straight into the memory that keeps it.
 
-One thread reads ahead, so that the disk sees one sequential reader, while the caller puts away what has arrived. Beside
-the entries handed over, only the read-ahead is in memory, and halves of entries whose other half lies further on in the
-same file.
+One thread reads ahead, so that the disk sees one sequential reader; the caller's thread meanwhile makes the next memory
+real, which costs as much as filling it, and puts away what has arrived. Beside the entries handed over, only the
+read-ahead is in memory, and halves of entries whose other half lies further on in the same file.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -83,12 +84,24 @@ def _read_ahead(reads: list[_Read], files: _Files, reader: ThreadPoolExecutor) -
     """Tensors in the given order, a few batches of them read before they are asked for."""
     waiting: deque[tuple[list[_Read], Future[list[torch.Tensor]]]] = deque()
     for batch in _batches(reads):
-        waiting.append((batch, reader.submit(files.read_all, batch)))
+        targets = [_memory(read) for read in batch]
+        waiting.append((batch, reader.submit(files.read_all, batch, targets)))
         if len(waiting) > BATCHES_AHEAD:
             done, tensors = waiting.popleft()
             yield from zip(done, tensors.result(), strict=True)
     for done, tensors in waiting:
         yield from zip(done, tensors.result(), strict=True)
+
+
+def _memory(read: _Read) -> torch.Tensor:
+    """Where a tensor goes, every page of it touched: the kernel hands out memory only when it is written to."""
+    target = read.target
+    if target is None:
+        target = torch.empty(read.header.shape, dtype=TORCH_DTYPES[read.header.dtype])
+    assert target.nbytes == read.header.nbytes and target.is_contiguous(), (read.name, read.header, target.shape)
+    if read.header.nbytes > 0:
+        target.view(torch.uint8).view(-1)[:: mmap.PAGESIZE].zero_()
+    return target
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
@@ -117,18 +130,13 @@ class _Files:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def read_all(self, reads: list[_Read]) -> list[torch.Tensor]:
-        return [self.read(read) for read in reads]
+    def read_all(self, reads: list[_Read], targets: list[torch.Tensor]) -> list[torch.Tensor]:
+        for read, target in zip(reads, targets, strict=True):
+            if read.header.nbytes > 0:
+                self._read(read.header, target.view(torch.uint8).numpy().data.cast("B"))
+        return targets
 
-    def read(self, read: _Read) -> torch.Tensor:
-        """The tensor's bytes in their place, or in a new tensor of the stored shape."""
-        header, tensor = read.header, read.target
-        if tensor is None:
-            tensor = torch.empty(header.shape, dtype=TORCH_DTYPES[header.dtype])
-        assert tensor.nbytes == header.nbytes and tensor.is_contiguous(), (read.name, header, tensor.shape)
-        if header.nbytes == 0:
-            return tensor
-        view = tensor.view(torch.uint8).numpy().data.cast("B")
+    def _read(self, header: TensorHeader, view: memoryview) -> None:
         done = 0
         try:
             descriptor = self._open(header.file)
@@ -141,7 +149,6 @@ class _Files:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{header.file} cannot be read: {error.strerror}") from error
-        return tensor
 
     def _open(self, file: Path) -> int:
         if file not in self._descriptors:
