@@ -5,7 +5,7 @@ Everything runs through the step loop, in steps that end inside pictures, groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from spyglass import LLM, Patches
 from tests.golden import seeded_v41
 from tests.golden.make_v41 import COLUMNS
 from tests.golden.seeded import skip_unless
+from tests.small_models import DEVICES
 from tests.tolerance import GOLDEN_LOGITS, GOLDEN_SPARSE_LOGITS, Tolerance, assert_close
 
 SETS = {"v41": GOLDEN_LOGITS, "v41-sparse": GOLDEN_SPARSE_LOGITS, "v41-packed": GOLDEN_LOGITS}
@@ -42,17 +43,22 @@ def folders(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return made
 
 
-@pytest.fixture(scope="module")
-def models(folders: dict[str, Path]) -> Iterator[dict[tuple[str, int], LLM]]:
-    yield {}
+Opener = Callable[[str, int], LLM]
 
 
-def open_model(models: dict[tuple[str, int], LLM], folders: dict[str, Path], name: str, step: int) -> LLM:
-    if (name, step) not in models:
-        models[name, step] = LLM(
-            folders[name], device="cpu", dtype="float32", numerics="plain", max_step_tokens=step, ops="reference"
-        )
-    return models[name, step]
+@pytest.fixture(scope="module", params=DEVICES)
+def opened(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Opener:
+    """`opened(set, step)`: the model of a set, run in steps of at most so many tokens."""
+    models: dict[tuple[str, int], LLM] = {}
+
+    def open_once(name: str, step: int) -> LLM:
+        if (name, step) not in models:
+            models[name, step] = LLM(
+                folders[name], device=request.param, dtype="float32", numerics="plain", max_step_tokens=step
+            )
+        return models[name, step]
+
+    return open_once
 
 
 def parts_of(goldens: dict[str, Any], case: str) -> list[Any]:
@@ -95,10 +101,8 @@ def test_the_redrawn_weights_are_those_of_the_golden_files(folders: dict[str, Pa
 
 @pytest.mark.parametrize("step", [512, 37])
 @pytest.mark.parametrize("name", list(SETS))
-def test_text_logits(
-    name: str, step: int, models: dict[tuple[str, int], LLM], folders: dict[str, Path], goldens: dict[str, Any]
-) -> None:
-    llm, source = open_model(models, folders, name, step), "v41" if name == "v41-packed" else name
+def test_text_logits(name: str, step: int, opened: Opener, goldens: dict[str, Any]) -> None:
+    llm, source = opened(name, step), "v41" if name == "v41-packed" else name
     cases = [f"{source}.{case}" for case in WHOLE if f"{source}.{case}.ids" in goldens]
     assert len(cases) >= 3
     for case in cases:
@@ -107,19 +111,15 @@ def test_text_logits(
 
 @pytest.mark.parametrize("step", [512, 37])
 @pytest.mark.parametrize("name", list(SETS))
-def test_picture_logits(
-    name: str, step: int, models: dict[tuple[str, int], LLM], folders: dict[str, Path], goldens: dict[str, Any]
-) -> None:
-    llm, source = open_model(models, folders, name, step), "v41" if name == "v41-packed" else name
+def test_picture_logits(name: str, step: int, opened: Opener, goldens: dict[str, Any]) -> None:
+    llm, source = opened(name, step), "v41" if name == "v41-packed" else name
     cases = [f"{source}.{case}" for case in PICTURES if f"{source}.{case}.ids" in goldens]
     assert cases
     for case in cases:
         check(llm.logits(parts_of(goldens, case)), goldens, case, SETS[name])
 
 
-def test_engram_off_is_another_model(
-    models: dict[tuple[str, int], LLM], folders: dict[str, Path], goldens: dict[str, Any], tmp_path: Path
-) -> None:
+def test_engram_off_is_another_model(folders: dict[str, Path], goldens: dict[str, Any], tmp_path: Path) -> None:
     """Zero tables: the memory adds nothing, and the logits move by far more than the tolerance."""
     found = seeded_v41.tensors(packed=False)
     for name in found:
