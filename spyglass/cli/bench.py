@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-HELP = "Measure one thing and print it beside its baseline: image, load, model, ops or engram."
-BENCHMARKS = ("image", "load", "model", "ops", "engram")
+HELP = "Measure one thing and print it beside its baseline: image, load, model, ops, engram or vision."
+BENCHMARKS = ("image", "load", "model", "ops", "engram", "vision")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -246,11 +246,10 @@ class VisionGraphs:
     def _replay(self, budget: Budget, images: ImageBatch) -> torch.Tensor:
         ratio = self._aligner.ratio
         cells = sum(num_cells(grid, ratio) for grid in images.grids_I2)
-        values = torch.from_numpy(layout_values(images.grids_I2, budget, ratio))
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
             captured = self._graph(budget)
             self._patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
-            captured.values.copy_(values)
+            captured.values.copy_(torch.from_numpy(layout_values(images.grids_I2, budget, ratio)))
             captured.graph.replay()
             return captured.out_IC[:cells].clone()
 
