@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.model import VisionLanguageModel
+from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import fp8
 from spyglass.quant.packed import Packed
@@ -74,12 +75,14 @@ def values_of(packed: Packed) -> NDArray[np.float64]:
     return plain.double().numpy()
 
 
-@pytest.fixture(scope="module", params=list(MODES))
+@pytest.fixture(scope="module", params=[(mode, ops) for mode in MODES for ops in ("reference", "auto")])
 def setting(request: pytest.FixtureRequest) -> Setting:
-    dtype, numerics, rounding = MODES[request.param]
+    mode, which = request.param
+    dtype, numerics, rounding = MODES[mode]
+    ops = bind_ops("cpu", str(dtype).removeprefix("torch."), which)
     config = small_v41_config(**CHANGES)
     weights = packed_v41(random_weights(empty_model(config).slots(), seed=4, packed=True))
-    model = build_model(config, weights, dtype=dtype, numerics=numerics, expand=False)
+    model = build_model(config, weights, dtype=dtype, numerics=numerics, ops=ops, expand=False)
     other = Independent(
         text=SMALL_V41["text_config"] | CHANGES,
         weights={name: values_of(packed) for name, packed in weights.items()},
@@ -100,7 +103,7 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     text = model.text
     streams = torch.from_numpy(np.random.default_rng(5).normal(size=(LENGTH, 3, 96))).to(torch.bfloat16).to(dtype)
     return Setting(
-        mode=request.param,
+        mode=mode,
         model=model,
         other=other,
         step=make_step(batch, cache, text._ropes, config.text.layers),
