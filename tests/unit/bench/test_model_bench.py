@@ -19,7 +19,7 @@ def test_it_measures_and_saves(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["--preset", "tiny", "--weights", "bf16", "--steps", "2", "--prompts", "64", "--no-baseline"]
-    monkeypatch.setattr("spyglass.bench.model.measure_bandwidths", lambda: {"plain read": 1e9})
+    monkeypatch.setattr("spyglass.bench.model.measure_bandwidths", lambda: {"GEMV bf16": 1e9, "plain read": 2e9})
     assert run([*arguments, "--folder", "models", "--threads", "1", "--save"]) == 0
     told = capsys.readouterr().out
     assert "decode batch 1" in told and "decode batch 4" in told and "prefill     64" in told
