@@ -38,7 +38,7 @@ class EngineConfig:
 
     device: str = field(default="auto", metadata=_about("auto (a GPU if there is one), cpu, cuda or cuda:N"))
     dtype: Literal["auto", "float32", "bfloat16"] = field(
-        default="auto", metadata=_about("activations: auto (bfloat16 on a GPU, else float32), float32 or bfloat16")
+        default="auto", metadata=_about("activations: auto (bfloat16, as released), float32 or bfloat16")
     )
     numerics: Literal["auto", "plain", "reference"] = field(
         default="auto",
@@ -66,9 +66,6 @@ class EngineConfig:
     cache_bytes: int | None = field(
         default=None, metadata=_about("memory for the rows of running sequences (default: as the requests need)")
     )
-    image_cache_bytes: int = field(
-        default=256 << 20, metadata=_about("memory for encoded pictures that may be asked about again")
-    )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",
         metadata=_about(
@@ -83,8 +80,7 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
-        for name in ("images", "image_cache_bytes"):
-            _require_count(name, getattr(self, name), least=0)
+        _require_count("images", self.images, least=0)
         for name in ("max_step_tokens", "max_sequences"):
             _require_count(name, getattr(self, name), least=1)
         for name in ("max_length", "cache_bytes", "threads"):

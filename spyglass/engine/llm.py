@@ -65,7 +65,6 @@ class LLM:
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
-        image_cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         threads: int | None = None,
         progress: bool = False,
@@ -82,7 +81,6 @@ class LLM:
             "max_sequences": max_sequences,
             "max_length": max_length,
             "cache_bytes": cache_bytes,
-            "image_cache_bytes": image_cache_bytes,
             "engram": engram,
             "threads": threads,
         }

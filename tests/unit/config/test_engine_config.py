@@ -44,7 +44,6 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
         ("max_sequences", "64"),
         ("max_length", 0),
         ("cache_bytes", 0),
-        ("image_cache_bytes", -1),
         ("threads", 0),
         ("expand_weights", 1),
     ],
