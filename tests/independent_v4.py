@@ -263,11 +263,16 @@ class IndependentV4:
         heads, dim = cfg["index_n_heads"], cfg["index_head_dim"]
         q = self.linear(u[t : t + 1], f"{name}.wq_b").reshape(heads, dim)
         q = self.index_row(self.rope(q, t, 4))
-        omega = self.cast(self.linear(x[t], f"{name}.weights_proj", quantise=False) * (dim**-0.5 * heads**-0.5))
+        omega = self.index_weights(layer, x[t])
         if not self.rounded:
             return np.maximum(q @ keys.T, 0).T @ omega
         dots = np.maximum(self.cast(q @ keys.T), 0)
         return self.cast(self.cast(dots * omega[:, None]).sum(axis=0))
+
+    def index_weights(self, layer: int, x: Array) -> Array:
+        """ω of 5.5, rounded twice: the projection, then its product with the factor."""
+        factor = self.config["index_head_dim"] ** -0.5 * self.config["index_n_heads"] ** -0.5
+        return self.cast(self.linear(x, f"layers.{layer}.attn.indexer.weights_proj", quantise=False) * factor)
 
     def pick(self, layer: int, t: int, x: Array, u: Array, keys: Array) -> list[int]:
         """Best visible entries, ascending; ties to the lowest."""
@@ -330,8 +335,12 @@ class IndependentV4:
         streams = np.repeat(rows[:, None], self.config["hc_mult"], axis=1)
         for layer in range(self.config["num_hidden_layers"]):
             streams = self.layer(layer, streams, ids, kinds, spans)
+        return self.norm(self.last_collapse(streams), "norm") @ self.weights["head"].T
+
+    def last_collapse(self, streams: Array) -> Array:
+        """Streams to one row, before the final norm (3.3)."""
         flat = streams.reshape(len(streams), -1)
         m = flat @ self.weights["hc_head_fn"].T
         m = m / np.sqrt((flat**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"])
         p = sigmoid(m * self.weights["hc_head_scale"] + self.weights["hc_head_base"]) + self.config["hc_eps"]
-        return self.norm(self.collapse(streams, p), "norm") @ self.weights["head"].T
+        return self.collapse(streams, p)

@@ -6,9 +6,21 @@ from tests.mutants.checkpoint_rows import CHECKPOINT_ROWS
 from tests.mutants.config_rows import CONFIG_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
 from tests.mutants.mutant import Mutant
+from tests.mutants.op_rows import OP_ROWS
 from tests.mutants.prompt_rows import PROMPT_ROWS
 from tests.mutants.quant_rows import QUANT_ROWS
+from tests.mutants.text_rows import TEXT_ROWS
 from tests.mutants.v41_rows import V41_ROWS
 from tests.mutants.vision_rows import VISION_ROWS
 
-ROWS: list[Mutant] = [*CHECKPOINT_ROWS, *CONFIG_ROWS, *ENGINE_ROWS, *PROMPT_ROWS, *QUANT_ROWS, *V41_ROWS, *VISION_ROWS]
+ROWS: list[Mutant] = [
+    *CHECKPOINT_ROWS,
+    *CONFIG_ROWS,
+    *ENGINE_ROWS,
+    *OP_ROWS,
+    *PROMPT_ROWS,
+    *QUANT_ROWS,
+    *TEXT_ROWS,
+    *V41_ROWS,
+    *VISION_ROWS,
+]

@@ -174,7 +174,8 @@ def test_attention_agrees_stage_by_stage(layer: int, setting: Setting) -> None:
         setting.same(entries, want.entries, "compressed rows")
     if plan.ratio == 4:
         setting.same(stored(setting, "index", "pool4", layer, count // 4), want.keys, "index keys")
-        picks = setting.recorded["index_topk"][0][1]
+        (_, weights, *_), picks = setting.recorded["index_topk"][0]
+        setting.same(weights, setting.other.index_weights(layer, theirs), "head weights of the index")
         rows = [[int(pick) for pick in row if pick >= 0] for row in picks]
         same = np.mean([mine == theirs for mine, theirs in zip(rows, want.picks, strict=True)])
         assert same >= (0.97 if setting.other.rounded else 1.0), f"only {same:.3f} of the rows pick alike"
@@ -215,6 +216,19 @@ def test_hyper_connections_agree(layer: int, setting: Setting) -> None:
         setting.same(connection.collapse(streams, pre), setting.other.collapse(theirs, want[0]), "collapse")
         expanded = connection.expand(z, streams, post, comb)
         setting.same(expanded, setting.other.expand(other_z, theirs, *want[1:]), "expand")
+
+
+@torch.inference_mode()
+def test_the_last_collapse_agrees(setting: Setting) -> None:
+    """Streams so small, and epsilons so big, that both epsilons show."""
+    values = VALUES | {"rms_norm_eps": 0.02, "hc_eps": 0.3}
+    config = small_config(**values)
+    build = setting.model.options.build
+    weights = random_weights(empty_model(config).slots(), seed=6)
+    model = build_model(config, weights, dtype=build.dtype, device=build.device.type)
+    other = IndependentV4(config=values, weights=values_of(weights), bf16=build.dtype == torch.bfloat16)
+    streams, theirs = given(setting, 50, 30, config.text.hc_mult, config.text.hidden_size)
+    setting.same(model.text.hc_head(streams / 8), other.last_collapse(theirs / 8), "last collapse", 0.99, 0.01)
 
 
 @torch.inference_mode()

@@ -1,0 +1,333 @@
+"""Faults in the backbone: layers, mechanisms, their order, the assembly of a step and of the model."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LAYERS, TEXT, MODEL = "spyglass/layers/", "spyglass/text/", "spyglass/model.py"
+ASSEMBLE = "spyglass/batch/assemble.py"
+INDEPENDENT = "tests/unit/text/test_independent.py"
+MODEL_TESTS = "tests/unit/text/test_model.py"
+STEPS = "tests/laws/test_steps.py"
+CONTEXT = "tests/laws/test_pictures_in_context.py"
+
+TEXT_ROWS: list[Mutant] = [
+    # layers
+    Mutant(LAYERS + "rope.py", "/ yarn.factor * ramp_R", "* ramp_R", "tests/unit/layers", "YaRN factor dropped"),
+    Mutant(
+        LAYERS + "rope.py",
+        "frequency_R * (1 - ramp_R)",
+        "frequency_R * ramp_R",
+        "tests/unit/layers",
+        "ramp turned round",
+    ),
+    Mutant(LAYERS + "rope.py", "high += 0.001", "high += 0", "tests/unit/layers", "equal borders divide by zero"),
+    Mutant(
+        LAYERS + "rope.py",
+        "positions_T.to(torch.float32)",
+        "positions_T.to(torch.float64)",
+        "tests/unit/layers",
+        "angles in float64",
+    ),
+    Mutant(
+        LAYERS + "linear.py",
+        "self._rounding = self.spec.rounding if is_quantised(weight.format) else None",
+        "self._rounding = self.spec.rounding",
+        "tests/unit/layers",
+        "inputs of bf16 weights rounded",
+    ),
+    Mutant(
+        LAYERS + "linear.py",
+        "rounding = self.spec.rounding if is_quantised(self._found[1]) else None",
+        "rounding = None",
+        "tests/unit/layers",
+        "inputs of experts not rounded",
+    ),
+    Mutant(
+        LAYERS + "linear.py",
+        "if weight.format != first_format:",
+        "if False:",
+        "tests/unit/layers",
+        "experts of mixed formats pass",
+    ),
+    Mutant(
+        LAYERS + "linear.py",
+        "torch.float32 if spec.fp32_out else build.dtype",
+        "build.dtype",
+        "tests/unit/layers",
+        "fp32 products rounded",
+    ),
+    Mutant(
+        LAYERS + "build.py", 'or weight.format.name == "f32"', "", "tests/unit/layers", "expanding rounds fp32 weights"
+    ),
+    Mutant(LAYERS + "embedding.py", "ids_T.clamp(min=0)", "ids_T", "tests/unit/layers", "picture ids looked up"),
+    Mutant(
+        LAYERS + "embedding.py",
+        "if low < 0 or high >= below:",
+        "if high >= below:",
+        "tests/unit/layers",
+        "negative experts pass",
+    ),
+    # hyper-connections and order
+    Mutant(
+        TEXT + "hyper.py",
+        "+ self.base.tensor()) + self._hc_eps",
+        "+ self.base.tensor())",
+        INDEPENDENT,
+        "eps of the head dropped",
+    ),
+    Mutant(
+        TEXT + "hyper.py",
+        "keepdim=True) + self._norm_eps)",
+        "keepdim=True))",
+        INDEPENDENT,
+        "norm eps of the head dropped",
+    ),
+    Mutant(
+        TEXT + "v4.py",
+        "x_TC = self.ffn_norm(self.hc_ffn.collapse(streams_TMC, pre))",
+        "x_TC = self.hc_ffn.collapse(streams_TMC, pre)",
+        INDEPENDENT,
+        "norm before the experts dropped",
+    ),
+    Mutant(
+        TEXT + "v4.py",
+        "pre, post, comb = self.hc_ffn.mix(streams_TMC)",
+        "pre, post, comb = self.hc_attn.mix(streams_TMC)",
+        INDEPENDENT,
+        "experts mixed by the other connection",
+    ),
+    Mutant(
+        TEXT + "v4.py",
+        "if index in batch.capture:",
+        "if index + 1 in batch.capture:",
+        MODEL_TESTS,
+        "captured one layer late",
+    ),
+    # router and experts
+    Mutant(TEXT + "router.py", "self.bias_vl.tensor()", "self.bias.tensor()", INDEPENDENT, "bias_vl dropped"),
+    Mutant(TEXT + "router.py", "optional=hashed", "optional=False", MODEL_TESTS, "hash layers demand a bias"),
+    Mutant(
+        TEXT + "router.py",
+        "bias_E=None if forced is not None else self.bias.value",
+        "bias_E=None",
+        INDEPENDENT,
+        "bias dropped",
+    ),
+    Mutant(TEXT + "experts.py", ".clamp(max=self._limit)", "", INDEPENDENT, "gate of the shared expert not clamped"),
+    Mutant(
+        TEXT + "experts.py", ".clamp(-self._limit, self._limit)", "", INDEPENDENT, "up of the shared expert not clamped"
+    ),
+    Mutant(
+        TEXT + "experts.py",
+        "routed_TC + self.shared_experts(x_TC, step.batch.slot_T)",
+        "routed_TC",
+        INDEPENDENT,
+        "shared expert dropped",
+    ),
+    Mutant(
+        TEXT + "experts.py",
+        "routed_TC + self.shared_experts(x_TC, step.batch.slot_T)",
+        "routed_TC.to(x_TC.dtype) + self.shared_experts(x_TC, step.batch.slot_T)",
+        INDEPENDENT,
+        "routed sum rounded by itself",
+    ),
+    # attention
+    Mutant(TEXT + "attention.py", "tables, inverse=True)", "tables)", INDEPENDENT, "output turned forward"),
+    Mutant(TEXT + "attention.py", "if self._q_head_norm:", "if False:", INDEPENDENT, "head norm dropped"),
+    Mutant(TEXT + "attention.py", "stepwise=self._stepwise)", "stepwise=False)", INDEPENDENT, "head norm rounds once"),
+    Mutant(
+        TEXT + "attention.py", "self._scale = dim**-0.5", "self._scale = 1.0", INDEPENDENT, "attention scale dropped"
+    ),
+    Mutant(
+        TEXT + "attention.py",
+        "self._stored(kv_TD), cache.window_write_T",
+        "kv_TD, cache.window_write_T",
+        INDEPENDENT,
+        "window rows not rounded",
+    ),
+    Mutant(
+        TEXT + "attention.py",
+        'RowRounding(parts, "window")',
+        "lambda row: row.bfloat16().to(row.dtype)",
+        INDEPENDENT,
+        "window rows only cast",
+    ),
+    Mutant(
+        TEXT + "attention.py",
+        "self.kv_norm(self.wkv(x_TC, slot_T))",
+        "self.wkv(x_TC, slot_T)",
+        INDEPENDENT,
+        "norm of the latent dropped",
+    ),
+    Mutant(
+        TEXT + "attention.py",
+        "self.q_norm(self.wq_a(x_TC, slot_T))",
+        "self.wq_a(x_TC, slot_T)",
+        INDEPENDENT,
+        "norm of the query dropped",
+    ),
+    # stored rows
+    Mutant(
+        TEXT + "rounding.py",
+        "dims=self._dims, tail_bf16",
+        "dims=None, tail_bf16",
+        INDEPENDENT,
+        "rotary channels in FP8",
+    ),
+    Mutant(
+        TEXT + "rounding.py",
+        "tail_bf16=self._tail_bf16",
+        "tail_bf16=False",
+        INDEPENDENT,
+        "rotary channels left in fp32",
+    ),
+    Mutant(TEXT + "rounding.py", "if self._hadamard:", "if False:", INDEPENDENT, "Hadamard rotation dropped"),
+    Mutant(
+        TEXT + "rounding.py",
+        "x_NI = self._ops.fake_quant(x_NI, self._quant)",
+        "pass",
+        INDEPENDENT,
+        "index rows not rounded",
+    ),
+    # compressor
+    Mutant(
+        TEXT + "compressor.py",
+        "gate_TE = gate_TE + self.ape.tensor().index_select(0, pool.phase_T)",
+        "pass",
+        INDEPENDENT,
+        "ape dropped",
+    ),
+    Mutant(
+        TEXT + "compressor.py",
+        "latent_PD = self.norm(self._pooled(rows_TE, state, pool))",
+        "latent_PD = self._pooled(rows_TE, state, pool)",
+        INDEPENDENT,
+        "norm of entries dropped",
+    ),
+    Mutant(
+        TEXT + "compressor.py",
+        "return pooled_PD.to(self._dtype)",
+        "return pooled_PD",
+        INDEPENDENT,
+        "entries normed before the cast",
+    ),
+    Mutant(
+        TEXT + "compressor.py",
+        "self._stored(self._ops.rope_partial(latent_PD, *tables))",
+        "self._ops.rope_partial(latent_PD, *tables)",
+        INDEPENDENT,
+        "entries not rounded",
+    ),
+    Mutant(
+        TEXT + "compressor.py",
+        "self._ops.cache_write(state, rows_TE, pool.state_write_T)",
+        "pass",
+        STEPS,
+        "un-pooled rows not kept",
+    ),
+    # indexer
+    Mutant(
+        TEXT + "indexer.py",
+        "weights_TN = self.weights_proj(x_TC, slot_T) * self._weight_scale",
+        "weights_TN = self.weights_proj(x_TC, slot_T)",
+        INDEPENDENT,
+        "weights not scaled",
+    ),
+    Mutant(
+        TEXT + "indexer.py",
+        "self._rounded(self._ops.rope_partial(q_TNI, *step.tables[self._plan.rope]))",
+        "self._rounded(q_TNI)",
+        INDEPENDENT,
+        "index queries not turned",
+    ),
+    Mutant(
+        TEXT + "indexer.py",
+        "max_visible=pool.max_visible, stepwise=self._stepwise, **self._limits(step)",
+        "max_visible=pool.max_visible, stepwise=False, **self._limits(step)",
+        INDEPENDENT,
+        "scores not rounded",
+    ),
+    Mutant(
+        TEXT + "step.py",
+        "lo_T = torch.maximum(lo_T, cache.valid_from_S[batch.seq_T.long()])",
+        "pass",
+        MODEL_TESTS,
+        "absent rows read",
+    ),
+    # assembly of a step
+    Mutant(
+        ASSEMBLE,
+        "put(step.entry_P * ratio)",
+        "put((step.entry_P + 1) * ratio - 1)",
+        INDEPENDENT,
+        "entries turned at their last token",
+    ),
+    Mutant(
+        ASSEMBLE,
+        "put(rows.position_T % ratio, torch.int64)",
+        "put((rows.position_T - rows.start_S[rows.seq_T]) % ratio, torch.int64)",
+        STEPS,
+        "ape counted from the chunk",
+    ),
+    Mutant(
+        ASSEMBLE,
+        "visible_T=put((rows.position_T + 1) // ratio)",
+        "visible_T=put(rows.position_T // ratio)",
+        INDEPENDENT,
+        "the closing token does not see its entry",
+    ),
+    Mutant(
+        ASSEMBLE,
+        "hi_T = rows.position_T + right_T",
+        "hi_T = rows.position_T + 0 * right_T",
+        CONTEXT,
+        "spans causal inside",
+    ),
+    Mutant(
+        ASSEMBLE,
+        "np.maximum(left_T, window - 1), 0), hi_T",
+        "window + 0 * left_T - 1, 0), hi_T",
+        CONTEXT,
+        "spans cut at the window",
+    ),
+    Mutant(
+        ASSEMBLE,
+        "rows.stop_S[rows.seq_T] - reach",
+        "rows.stop_S[rows.seq_T] - reach + 2",
+        STEPS,
+        "un-pooled rows lost",
+    ),
+    Mutant(ASSEMBLE, "sources_PB[carried] = -2 -", "sources_PB[carried] = -3 -", STEPS, "carried rows off by one"),
+    # the model
+    Mutant(
+        MODEL,
+        '1: "image_pad", 3: "image_newline"',
+        '3: "image_pad", 1: "image_newline"',
+        MODEL_TESTS,
+        "pads and newlines swapped",
+    ),
+    Mutant(MODEL, "table_KC[kind] = holder.tensor()", "pass", MODEL_TESTS, "learned vectors dropped"),
+    Mutant(
+        MODEL,
+        "rounding=config.text.reference_rounding if reference else Rounding()",
+        "rounding=Rounding()",
+        MODEL_TESTS,
+        "reference numerics not rounded",
+    ),
+    Mutant(MODEL, "stepwise=reference", "stepwise=False", INDEPENDENT, "reference numerics not stepwise"),
+    Mutant(
+        MODEL,
+        'return "reference" if packed else "plain"',
+        'return "plain"',
+        MODEL_TESTS,
+        "packed checkpoints run plain",
+    ),
+    Mutant(
+        MODEL,
+        "pictures=config.vision is not None and options.pictures,",
+        "pictures=False,",
+        MODEL_TESTS,
+        "bias_vl never asked for",
+    ),
+]
