@@ -73,8 +73,6 @@ V41_ROWS: list[Mutant] = [
     Mutant(INDEXER, "source = self._plan.candidates_from\n", "source = None\n", LAYERS, "candidates restrict nothing"),
     Mutant(ATTENTION, "return picks[source]", "return picks.get(self._plan.index)", LAYERS, "reuse layers attend all"),
     Mutant(ATTENTION, '("pool", plan.kv_from)', '("pool", 2)', LAYERS, "the rows of the first source everywhere"),
-    Mutant(COMPRESSOR, "latent_PD = self.norm(self._pooled(rows_TE, state, pool))",
-           "latent_PD = self._pooled(rows_TE, state, pool)", LAYERS, "latents not normed"),
     Mutant(COMPRESSOR, "return latent_PD", "return row_PD if tables is not None else None", LAYERS,
            "index keys from rotated latents"),
     Mutant(COMPRESSOR, "if state is not None and pool.state_write_T is not None:", "if False:", LAWS + " -k cut",
