@@ -201,7 +201,7 @@ TEXT_ROWS: list[Mutant] = [
     Mutant(
         TEXT + "compressor.py",
         "latent_PD = self.norm(self._pooled(rows_TE, state, pool))",
-        "latent_PD = self._pooled(rows_TE, state, pool)",
+        "latent_PD = self._pooled(rows_TE, state, pool).clone()",
         INDEPENDENT,
         "norm of entries dropped",
     ),
