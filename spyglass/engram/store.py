@@ -28,7 +28,8 @@ from spyglass.quant.formats import Format, fp8
 Placement = Literal["mmap", "host", "device"]
 ROW_FORMAT = fp8((1, 32))  # one scale per row and 32 columns
 _NUMPY = {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "BF16": np.uint16, "F32": np.float32}
-_ROWS_AT_ONCE = 2048  # rows one thread gathers at a time: page faults of a cold table overlap
+_ROWS_AT_ONCE = 512  # rows one thread gathers at a time: page faults of a cold table overlap
+_GATHER_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ def _take(table: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         part = slice(first, first + _ROWS_AT_ONCE)
         np.take(table, flat[part], axis=0, out=out[part], mode="clip")
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(_GATHER_THREADS) as pool:
         list(pool.map(gather, range(0, len(flat), _ROWS_AT_ONCE)))
     return out.reshape(*rows.shape, *table.shape[1:])
 
