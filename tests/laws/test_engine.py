@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from spyglass.batch.images import pack_images
 from spyglass.engine.request import SamplingParams
 from spyglass.prompt.build import prompt_from_parts
+from tests.driver import Tokens, prefill
 from tests.engine_parts import GREEDY, logits_of, make_engine, make_model, make_prompt, pages_used, run_all
 from tests.tolerance import LAW_OF_MAX, Tolerance, assert_close, assert_law
 
@@ -31,6 +33,32 @@ def whole(model: Any) -> torch.Tensor:
 def test_chunked_prefill_at_any_budget_equals_whole_prefill(step: int, model: Any, whole: torch.Tensor) -> None:
     engine = make_engine(model, model.config, step=step)
     assert_law(logits_of(engine, make_prompt(model.config, MIXED)), whole, f"step {step}")
+
+
+def test_the_engine_equals_the_plain_driver(model: Any, whole: torch.Tensor) -> None:
+    """Every row, picture row and visible range reaches the model as the prompt says."""
+    prompt = make_prompt(model.config, MIXED)
+    images = pack_images(
+        prompt.patches,
+        [plan.vit_grid for plan in prompt.plans],
+        [len(span.order) for span in prompt.spans],
+        model.config.vision,
+    )
+    tokens = Tokens(
+        ids_T=prompt.ids_T,
+        kinds_T=prompt.kinds_T,
+        visible_T2=prompt.visible_T2,
+        image_row_T=prompt.image_row_T,
+        image_rows=model.encode_images(images),
+    )
+    assert_law(whole, prefill(model, tokens))
+
+
+def test_logits_in_blocks_of_rows_equal_all_at_once(
+    model: Any, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spyglass.engine.engine._LOGITS_AT_ONCE", 7 * model.config.text.vocab_size)
+    assert_law(logits_of(make_engine(model, model.config, step=60), make_prompt(model.config, MIXED)), whole)
 
 
 def test_pictures_matter_in_every_chunking(model: Any, whole: torch.Tensor) -> None:

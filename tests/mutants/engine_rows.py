@@ -33,8 +33,6 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(SAMPLER, ".div_(temperature_S1)", "", ON_SAMPLER, "no temperature"),
     Mutant(SAMPLER, "np.where(top_k > 0, top_k, vocabulary + 1)", "np.where(top_k > 0, top_k + 1, vocabulary + 1)",
            ON_SAMPLER, "one token more than top_k"),
-    Mutant(SAMPLER, "bucket_S1 = (before_SN < limit_S1)", "bucket_S1 = (before_SN <= limit_S1)", ON_SAMPLER,
-           "a bucket too far"),
     Mutant(SAMPLER, "(inside_SN < limit_S1)", "(inside_SN <= limit_S1)", ON_SAMPLER, "a tie too far"),
     Mutant(SAMPLER, "            mass_SV = mass_SV.masked_fill_(x_SV < least_k_S1, 0.0)\n", "            pass\n", ON_SAMPLER,
            "top_p of everything instead of what top_k keeps"),

@@ -119,19 +119,17 @@ def test_penalties_see_prompt_and_answer(penalty: dict[str, float], expected: tu
 
 
 def test_banned_ids_are_never_drawn_but_end_of_text_may_be() -> None:
-    config = engine_config()
-    engine = Engine(
-        ScriptedModel([0, 5]),
-        config,
-        EngineConfig(max_step_tokens=64),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        banned=[0, EOS, 10**6],
-    )
-    output = one(engine, max_tokens=1, temperature=0)
-    assert output.token_ids[0] != 0
-    engine = make_engine(ScriptedModel([EOS]), config)
-    assert one(engine, temperature=0).finish_reason == "stop"
+    """A config may give the end-of-text id as pad too, and ids beyond the vocabulary as picture roles."""
+    for script, drawn in (([0], False), ([EOS], True)):
+        engine = Engine(
+            ScriptedModel(script),
+            engine_config(),
+            EngineConfig(max_step_tokens=64),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            banned=[0, EOS, 10**6],
+        )
+        assert (one(engine, max_tokens=1, temperature=0).token_ids == tuple(script)) == drawn
 
 
 def test_deltas_add_up_to_the_output(model: Any) -> None:

@@ -92,6 +92,16 @@ def test_the_choice_is_the_inverse_of_the_cumulative_distribution(counts: list[i
     assert counts[chosen] > 0
 
 
+@pytest.mark.parametrize("columns", [255, 256, 257, 1000, 5000])
+def test_the_choice_is_right_behind_any_number_of_blocks(columns: int) -> None:
+    counts = np.random.default_rng(columns).integers(0, 4, columns)
+    weight = torch.zeros(200, -(-columns // 256) * 256)
+    weight[:, :columns] = torch.from_numpy(counts).float()
+    u = np.random.default_rng(1).random(200)
+    chosen = inverse_draw(weight, torch.from_numpy(u)).tolist()
+    assert chosen == np.searchsorted(np.cumsum(counts), u * counts.sum(), side="right").tolist()
+
+
 def test_the_largest_uniform_number_still_chooses_a_token_that_may_be_drawn() -> None:
     weight = torch.zeros(1, 512)
     weight[0, [3, 300]] = torch.tensor([1.0, 1e-30])
