@@ -41,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With `-m gpu`, import only files that mention the mark: an accelerator machine need not have every dev tool."""
     if config.option.markexpr != GPU_ONLY or not collection_path.name.startswith("test_"):
         return None
-    return True if "gpu" not in collection_path.read_text(encoding="utf-8") else None
+    return True if "gpu" not in collection_path.read_text(encoding="utf-8").lower() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot
 from tests.driver import Tokens, picture_tokens
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HOST_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # (device, which ops): the defining ops, and what `auto` takes on this machine
 PLACES = [("cpu", "reference"), ("cpu", "auto"), pytest.param(("cuda", "auto"), marks=pytest.mark.gpu)]
 PACKED = (".wq_a", ".wq_b", "attn.wkv", ".wo_a", ".wo_b", "shared_experts.w1", "shared_experts.w3", "shared_experts.w2")

@@ -22,7 +22,7 @@ from tests.driver import prefill, text_tokens
 from tests.golden import seeded_v4
 from tests.golden.make_backbone import COLUMNS
 from tests.golden_case import tokens_of
-from tests.small_models import DEVICES
+from tests.small_models import HOST_AND_GPU
 from tests.tolerance import (
     GOLDEN_LOGITS,
     GOLDEN_SPARSE_LOGITS,
@@ -37,7 +37,7 @@ SPARSE = ["v4-sparse.pic0", "v4-sparse.text65", "v4-sparse.text300", "v4-sparse.
 Loader = Callable[..., LoadedModel]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=HOST_AND_GPU)
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Loader:
     """`load(config, weights, ...)`: a checkpoint folder with weights drawn again, then `load_model`."""
     loaded: dict[Any, LoadedModel] = {}

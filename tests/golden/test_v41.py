@@ -17,7 +17,7 @@ from spyglass import LLM, Patches
 from tests.golden import seeded_v41
 from tests.golden.make_v41 import COLUMNS
 from tests.golden.seeded import skip_unless
-from tests.small_models import DEVICES
+from tests.small_models import HOST_AND_GPU
 from tests.tolerance import GOLDEN_LOGITS, GOLDEN_SPARSE_LOGITS, Tolerance, assert_close
 
 SETS = {"v41": GOLDEN_LOGITS, "v41-sparse": GOLDEN_SPARSE_LOGITS, "v41-packed": GOLDEN_LOGITS}
@@ -46,7 +46,7 @@ def folders(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 Opener = Callable[[str, int], LLM]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=HOST_AND_GPU)
 def opened(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Opener:
     """`opened(set, step)`: the model of a set, run in steps of at most so many tokens."""
     models: dict[tuple[str, int], LLM] = {}

@@ -26,7 +26,7 @@ from spyglass.text.v4 import V4Layer
 from tests.driver import Part, Tokens, build_step, memory_for, prefill
 from tests.independent_v4 import IndependentV4
 from tests.small_models import (
-    DEVICES,
+    HOST_AND_GPU,
     SMALL,
     build_model,
     empty_model,
@@ -104,7 +104,7 @@ def recording(ops: Ops, recorded: dict[str, list[Any]]) -> Ops:
     return dataclasses.replace(ops, **{name: recorder(name) for name in OPS})
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=HOST_AND_GPU)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
