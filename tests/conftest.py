@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -38,10 +39,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import only files that mention the mark: an accelerator machine need not have every dev tool."""
+    """With `-m gpu`, leave out files that import what this machine lacks: it need not have every dev tool."""
     if config.option.markexpr != GPU_ONLY or not collection_path.name.startswith("test_"):
         return None
-    return True if "gpu" not in collection_path.read_text(encoding="utf-8").lower() else None
+    tree = ast.parse(collection_path.read_text(encoding="utf-8"))
+    imports = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    roots = {name.partition(".")[0] for name in imports}
+    return True if any(importlib.util.find_spec(root) is None for root in roots) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
