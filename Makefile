@@ -7,6 +7,8 @@ JOBS ?= 2
 TESTS ?= tests
 MODEL ?= demo-model
 QUESTION ?= What do you see in this picture?
+EXAMPLE_PHOTO = $$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')
+PHOTO ?=
 
 # One thread per test worker: two workers with two threads each only fight over two cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -18,17 +20,18 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements-dev.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"Spyglass needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
+	@echo "Setting up $(VENV): some minutes once, most of it PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
+	$(BIN)/python -m pip install "$$(grep '^torch==' requirements-dev.txt)"
 	$(BIN)/python -m pip install --quiet --constraint requirements-dev.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint requirements-dev.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m spyglass.ops.build || true
 	touch $(STAMP)
 
 # A random-weights checkpoint answers until a trained small one exists: the path is real, the words are noise.
 demo: setup
 	test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
-	@echo "The weights in $(MODEL) are random, so the words below are noise; everything that produces them is real."
-	$(BIN)/spyglass run --model $(MODEL) --image "$$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')" --max-tokens 64 "$(QUESTION)"
+	$(BIN)/spyglass run --model $(MODEL) --image "$(or $(PHOTO),$(EXAMPLE_PHOTO))" --max-tokens 64 "$(QUESTION)"
 
 test: setup
 	$(PYTEST) $(TESTS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -130,6 +131,8 @@ def build(isa: str) -> Path:
     path = library_path(isa)
     if path.exists():
         return path
+    # a warning, because this is shown unless somebody silenced it, and nobody likes half a minute of silence
+    logging.getLogger(__name__).warning("building the CPU kernels for this processor: once, about half a minute")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
@@ -188,7 +191,11 @@ def main() -> int:
     if reason is not None:
         print(f"CPU kernels not built, the reference ops will run: {reason}")
         return 0
-    print(f"CPU kernels: {build(isas()[0])}")
+    try:
+        print(f"CPU kernels: {build(isas()[0])}")
+    except DeviceError as error:
+        print(f"CPU kernels not built: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from spyglass.errors import DeviceError
-from spyglass.ops.build import prepare, usable
+from spyglass.ops.build import prepare, usable, why_not
 
 OPS = (
     "linear_block",
@@ -83,10 +84,10 @@ def describe(device_type: str, dtype: str, which: Literal["auto", "reference"] =
 def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> Ops:
     """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`.
 
-    Compiled kernels are built here if need be; where that fails the reference runs, and `ops.build.why_not` says why.
+    Compiled kernels are built here if need be; where that fails the reference runs, and a warning says why.
     """
-    if device_type == "cpu" and which == "auto":
-        prepare()
+    if device_type == "cpu" and which == "auto" and not prepare():
+        logging.getLogger(__name__).warning("the slow reference ops run here: %s", why_not() or "the build failed")
     chosen = describe(device_type, dtype, which)
     bound = {op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()}
     return Ops(**bound, chosen=chosen)

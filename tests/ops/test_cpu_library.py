@@ -51,15 +51,20 @@ def test_other_dtypes_are_refused_by_name() -> None:
     assert not build.usable("cpu", "float16") and not build.usable("cuda", "float32")
 
 
-def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(no_compiler: None) -> None:
+def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(
+    no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
     assert "no C++ compiler was found" in (build.why_not() or "")
     assert not build.usable("cpu", "float32")
     assert set(describe("cpu", "float32").values()) == {"reference"}
     assert bind_ops("cpu", "bfloat16").chosen["linear_block"] == "reference"
+    assert "slow reference ops run here: no C++ compiler was found" in caplog.text
     assert build.main() == 0, "set-up goes on without kernels"
 
 
-def test_a_failing_compiler_is_remembered_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_compiler_is_remembered_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = tmp_path / "g++"
     script.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")
     script.chmod(0o755)
@@ -68,6 +73,7 @@ def test_a_failing_compiler_is_remembered_and_told(monkeypatch: pytest.MonkeyPat
     isa = build.isas()[0]
     assert build.usable("cpu", "float32"), "nothing is compiled to answer this"
     assert bind_ops("cpu", "float32").chosen["rms_norm"] == "reference"
+    assert "building the CPU kernels" in caplog.text and "slow reference ops" in caplog.text
     assert "this compiler is broken" in (build.why_not() or "")
     assert not build.usable("cpu", "float32")
     with pytest.raises(DeviceError, match="did not compile"):
