@@ -5,30 +5,30 @@ All values are checked when they are made, so that nothing inside the step loop 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from spyglass.errors import PromptError
 
 FinishReason = Literal["stop", "length", "abort"]
 _SEEDS = 1 << 64
+MOST_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How an answer is drawn. Penalties first, then temperature, top_k, top_p, min_p.
 
-    `temperature` 0 = always the most likely token. `top_k` 0 = off: keep tokens with fewer than k strictly likelier
-    ones. `top_p`: keep tokens whose strictly likelier ones have less than this mass, after top_k. `min_p`: keep tokens
-    at least this times as likely as the likeliest. `repetition_penalty` divides positive and multiplies negative logits
-    of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted once, `frequency_penalty`
-    once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer and are not part of its
-    text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens` None = as long as the
-    model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each chosen token and of the n
-    likeliest; `prompt_logprobs` the same for the prompt. Log-probabilities are the model's own: before bans, penalties
-    and temperature.
+    `temperature` 0 = always the most likely token; at most 1e6. `top_k` 0 = off: keep tokens with fewer than k strictly
+    likelier ones. `top_p`: keep tokens whose strictly likelier ones have less than this mass, after top_k. `min_p`:
+    keep tokens at least this times as likely as the likeliest. `repetition_penalty`, 0.01 to 100, divides positive and
+    multiplies negative logits of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted
+    once, `frequency_penalty` once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer
+    and are not part of its text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens`
+    None = as long as the model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each
+    chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the same for the prompt. Log-probabilities are
+    the model's own: before bans, penalties and temperature.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -50,20 +50,20 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require_number("temperature", self.temperature, "at least 0", lambda x: x >= 0)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
+        _require_number("temperature", self.temperature, "from 0 to 1e6", lambda x: 0 <= x <= 1e6)
         _require_number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _require_number("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
-        _require_number("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
+        _require_number("repetition_penalty", self.repetition_penalty, "from 0.01 to 100", lambda x: 0.01 <= x <= 100)
         _require_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_count("top_k", self.top_k)
-        for name in ("max_tokens", "logprobs", "prompt_logprobs"):
+        for name, most in (("max_tokens", None), ("logprobs", MOST_LOGPROBS), ("prompt_logprobs", MOST_LOGPROBS)):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                _require_count(name, getattr(self, name), most)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
-            raise PromptError(f"seed is {self.seed!r}, expected None or an integer from 0 to 2**64 - 1")
+            raise PromptError(f"seed is {_shown(self.seed)}, expected None or an integer from 0 to 2**64 - 1")
         if not isinstance(self.ignore_eos, bool):
             raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
         for text in self.stop:
@@ -71,7 +71,7 @@ class SamplingParams:
                 raise PromptError(f"stop holds {text!r}, expected non-empty strings")
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
-                raise PromptError(f"stop_token_ids holds {token!r}, expected token ids (integers from 0)")
+                raise PromptError(f"stop_token_ids holds {_shown(token)}, expected token ids (integers from 0)")
 
     @property
     def penalised(self) -> bool:
@@ -135,11 +135,26 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_count(name: str, value: object) -> None:
-    if not _is_int(value) or value < 0:  # type: ignore[operator]  # an int, as just checked
-        raise PromptError(f"{name} is {value!r}, expected an integer of at least 0")
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    """What a list holds; None, which clients send for "not stated", holds nothing."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise PromptError(f"{name} is {value!r}, expected a list")
+    return tuple(value)
+
+
+def _require_count(name: str, value: object, most: int | None = None) -> None:
+    if not _is_int(value) or value < 0 or (most is not None and value > most):  # type: ignore[operator]  # an int
+        span = "of at least 0" if most is None else f"from 0 to {most}"
+        raise PromptError(f"{name} is {_shown(value)}, expected an integer {span}")
 
 
 def _require_number(name: str, value: object, expected: str, ok: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not ok(value):
-        raise PromptError(f"{name} is {value!r}, expected a number {expected}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not ok(value):
+        raise PromptError(f"{name} is {_shown(value)}, expected a number {expected}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message; an integer too long for Python to spell out (4,300 digits) stays unsaid."""
+    return "too long" if isinstance(value, int) and value.bit_length() > 4096 else repr(value)

@@ -22,6 +22,7 @@ from spyglass.engine.request import SamplingParams, TokenLogprob
 _BLOCK = 256  # columns summed at a time when drawing
 _LOW_BITS, _HIGH_BITS = 16, 15  # of the 31 bits of a float's magnitude, for the search of a threshold
 _INFINITY_BITS = 0x7F800000
+_COLDEST = 1e-30  # temperatures below draw the same tokens, and would be 0 in float32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -148,12 +149,14 @@ def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> t
 
     `logits_SV` is overwritten. Columns are filled up with zeros to whole blocks.
     """
-    settings = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], np.float64)
+    vocabulary = logits_SV.shape[1]
+    settings = np.array(
+        [(max(p.temperature, _COLDEST), min(p.top_k, vocabulary), p.top_p, p.min_p) for p in params], np.float64
+    )
     temperature_S1 = torch.from_numpy(settings[:, :1].astype(np.float32)).to(logits_SV.device)
     # subtracting first keeps tiny temperatures finite: the likeliest token stays at 0
     x_SV = logits_SV.sub_(logits_SV.amax(dim=-1, keepdim=True)).div_(temperature_S1)
-    rows, vocabulary = x_SV.shape
-    weight_SV = x_SV.new_zeros(rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    weight_SV = x_SV.new_zeros(len(x_SV), -(-vocabulary // _BLOCK) * _BLOCK)
     torch.exp(x_SV, out=weight_SV[:, :vocabulary])
     least_S1 = _least_kept(x_SV, weight_SV[:, :vocabulary], settings)
     if least_S1 is not None:

@@ -127,7 +127,21 @@ def test_temperature_0_and_a_vanishing_temperature_take_the_likeliest() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(1))
     best = int(logits.argmax())
     assert set(draws(logits, SamplingParams(temperature=0), 50)) == {best}
-    assert set(draws(logits, SamplingParams(temperature=1e-30), 50)) == {best}
+    for temperature in (1e-30, 1e-46, 5e-324):
+        assert set(draws(logits, SamplingParams(temperature=temperature), 50)) == {best}
+
+
+def test_a_huge_temperature_draws_evenly_and_never_what_is_banned() -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(1)).masked_fill(torch.arange(40) < 20, -torch.inf)
+    drawn = draws(logits, SamplingParams(temperature=1e6), 2000)
+    assert set(drawn) == set(range(20, 40))
+    assert np.bincount(drawn)[20:] == pytest.approx(100, rel=0.4)
+
+
+def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it() -> None:
+    logits = torch.zeros(10)
+    for top_k in (10, 11, 2**70, 10**400):
+        assert set(draws(logits, SamplingParams(top_k=top_k), 300)) == set(range(10))
 
 
 def test_a_random_number_depends_on_seed_and_position_alone() -> None:
