@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
@@ -38,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the table (or JSON); a folder to load may be given, else a `mini` checkpoint is written first."""
     parser = argparse.ArgumentParser(prog="spyglass bench load", description=__doc__)
     parser.add_argument("directory", nargs="?", help="checkpoint folder; default: a random `mini` checkpoint")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each measurement, the median counts")
+    parser.add_argument("--runs", type=positive, default=5, help="runs of each measurement, the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:

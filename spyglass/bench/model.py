@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from spyglass.bench.arguments import positive
 from spyglass.bench.load import resident
 from spyglass.bench.machine import describe_machine
 from spyglass.checkpoint.presets import PRESETS, Preset
@@ -90,16 +91,20 @@ class Memory:
 def run(argv: Sequence[str]) -> int:
     """Print the tables; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench model", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept (default build/bench)"
+    )
     parser.add_argument(
         "--preset", choices=PRESETS, default="mini", help="which random model (others were timed at mini)"
     )
     parser.add_argument("--weights", choices=FORMATS, nargs="*", default=list(FORMATS), help="formats to measure")
-    parser.add_argument("--steps", type=int, default=40, help="decode steps that are timed")
-    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="prompt lengths of our prefill")
+    parser.add_argument("--steps", type=positive, default=40, help="decode steps that are timed")
+    parser.add_argument(
+        "--prompts", type=positive, nargs="*", default=list(PROMPTS), help="prompt lengths of our prefill"
+    )
     parser.add_argument("--no-baseline", action="store_true", help="leave the reference ops out")
     parser.add_argument("--memory", action="store_true", help="peak memory of long prompts, each in its own process")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     parser.add_argument("--save", action="store_true", help=f"write the numbers to {_RESULTS}")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

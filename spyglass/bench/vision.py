@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from spyglass.batch.images import Grid, num_cells, offsets, pack_images
 from spyglass.batch.types import ImageBatch
+from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
@@ -255,7 +256,9 @@ def jobs(family: str) -> list[tuple[str, list[Grid]]]:
 def run(argv: Sequence[str]) -> int:
     """Print the table, and save the numbers if asked."""
     parser = argparse.ArgumentParser(prog="spyglass bench vision", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="timed calls of each way, the median counts (default 20)")
+    parser.add_argument(
+        "--runs", type=positive, default=20, help="timed calls of each way, the median counts (default 20)"
+    )
     parser.add_argument("--family", choices=FAMILIES, action="append", help="v4 or v41 (default both)")
     parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {_RESULTS})")
     args = parser.parse_args(argv)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-HELP = "Measure one thing and print it beside its baseline: image, load, model, ops, engram or vision."
-BENCHMARKS = ("image", "load", "model", "ops", "engram", "vision")
+HELP = "Measure one part and print it beside its baseline."
+BENCHMARKS = {
+    "image": "pictures to patches, beside a plain pipeline",
+    "load": "files to memory, beside cat",
+    "model": "decode and prefill, beside what the memory allows",
+    "ops": "each op, beside its reference",
+    "engram": "rows of V4.1's tables, beside a prefill",
+    "vision": "the picture tower on a GPU",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: the benchmark's name, then whatever that benchmark takes."""
-    parser.add_argument("name", choices=BENCHMARKS, help="which benchmark")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark")
+    parser.usage = f"spyglass bench {{{','.join(BENCHMARKS)}}} [options]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, BENCHMARKS))
+    names = "\n".join(f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items())
+    parser.epilog = f"benchmarks:\n{names}\n\n`spyglass bench NAME --help` lists the options of one."
+    parser.add_argument("name", metavar="NAME", choices=tuple(BENCHMARKS), help="which benchmark")
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # argparse would name it among what is missing
 
 
 def run(args: argparse.Namespace) -> int:

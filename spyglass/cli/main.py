@@ -21,7 +21,7 @@ VERBS = {
     "inspect": "draw what the model sees of a picture: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
-    "bench": "measure: image, load, model, ops",
+    "bench": "measure one part beside its baseline: image, load, model, ops, engram, vision",
 }
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # the shell's next line starts at the margin, whatever was being printed
         return INTERRUPTED
     except BrokenPipeError:
         # The reader went away (`| head`): stop quietly, and keep the interpreter's exit from flushing into the pipe.

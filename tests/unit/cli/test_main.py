@@ -68,7 +68,7 @@ def test_our_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_key_press_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch, raising(KeyboardInterrupt()))
     assert frame.main(["run"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "\n", "the prompt of the shell starts a line"
 
 
 def test_a_verb_decides_the_exit_code_and_sees_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
