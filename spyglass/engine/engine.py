@@ -92,7 +92,7 @@ class Engine:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
             CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
         """
-        self._check(prompt, params)
+        self.check(prompt, params)
         room = self.max_length - len(prompt)
         sequence = TokenSequence(
             self._next_id,
@@ -107,6 +107,38 @@ class Engine:
         self._sequences[sequence.request_id] = sequence
         self._next_id += 1
         return sequence.request_id
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """What `add` refuses, but for what depends on the memory.
+
+        Raises:
+            PromptError, CapacityError: as `add`.
+        """
+        if len(prompt) == 0:
+            raise PromptError("the prompt is empty; give at least one token")
+        outside = (prompt.ids_T >= self._config.text.vocab_size) | ((prompt.ids_T < 0) & (prompt.kinds_T < 0))
+        if outside.any():
+            place = int(np.flatnonzero(outside)[0])
+            raise PromptError(
+                f"the prompt has id {prompt.ids_T[place]} at position {place}; ids of text are 0 to "
+                f"{self._config.text.vocab_size - 1}"
+            )
+        if len(prompt.plans) > self._images:
+            raise PromptError(
+                f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {self._images}; "
+                "send fewer, or raise images (a text-only checkpoint takes none at all)"
+            )
+        if self._config.vision is not None:
+            grids = [plan.vit_grid for plan in prompt.plans]
+            check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], self._config.vision)
+        need = len(prompt) + (params.max_tokens != 0)
+        if need > self.max_length:
+            raise CapacityError(
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
+                f"together is {self.max_length}; shorten it or raise max_length"
+            )
+        if self._token_bytes is None and params.stop:
+            raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
 
     def abort(self, request_id: int) -> Delta | None:
         """End a request now and free everything it holds; its last delta, or None if it is not running."""
@@ -141,33 +173,6 @@ class Engine:
                     if chunk.sequence.request_id in self._sequences
                 ]
         return deltas
-
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        if len(prompt) == 0:
-            raise PromptError("the prompt is empty; give at least one token")
-        outside = (prompt.ids_T >= self._config.text.vocab_size) | ((prompt.ids_T < 0) & (prompt.kinds_T < 0))
-        if outside.any():
-            place = int(np.flatnonzero(outside)[0])
-            raise PromptError(
-                f"the prompt has id {prompt.ids_T[place]} at position {place}; ids of text are 0 to "
-                f"{self._config.text.vocab_size - 1}"
-            )
-        if len(prompt.plans) > self._images:
-            raise PromptError(
-                f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {self._images}; "
-                "send fewer, or raise images (a text-only checkpoint takes none at all)"
-            )
-        if self._config.vision is not None:
-            grids = [plan.vit_grid for plan in prompt.plans]
-            check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], self._config.vision)
-        need = len(prompt) + (params.max_tokens != 0)
-        if need > self.max_length:
-            raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
-                f"together is {self.max_length}; shorten it or raise max_length"
-            )
-        if self._token_bytes is None and params.stop:
-            raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
 
     def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""

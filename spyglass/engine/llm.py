@@ -20,9 +20,9 @@ from spyglass.engine.engine import Engine
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
-from spyglass.errors import PromptError, SpyglassError
+from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.model import load_model
-from spyglass.prompt.build import Part, build_prompt, prompt_from_parts
+from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
 from spyglass.prompt.interop import VLLM_FIRST_ID
@@ -34,6 +34,7 @@ Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Prompt | Sequence[int] | Sequence[Part]
 _R = TypeVar("_R")
 _PAD_SPELLING = "<｜▁pad▁｜>"
+_PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictures; conversations go to `chat`"
 
 
 class LLM:
@@ -121,14 +122,14 @@ class LLM:
         """Answers to prompts of any kinds and lengths, run together.
 
         A prompt is text (raw, after a BOS), a list of token ids (taken as it is), a `Prompt`, or a list of parts:
-        token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. `params`: one for all, or
-        one each. All are checked before any runs.
+        token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds a picture
+        is one prompt in parts. `params`: one for all, or one each. All are checked before any runs.
 
         Raises:
             PromptError: a prompt or its parameters cannot be used; the message says which.
             CapacityError: a prompt is too long for the model or the memory.
         """
-        many = [cast("PromptLike", prompts)] if _is_one_prompt(prompts) else list(cast("Sequence[PromptLike]", prompts))
+        many = [cast("PromptLike", prompts)] if _is_one_prompt(prompts) else _listed(prompts, _PROMPT)
         return self._run(self._build_all(many, self._prompt), params)
 
     @overload
@@ -169,7 +170,7 @@ class LLM:
             CapacityError: a prompt is too long for the model or the memory.
         """
         one = _is_conversation(messages)
-        many = [cast("Messages", messages)] if one else list(cast("Sequence[Messages]", messages))
+        many = [cast("Messages", messages)] if one else _listed(messages, "a conversation is a list of messages")
         outputs = self._run(
             self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort)), params
         )
@@ -194,7 +195,7 @@ class LLM:
             prompt = self.chat_prompt(cast("Messages", request), thinking=thinking, effort=effort)
         else:
             prompt = self._prompt(cast("PromptLike", request))
-        return self._stream(prompt, params or SamplingParams())
+        return self._stream(prompt, _params_each(params, 1)[0])
 
     def logits(self, parts: Sequence[int] | Sequence[Part]) -> torch.Tensor:
         """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
@@ -204,9 +205,10 @@ class LLM:
         Raises:
             PromptError, CapacityError: as `generate`.
         """
-        prompt = self._prompt(parts)
-        out_TV = torch.empty(len(prompt), self.config.text.vocab_size, dtype=torch.float32)
-        request = self.engine.add(prompt, SamplingParams(max_tokens=0), sink=out_TV)
+        prompt, params = self._prompt(parts), SamplingParams(max_tokens=0)
+        self.engine.check(prompt, params)  # before memory is taken for the answer
+        out_TV = _logits_of(prompt, self.config)
+        request = self.engine.add(prompt, params, sink=out_TV)
         self._mail[request] = deque()
         for delta in self._follow(request):
             if delta.output is not None and delta.output.error is not None:
@@ -246,23 +248,17 @@ class LLM:
                 )
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
-        parts = [cast("Sequence[int]", prompt)] if _is_ids(prompt) else cast("Sequence[Part]", prompt)
+        parts = [cast("Part", prompt)] if _is_ids(prompt) or is_picture(prompt) else _listed(prompt, _PROMPT)
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
 
     def _run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise PromptError(
-                f"{len(prompts)} prompts with {len(params)} SamplingParams; give one for all, or one each"
-            )
         requests: list[int] = []
         outputs: list[RequestOutput] = []
         try:
-            for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            for number, (prompt, each) in enumerate(zip(prompts, _params_each(params, len(prompts)), strict=True)):
                 with _naming(number, len(prompts)):
                     requests.append(self._add(prompt, each))
             for request in requests:
@@ -329,10 +325,50 @@ def _is_conversation(request: object) -> bool:
 
 def _is_ids(prompt: object) -> bool:
     """A flat list of token ids, rather than a list of parts or prompts."""
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray | torch.Tensor):
         return True
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 
 def _is_one_prompt(prompts: object) -> bool:
-    return isinstance(prompts, str | Prompt) or _is_ids(prompts)
+    if isinstance(prompts, str | Prompt) or is_picture(prompts) or _is_ids(prompts):
+        return True
+    return isinstance(prompts, Sequence) and any(is_picture(p) and not isinstance(p, str) for p in prompts)
+
+
+def _listed(value: object, expected: str) -> list[Any]:
+    """The items of a list or tuple.
+
+    Raises:
+        PromptError: it is neither; `expected` says what it should be.
+    """
+    if not isinstance(value, Sequence):
+        raise PromptError(f"{expected}; this is a {type(value).__name__}")
+    return list(value)
+
+
+def _params_each(params: object, count: int) -> Sequence[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise PromptError("params are one SamplingParams for all prompts, or a list with one for each")
+    if len(params) != count:
+        raise PromptError(f"{count} prompts with {len(params)} SamplingParams; give one for all, or one each")
+    return params
+
+
+def _logits_of(prompt: Prompt, config: ModelConfig) -> torch.Tensor:
+    """Memory for the logits of every position, float32 [T, V].
+
+    Raises:
+        CapacityError: this machine does not have it.
+    """
+    shape = (len(prompt), config.text.vocab_size)
+    try:
+        return torch.empty(shape, dtype=torch.float32)
+    except RuntimeError as error:  # what torch's allocator raises
+        raise CapacityError(
+            f"the logits of {shape[0]} positions take {4 * shape[0] * shape[1]:,} bytes, which this machine does not "
+            "have; ask for log-probabilities (prompt_logprobs), or give a shorter prompt"
+        ) from error

@@ -116,17 +116,18 @@ def prompt_from_parts(
     if config.vision is not None and placeholder is None:
         placeholder = config.image_token_id
     draft = _Draft(config=config, placeholder=placeholder)
-    num_pictures = sum(_is_picture(part) for part in parts)
+    num_pictures = sum(is_picture(part) for part in parts)
     pictures = _Pictures(vision=config.vision, rules=rules, limits=limits, count=num_pictures)
     for number, part in enumerate(parts):
-        if _is_picture(part):
+        if is_picture(part):
             draft.add_picture(*pictures.read(part))
         else:
             draft.add_ids(part, f"part {number}")
     return draft.finish()
 
 
-def _is_picture(part: object) -> bool:
+def is_picture(part: object) -> bool:
+    """Whether a part is a picture of any form; a str is one here, as a path or data URL."""
     sources = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
     return isinstance(part, PictureRef | CutPicture) or isinstance(part, sources)
 
@@ -145,10 +146,9 @@ class _Pictures:
 
     def read(self, part: object) -> tuple[Pixels, ImagePlan]:
         """Patches and plan of the next picture."""
-        name = f"image {self.number}"
-        source = part
-        if isinstance(part, PictureRef):
-            source, name = part.source, f"{name} ({part.name})"
+        source, place = (part.source, part.name) if isinstance(part, PictureRef) else (part, None)
+        told = [str(what) for what in (place, source if isinstance(source, os.PathLike) else None) if what is not None]
+        name = f"image {self.number}" + (f" ({', '.join(told)})" if told else "")
         if self.vision is None:
             raise PromptError(f"{name}: this model takes no pictures; use a vision checkpoint")
         if self.count > self.limits.images:

@@ -82,6 +82,58 @@ def test_one_prompt_may_be_given_without_a_list(llm: LLM) -> None:
     assert text.token_ids == ids.token_ids
 
 
+def test_a_list_that_holds_a_picture_is_one_prompt_in_parts(llm: LLM, tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    picture().save(photo)
+    [expected] = llm.generate([[[0, 5], picture(), [9]]], GREEDY)
+    for image in (picture(), photo, photo.read_bytes()):
+        [one] = llm.generate([[0, 5], image, [9]], GREEDY)
+        assert one.token_ids == expected.token_ids
+    alone = Patches(np.zeros((12, 3, 14, 14), np.uint8), (3, 4))
+    assert llm.generate(alone, GREEDY)[0].token_ids == llm.generate([[alone]], GREEDY)[0].token_ids
+    assert llm.generate(torch.tensor([0, 5]), GREEDY)[0].token_ids == llm.generate([0, 5], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m: m.generate(5),
+        lambda m: m.generate(None),
+        lambda m: m.generate([None]),
+        lambda m: m.generate({5, 6}),
+        lambda m: m.generate({"role": "user", "content": "x"}),
+        lambda m: m.generate([{"role": "user", "content": "x"}]),
+        lambda m: m.generate(number for number in (5, 6)),
+        lambda m: m.chat(None),
+        lambda m: m.chat({"role": "user", "content": "x"}),
+        lambda m: m.stream(7),
+        lambda m: m.logits(None),
+        lambda m: m.generate([5], {"temperature": 1}),
+        lambda m: m.generate([5], 7),
+        lambda m: m.generate([[5]], [None]),
+        lambda m: m.stream([5], 7),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameters_is_refused_in_words(ask: Any, llm: LLM) -> None:
+    with pytest.raises(PromptError, match=r"prompt|conversation|SamplingParams"):
+        ask(llm)
+    assert not llm.engine.has_work
+
+
+def test_logits_that_cannot_be_held_are_refused_before_memory_is_taken(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CapacityError, match="1000000 tokens"):
+        llm.logits(np.full(10**6, 5))
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CapacityError, match="1,034,240 bytes"):
+        llm.logits([5, 6])
+
+
 def encode(llm: LLM, text: str) -> list[int]:
     assert llm.tokenizer is not None
     return llm.tokenizer.encode_text(text)
