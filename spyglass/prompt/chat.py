@@ -85,7 +85,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
     """
     import deepseek_recipe
 
-    _check_options(options)
+    check_options(options)
     plain, pictures = _without_pictures(messages, config, options)
     tokens = deepseek_recipe.SpecialTokens(image=SPELLING)
     conversation = _convert(plain, options, tokens)
@@ -127,7 +127,8 @@ def _special(spelling: str, tokenizer: PromptTokenizer) -> int:
     return token
 
 
-def _check_options(options: ChatOptions) -> None:
+def check_options(options: ChatOptions) -> None:
+    """Raises PromptError for options that mean nothing; `render_chat` does it too."""
     if options.effort is not None and options.effort not in EFFORTS:
         raise PromptError(f"effort is {options.effort!r}; it is one of {', '.join(EFFORTS)}, or none with thinking off")
     if not isinstance(options.tools, list | tuple):

@@ -215,14 +215,21 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits, name: str) -> 
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise PromptError(f"{name}: {os.fspath(path)} is not a file")
+            raise PromptError(f"{_with_path(name, path)} is not a file")
         if status.st_size > limits.file_bytes:
             raise PromptError(
                 f"{name} has {status.st_size} bytes, the limit is {limits.file_bytes}; send a smaller file"
             )
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise PromptError(f"{name} cannot be read: {_reason(error)}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or _reason(error)
+        raise PromptError(f"{_with_path(name, path)} cannot be read: {reason}") from error
+
+
+def _with_path(name: str, path: str | os.PathLike[str]) -> str:
+    """`name`, and the path if the name does not tell it."""
+    text = os.fspath(path)
+    return name if name.endswith((text, f"{text})")) or text.endswith(name) else f"{name}: {text}"
 
 
 def _reason(error: BaseException) -> str:

@@ -228,6 +228,14 @@ def test_pictures_are_named_by_their_number(v4: ModelConfig) -> None:
             prompt_from_parts([good, [1], good, bad], v4)
 
 
+def test_a_picture_file_is_named_by_its_path(v4: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"^image 0 \(nowhere\.jpg\) cannot be read: No such file or directory$"):
+        prompt_from_parts([[5], Path("nowhere.jpg")], v4)
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(PromptError, match=r"^image 0 \(.*notes\.txt\) is none of JPEG"):
+        prompt_from_parts([tmp_path / "notes.txt"], v4)
+
+
 def test_a_thin_picture_is_refused_before_it_is_unpacked(v4: ModelConfig) -> None:
     with pytest.raises(PromptError, match="1x20000 pixels is too thin"):
         prompt_from_parts([png(1, 20_000, 8, 0, b"damaged")], v4)

@@ -308,8 +308,10 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"image 2 cannot be read: .*nowhere"):
+    with pytest.raises(PromptError, match=r"^image 2: .*/nowhere\.png cannot be read: No such file or directory$"):
         open_picture(tmp_path / "nowhere.png", name="image 2")
+    with pytest.raises(PromptError, match=r"^nowhere\.png cannot be read: No such file or directory$"):
+        open_picture(tmp_path / "nowhere.png", name="nowhere.png")
     with pytest.raises(PromptError, match="is not a file"):
         open_picture(tmp_path)
     os.mkfifo(tmp_path / "pipe")
