@@ -6,7 +6,6 @@ A JSON null counts as absent. `bool` is never an integer here, and an integral f
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -14,6 +13,7 @@ from typing import TypeGuard
 from spyglass.errors import ConfigError
 
 MAX_INTEGER = 2**31 - 1
+_LEAST_NORMAL, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32, in which models are computed
 _SHOWN = 80  # characters of an offending value that a message repeats
 
 
@@ -75,18 +75,18 @@ class Fields:
         least: float | None = None,
         limit: str = "",
     ) -> float:
-        """A finite number greater than `above`, and at least `least` if given; required when no default is given."""
+        """A float32 number greater than `above`, and at least `least` if given; required when no default is given."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         number = _as_float(value)
         if number is None or number <= above or (least is not None and number < least):
             bound = f"of at least {least:g}" if least is not None else f"above {above:g}"
-            raise self.error(name, f"a finite number {bound}{self._because(limit)}")
+            raise self.error(name, f"a float32 number {bound}{self._because(limit)}")
         return number
 
     def optional_number(self, name: str, *, least: float) -> float | None:
-        """A finite number of at least `least`, or None when absent."""
+        """A float32 number of at least `least`, or None when absent."""
         return None if self.get(name) is None else self.number(name, least=least)
 
     def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
@@ -156,10 +156,11 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def _as_float(value: object) -> float | None:
+    """A number that stays finite and apart from zero in float32; an eps of 1e-300 would be 0 there, and 0 / 0 NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if number == 0 or _LEAST_NORMAL <= abs(number) <= _LARGEST else None

@@ -90,7 +90,11 @@ def test_missing_fields_are_named_as_the_file_spells_them(field: str) -> None:
         ("rms_norm_eps", True),
         ("rms_norm_eps", float("nan")),
         ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 1e-40),
+        ("rms_norm_eps", 5e-324),
         ("hc_eps", float("nan")),
+        ("swiglu_limit", 3.5e38),
+        ("rope_scaling.factor", 1e308),
         ("swiglu_limit", 10**400),
         ("swiglu_limit", None),
         ("rope_theta", 1),
@@ -169,6 +173,29 @@ def test_a_malformed_field_is_refused_by_name(field: str, value: object) -> None
         section = section[name]
     section[key] = value
     assert field in refused(values)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("num_hidden_layers", 1024),
+        ("n_routed_experts", (1 << 17) // 43),
+        ("vision_n_layers", 1024),
+        ("hc_sinkhorn_iters", 1000),
+        ("sliding_window", 1 << 20),
+    ],
+)
+def test_counts_that_would_be_built_or_repeated_one_by_one_are_bounded(field: str, most: int) -> None:
+    """Before a layer, an expert or a page table of that size exists: the refusal takes no time and no memory."""
+    begin = time.perf_counter()
+    ratios = [0] * (1 << 20 if field == "num_hidden_layers" else 46)
+    for value in (most + 1, 2**31 - 1):
+        assert f"from {0 if field == 'vision_n_layers' else 1} to {most}" in refused(
+            {**flash_vision(), "compress_ratios": ratios, field: value}
+        )
+    assert time.perf_counter() - begin < 1
+    if field != "num_hidden_layers":
+        parse({**flash_vision(), field: most})
 
 
 def test_a_message_says_what_was_found_and_what_was_expected() -> None:
