@@ -22,6 +22,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "vision_graphs": ("auto", "on", "off"),
     "engram": ("mmap", "host", "device"),
 }
+# Page tables have room for every row of a step in every sequence, and a thread takes a stack, before anything runs.
+MOST: Mapping[str, int] = {"max_step_tokens": 1 << 20, "max_sequences": 4096, "threads": 1024}
+_MAY_BE_NONE = ("max_length", "cache_bytes", "threads")
 
 
 def _about(text: str) -> dict[str, str]:
@@ -81,11 +84,9 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
         _require_count("images", self.images, least=0)
-        for name in ("max_step_tokens", "max_sequences"):
-            _require_count(name, getattr(self, name), least=1)
-        for name in ("max_length", "cache_bytes", "threads"):
-            if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name), least=1)
+        for name in ("max_step_tokens", "max_sequences", "max_length", "cache_bytes", "threads"):
+            if name not in _MAY_BE_NONE or getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), least=1, most=MOST.get(name))
         if not isinstance(self.expand_weights, bool):
             raise ConfigError(f"expand_weights is {self.expand_weights!r}, expected True or False")
 
@@ -114,9 +115,10 @@ def read_engine_config(
     return EngineConfig(**values)
 
 
-def _require_count(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {least}")
+def _require_count(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise ConfigError(f"{name} is {value!r}, expected an integer {span}")
 
 
 def _parse(variable: str, text: str, kind: object) -> object:

@@ -142,7 +142,7 @@ class Blocks:
     (tests).
 
     Raises:
-        CapacityError: `cache_bytes` does not hold the rings and one full step.
+        CapacityError: `cache_bytes` does not hold the rings and one full step, or the device does not hold it.
     """
 
     def __init__(
@@ -160,7 +160,10 @@ class Blocks:
     ) -> None:
         self.groups = groups_of(plans, dtype, page_rows)
         limits = _limits(self.groups, max_sequences, step_tokens, max_length, cache_bytes)
-        self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}
+        try:
+            self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}
+        except RuntimeError as error:  # what torch's allocators raise
+            raise CapacityError(f"cache_bytes is {cache_bytes:,}, more than {device} has left; lower it") from error
         self._tables: dict[str, NDArray[np.int32]] = {}
         for group in self.groups:
             width = 1 if group.retention is None else group.kept_pages + -(-step_tokens // group.page_rows)

@@ -41,16 +41,24 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
         ("images", True),
         ("images", 1.0),
         ("max_step_tokens", 0),
+        ("max_step_tokens", (1 << 20) + 1),
+        ("max_step_tokens", None),
         ("max_sequences", "64"),
+        ("max_sequences", 4097),
         ("max_length", 0),
         ("cache_bytes", 0),
         ("threads", 0),
+        ("threads", 1025),
         ("expand_weights", 1),
     ],
 )
 def test_a_meaningless_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is "):
         EngineConfig(**{field: value})
+
+
+def test_what_takes_memory_before_anything_runs_may_be_as_large_as_the_message_says() -> None:
+    EngineConfig(max_step_tokens=1 << 20, max_sequences=4096, threads=1024, max_length=10**15, cache_bytes=10**15)
 
 
 @pytest.mark.parametrize(

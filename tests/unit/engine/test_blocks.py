@@ -187,6 +187,11 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         make_blocks(cache_bytes=100_000)
 
 
+def test_memory_that_the_device_does_not_have_is_refused_at_the_start() -> None:
+    with pytest.raises(CapacityError, match="cache_bytes is 100,000,000,000,000,000, more than cpu has left"):
+        make_blocks(cache_bytes=10**17, max_length=10**14, fill=None)
+
+
 def test_no_more_sequences_are_admitted_than_there_are_table_rows() -> None:
     blocks = make_blocks()
     assert [blocks.admit(10) for _ in range(5)].count(None) == 1
