@@ -24,15 +24,16 @@ from pathlib import Path
 
 from spyglass.errors import DeviceError
 
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 # Best first: what /proc/cpuinfo must name, and what the compiler is told.
 _X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx512_bf16": (
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "fma"),
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi", "-mfma"),
+        (*_AVX512, "-mavx512bf16", "-mavx512vbmi"),
     ),
     "avx512": (
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"),
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+        _AVX512,
     ),
     "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
 }

@@ -22,6 +22,7 @@ from spyglass.quant.packed import Packed
 _CODES: Mapping[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 # One letter per argument: pointer, 64-bit integer, int, float.
 _SIGNATURES = {
+    "sg_keep_memory": "",
     "sg_linear": "pillppiilliiiiippp" + "ii",
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
     "sg_router": "pill" + "pill" + "f" + "pppp" + "ppi",
@@ -84,6 +85,7 @@ def kernels_for(isa: str) -> Kernels:
         function.argtypes = [_CODES[letter] for letter in letters]
         function.restype = None
         functions[name.removeprefix("sg_")] = function
+    functions.pop("keep_memory")()
     return Kernels(isa, **functions)
 
 
@@ -107,7 +109,7 @@ def refuse_gradient(op: str, *tensors: torch.Tensor | None) -> None:
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
     """How the kernels call the dtype of activations. Raises DeviceError for any but float32 and bfloat16."""
     code = DTYPES.get(tensor.dtype)
-    if code is None or tensor.device.type != "cpu":
+    if code is None or not tensor.is_cpu:
         raise DeviceError(
             f"the CPU kernel of {op} takes float32 or bfloat16 on the CPU, not {tensor.dtype} on {tensor.device}"
         )
@@ -139,9 +141,13 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 def int32(tensor: torch.Tensor) -> torch.Tensor:
     """As contiguous int32."""
+    if tensor.dtype is torch.int32 and tensor.is_contiguous():
+        return tensor
     return tensor.to(torch.int32).contiguous()
 
 
 def float32(tensor: torch.Tensor) -> torch.Tensor:
     """As contiguous float32."""
+    if tensor.dtype is torch.float32 and tensor.is_contiguous():
+        return tensor
     return tensor.to(torch.float32).contiguous()

@@ -11,7 +11,7 @@
 namespace {
 
 constexpr i64 QUERIES = 16;  // that share one set of window rows
-constexpr i64 STRIDE = 24;   // key rows are shared out in multiples of every tile height
+constexpr i64 STRIDE = 48;   // key rows are shared out in multiples of every tile height
 
 // Paged rows: row n of sequence s lies in page table[s][(n / page_rows) % table_cols].
 struct Pages {
@@ -58,15 +58,17 @@ template <class M> struct Keys {
     value_lanes = values.template get<u32>((D + MAX_LANES - 1) / MAX_LANES * MAX_LANES * (most + 2));
   }
   i64 steps() const { return (n + M::per_word - 1) / M::per_word; }
-  void lay_keys(i64 first, i64 stop) {
+  // Rows first .. stop of the list into the key rows from `place` on.
+  void lay_keys(i64 first, i64 stop, i64 place) {
     for (i64 i = first; i < stop; i++)
       for (i64 word = 0; word < words; word += VL)
-        store(word_of_row(key_rows, cap, i, word), row_words<M>(at[i], dtype, word, D));
+        store(word_of_row(key_rows, cap, place + i - first, word), row_words<M>(at[i], dtype, word, D));
   }
-  u32* panel(i64 p) { return value_lanes + p * MAX_LANES * steps(); }
+  u32* panel(i64 place) { return value_lanes + place * MAX_LANES * steps(); }
   int panel_count(i64 p) const { return count_of(D - p * MAX_LANES); }
-  void lay_values(i64 p) {
-    V* out = (V*)panel(p);
+  // Channels of panel p of all rows.
+  void lay_values(i64 p, i64 place) {
+    V* out = (V*)panel(place);
     int count = panel_count(p);
     for (i64 step = 0; step < steps(); step++)
       for (int j = 0; j < count; j++) {
@@ -133,37 +135,41 @@ i64 cut_blocks(const Attention& a, Block* blocks) {
 
 template <class M> struct Workspace {
   Keys<M> shared, listed;
-  Scratch q_rows, q_lanes, scores, probability, sums, totals;
+  Scratch q_rows, q_lanes, scores, listed_scores, probability, listed_probability, totals;
 };
 
+// Walks blocks of queries, alone or together with other threads. Queries are taken in groups whose heads fill the lanes;
+// one that picked rows for itself goes alone.
 template <class M> class Attender {
  public:
   Attender(const Attention& a, Workspace<M>& w, Part part) : a_(a), w_(w), part_(part) {
-    HC_ = std::min<i64>(a.H, MAX_LANES), lanes_ = (HC_ + VL - 1) / VL * VL, count_ = lanes_ / VL;
+    heads_ = std::min<i64>(a.H, MAX_LANES), vectors_ = (heads_ + VL - 1) / VL, lanes_ = vectors_ * VL;
   }
 
   void block(const Block& b) {
-    if (part_.rank == 0) {
-      w_.shared.reserve(b.width + b.pooled, a_.D, a_.window.dtype);
-      list_shared(b);
-    }
-    part_.barrier();
     Keys<M>& keys = w_.shared;
-    for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) keys.lay_keys(i, std::min(i + STRIDE, keys.n));
-    for (i64 p = part_.rank; p * MAX_LANES < a_.D; p += part_.size) keys.lay_values(p);
+    if (part_.rank == 0) list_shared(b);
     part_.barrier();
-    for (i64 t = b.first; t < b.first + b.n; t++)
-      for (i64 head = 0; head < a_.H; head += HC_) query(b, t, head, std::min(HC_, a_.H - head));
+    for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) keys.lay_keys(i, std::min(i + STRIDE, keys.n), i);
+    for (i64 p = part_.rank; p * MAX_LANES < a_.D; p += part_.size) keys.lay_values(p, p);
+    part_.barrier();
+    for (i64 head = 0; head < a_.H; head += heads_)
+      for (i64 t = b.first, n; t < b.first + b.n; t += n) {
+        n = 1;
+        while (a_.first_rows(t) >= 0 && n < MAX_COUNT / vectors_ && t + n < b.first + b.n && a_.first_rows(t + n) >= 0) n++;
+        queries(b, t, n, head, std::min(heads_, a_.H - head));
+      }
   }
 
  private:
   const Attention& a_;
   Workspace<M>& w_;
   Part part_;
-  i64 HC_, lanes_, count_;
+  i64 heads_, vectors_, lanes_;  // of one query at a time
 
   void list_shared(const Block& b) {
     Keys<M>& keys = w_.shared;
+    keys.reserve(b.width + b.pooled, a_.D, a_.window.dtype);
     keys.n = b.width + b.pooled;
     std::fill(keys.at, keys.at + keys.n, nullptr);  // a position that no query sees may hold anything
     for (i64 t = b.first; t < b.first + b.n; t++)
@@ -172,126 +178,139 @@ template <class M> class Attender {
     for (i64 entry = 0; entry < b.pooled; entry++) keys.at[b.width + entry] = a_.pool.row(a_.seq[b.first], entry);
   }
 
-  void query(const Block& b, i64 t, i64 head, i64 heads) {
+  void list_picks(i64 t) {
+    Keys<M>& keys = w_.listed;
+    keys.n = 0;
+    if (a_.first_rows(t) >= 0) return;
+    keys.reserve(a_.X, a_.D, a_.pool.dtype);
+    for (i64 i = 0; i < a_.X; i++) {
+      i64 entry = a_.picks[t * a_.X + i];
+      if (entry >= 0 && entry < a_.visible[t]) keys.at[keys.n++] = a_.pool.row(a_.seq[t], entry);
+    }
+  }
+
+  i64 probability_cap(i64 n) const { return n * lanes_ + OVERSHOOT; }
+
+  void pack_queries(i64 t, i64 n, i64 head, i64 heads) {
+    i64 words = w_.shared.words;
+    u32* rows = w_.q_rows.template get<u32>(n * heads * words);
+    const u32* at[MAX_LANES] = {};
+    for (i64 i = 0; i < n; i++)
+      for (i64 h = 0; h < heads; h++, rows += words) {
+        prepare_row<M>(Rows{a_.q, a_.D, a_.dtype}, (t + i) * a_.H + head + h, a_.D, words, Quant{NONE, 0, 0}, rows);
+        at[i * lanes_ + h] = rows;
+      }
+    pack_lanes(at, n * lanes_, words, w_.q_lanes.template get<u32>(words * n * lanes_), n * vectors_);
+  }
+
+  void queries(const Block& b, i64 t, i64 n, i64 head, i64 heads) {
     Keys<M>&keys = w_.shared, &listed = w_.listed;
-    i64 first_rows = a_.first_rows(t);
     if (part_.rank == 0) {
-      listed.n = 0;
-      if (first_rows < 0) {
-        listed.reserve(a_.X, a_.D, a_.pool.dtype);
-        for (i64 i = 0; i < a_.X; i++) {
-          i64 entry = a_.picks[t * a_.X + i];
-          if (entry >= 0 && entry < a_.visible[t]) listed.at[listed.n++] = a_.pool.row(a_.seq[t], entry);
-        }
-      }
-      i64 words = keys.words;
-      u32* rows = w_.q_rows.template get<u32>(heads * words);
-      const u32* at[MAX_LANES];
-      for (i64 h = 0; h < heads; h++) {
-        prepare_row<M>(Rows{a_.q, a_.D, a_.dtype}, t * a_.H + head + h, a_.D, words, Quant{NONE, 0, 0}, rows + h * words);
-        at[h] = rows + h * words;
-      }
-      pack_lanes(at, heads, words, w_.q_lanes.template get<u32>(words * lanes_), count_);
-      w_.scores.template get<V>((keys.cap + listed.cap + 2 * STRIDE) * count_);
-      w_.probability.template get<u32>(2 * (((keys.n + listed.n) / M::per_word / KB + 2) * (lanes_ + STRIDE) * LDW));
-      w_.totals.template get<V>(count_);
+      list_picks(t);
+      pack_queries(t, n, head, heads);
+      w_.scores.template get<V>((keys.n + STRIDE) * n * vectors_);
+      w_.listed_scores.template get<V>((listed.n + STRIDE) * vectors_);
+      w_.probability.template get<u32>((keys.steps() / KB + 1) * probability_cap(n) * LDW);
+      w_.listed_probability.template get<u32>((listed.steps() / KB + 1) * probability_cap(1) * LDW);
+      w_.totals.template get<V>(MAX_COUNT);
     }
     part_.barrier();
-    V* scores = (V*)w_.scores.memory;
-    V* listed_scores = scores + (keys.n + STRIDE) * count_;
-    score(keys, scores, false);
-    score(listed, listed_scores, true);
+    V *scores = (V*)w_.scores.memory, *listed_scores = (V*)w_.listed_scores.memory;
+    score(keys, n * vectors_, scores, false);
+    score(listed, vectors_, listed_scores, true);
     part_.barrier();
-    if (part_.rank == 0) softmax(b, t, head, heads, std::max<i64>(first_rows, 0), scores, listed_scores);
+    if (part_.rank == 0) {
+      for (i64 i = 0; i < n; i++) softmax(b, t + i, head, heads, i, n * vectors_, scores, listed_scores);
+      fold(scores, keys.n, n, (u32*)w_.probability.memory);
+      fold(listed_scores, listed.n, 1, (u32*)w_.listed_probability.memory);
+    }
     part_.barrier();
-    for (i64 p = part_.rank; p * MAX_LANES < a_.D; p += part_.size) output(t, head, heads, p);
+    for (i64 p = part_.rank; p * MAX_LANES < a_.D; p += part_.size) output(t, n, head, heads, p);
     part_.barrier();
   }
 
-  void score(Keys<M>& keys, V* scores, bool lay) {
+  // scores [key][count vectors of heads]; rows not laid out before are, a stretch at a time.
+  void score(Keys<M>& keys, int count, V* scores, bool lay) {
     for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) {
-      i64 stop = part_.size == 1 ? keys.n : std::min(i + STRIDE, keys.n);
-      if (lay) keys.lay_keys(i, stop);
-      product<M>(keys.key_rows + i * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count_, keys.words, scores + i * count_);
-      if (part_.size == 1) break;
+      i64 stop = std::min(i + STRIDE, keys.n), place = lay && part_.size == 1 ? 0 : i;
+      if (lay) keys.lay_keys(i, stop, place);
+      product<M>(keys.key_rows + place * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count, keys.words, scores + i * count);
     }
   }
 
-  // Probabilities of one vector of heads over keys first .. stop, unscaled scores in, rounded like q out; their sum.
-  V exponentials(V* scores, i64 first, i64 stop, int j, V most) const {
+  // Probabilities of one vector of heads over keys first .. stop, in place of their scores, rounded like q; their sum.
+  V exponentials(V* scores, i64 first, i64 stop, i64 count, V most) const {
     V total = {};
     for (i64 i = first; i < stop; i++) {
-      V p = vexp(scores[i * count_ + j] * a_.scale - most);
+      V p = vexp(scores[i * count] * a_.scale - most);
       total += p;
-      scores[i * count_ + j] = a_.dtype == BFLOAT16 ? round_bf16(p) : p;
+      scores[i * count] = a_.dtype == BFLOAT16 ? round_bf16(p) : p;
     }
     return total;
   }
-  static void clear(V* scores, i64 first, i64 stop, i64 count, int j) {
-    for (i64 i = first; i < stop; i++) scores[i * count + j] = V{};
+  static void clear(V* scores, i64 first, i64 stop, i64 count) {
+    for (i64 i = first; i < stop; i++) scores[i * count] = V{};
   }
 
-  void softmax(const Block& b, i64 t, i64 head, i64 heads, i64 pooled, V* scores, V* listed) {
-    i64 from = std::max<i64>(a_.lo[t] - b.base, 0), to = std::max(from, a_.last(t) + 1 - b.base);
-    if (a_.lo[t] > a_.last(t)) from = to = 0;
-    for (int j = 0; j < count_; j++) {
+  // Query t, the i-th of its group, whose scores have `count` vectors per key.
+  void softmax(const Block& b, i64 t, i64 head, i64 heads, i64 i, i64 count, V* scores, V* listed) {
+    bool sees = a_.lo[t] <= a_.last(t);
+    i64 from = sees ? a_.lo[t] - b.base : 0, to = sees ? a_.last(t) + 1 - b.base : 0;
+    i64 pooled = b.width + std::max<i64>(a_.first_rows(t), 0);
+    for (i64 j = 0; j < vectors_; j++) {
+      V* s = scores + i * vectors_ + j;
       V most = splat(-__builtin_inff());
-      for (i64 i = from; i < to; i++) most = vmax(scores[i * count_ + j], most);
-      for (i64 i = b.width; i < b.width + pooled; i++) most = vmax(scores[i * count_ + j], most);
-      for (i64 i = 0; i < w_.listed.n; i++) most = vmax(listed[i * count_ + j], most);
+      for (i64 k = from; k < to; k++) most = vmax(s[k * count], most);
+      for (i64 k = b.width; k < pooled; k++) most = vmax(s[k * count], most);
+      for (i64 k = 0; k < w_.listed.n; k++) most = vmax(listed[k * vectors_ + j], most);
       most = vmax(most * a_.scale, splat(-1e30f));
-      V total = exponentials(scores, from, to, j, most) + exponentials(scores, b.width, b.width + pooled, j, most) +
-                exponentials(listed, 0, w_.listed.n, j, most);
-      clear(scores, 0, from, count_, j);
-      clear(scores, to, b.width, count_, j);
-      clear(scores, b.width + pooled, w_.shared.n, count_, j);
-      ((V*)w_.totals.memory)[j] = total + vexp(load_n(a_.sink + head + j * VL, heads - j * VL) - most);
+      V total = exponentials(s, from, to, count, most) + exponentials(s, b.width, pooled, count, most) +
+                exponentials(listed + j, 0, w_.listed.n, vectors_, most);
+      clear(s, 0, from, count);
+      clear(s, to, b.width, count);
+      clear(s, pooled, w_.shared.n, count);
+      ((V*)w_.totals.memory)[i * vectors_ + j] = total + vexp(load_n(a_.sink + head + j * VL, heads - j * VL) - most);
     }
-    fold(scores, w_.shared.n, (u32*)w_.probability.memory);
-    fold(listed, w_.listed.n, probability_of_listed());
   }
 
-  i64 probability_cap() const { return lanes_ + STRIDE; }
-  u32* probability_of_listed() {
-    return (u32*)w_.probability.memory + (w_.shared.steps() / KB + 1) * probability_cap() * LDW;
-  }
-
-  // [key][head lanes] to rows of words, one row per head; neighbouring keys share a word.
-  void fold(const V* p, i64 n, u32* rows) const {
-    i64 steps = (n + M::per_word - 1) / M::per_word;
+  // [key][heads of n queries in lanes] to rows of words, one per head; neighbouring keys share a word.
+  void fold(const V* p, i64 num_keys, i64 n, u32* rows) const {
+    i64 steps = (num_keys + M::per_word - 1) / M::per_word, count = n * vectors_;
     for (i64 step = 0; step < steps; step += VL)
-      for (int j = 0; j < count_; j++) {
+      for (i64 j = 0; j < count; j++) {
         VU v[VL];
         for (int i = 0; i < VL; i++) {
           i64 key = (step + i) * M::per_word;
-          v[i] = key < n ? (VU)p[key * count_ + j] : VU{};
-          if (M::per_word == 2) v[i] = v[i] >> 16 | (key + 1 < n ? (VU)p[(key + 1) * count_ + j] : VU{});
+          v[i] = key < num_keys ? (VU)p[key * count + j] : VU{};
+          if (M::per_word == 2) v[i] = v[i] >> 16 | (key + 1 < num_keys ? (VU)p[(key + 1) * count + j] : VU{});
         }
         transpose(v);
-        for (int lane = 0; lane < VL; lane++) store(word_of_row(rows, probability_cap(), j * VL + lane, step), v[lane]);
+        for (int lane = 0; lane < VL; lane++) store(word_of_row(rows, probability_cap(n), j * VL + lane, step), v[lane]);
       }
   }
 
-  void output(i64 t, i64 head, i64 heads, i64 panel) {
-    SCRATCH(sums);
-    V* c = sums.get<V>(2 * probability_cap() * MAX_COUNT);
-    V* c2 = c + probability_cap() * MAX_COUNT;
-    int count = w_.shared.panel_count(panel);
-    bool any = w_.shared.n > 0, more = w_.listed.n > 0;
-    if (any) product<M>((u32*)w_.probability.memory, probability_cap(), heads, w_.shared.panel(panel), count, w_.shared.steps(), c);
-    if (more) {
-      w_.listed.lay_values(panel);
-      product<M>(probability_of_listed(), probability_cap(), heads, w_.listed.panel(panel), count, w_.listed.steps(), c2);
+  void output(i64 t, i64 n, i64 head, i64 heads, i64 p) {
+    SCRATCH(memory);
+    V* sums = memory.get<V>(2 * probability_cap(n) * MAX_COUNT);
+    V* listed_sums = sums + probability_cap(n) * MAX_COUNT;
+    Keys<M>&keys = w_.shared, &listed = w_.listed;
+    int count = keys.panel_count(p);
+    if (keys.n) product<M>((u32*)w_.probability.memory, probability_cap(n), n * lanes_, keys.panel(p), count, keys.steps(), sums);
+    if (listed.n) {
+      i64 place = part_.size == 1 ? 0 : p;
+      listed.lay_values(p, place);
+      product<M>((u32*)w_.listed_probability.memory, probability_cap(1), lanes_, listed.panel(place), count, listed.steps(), listed_sums);
     }
-    const float* totals = (const float*)w_.totals.memory;
-    for (i64 h = 0; h < heads; h++)
-      for (int j = 0; j < count; j++) {
-        V value = any ? c[h * count + j] : V{};
-        if (more) value += c2[h * count + j];
-        i64 channel = panel * MAX_LANES + j * VL, at = (t * a_.H + head + h) * a_.D + channel;
-        value /= totals[h];
-        if (a_.dtype == BFLOAT16) store_n((bf16*)a_.out + at, value, a_.D - channel);
-        else store_n((float*)a_.out + at, value, a_.D - channel);
+    for (i64 i = 0; i < n; i++)
+      for (i64 h = 0; h < heads; h++) {
+        float factor = 1.0f / ((const float*)w_.totals.memory)[i * lanes_ + h];
+        for (int j = 0; j < count; j++) {
+          V value = keys.n ? sums[(i * lanes_ + h) * count + j] : V{};
+          if (listed.n) value += listed_sums[h * count + j];
+          i64 channel = p * MAX_LANES + j * VL, at = ((t + i) * a_.H + head + h) * a_.D + channel;
+          if (a_.dtype == BFLOAT16) store_n((bf16*)a_.out + at, value * factor, a_.D - channel);
+          else store_n((float*)a_.out + at, value * factor, a_.D - channel);
+        }
       }
   }
 };
@@ -350,7 +369,7 @@ struct Index {
 // Scores of one query against `count` vectors of keys in lanes.
 template <class M> void index_scores(const Index& x, i64 t, const u32* q_rows, i64 cap, i64 words, const u32* lanes, V* out) {
   SCRATCH(dots);
-  V* c = dots.get<V>((x.N + STRIDE) * MAX_COUNT);
+  V* c = dots.get<V>((x.N + OVERSHOOT) * MAX_COUNT);
   product<M>(q_rows, cap, x.N, lanes, MAX_COUNT, words, c);
   bool round = x.stepwise && x.q_dtype == BFLOAT16;
   V total[MAX_COUNT] = {};
@@ -400,10 +419,14 @@ void pick_best(const Index& x, i64 t, const float* scores) {
     rank[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
   }
   u32 least = 0;
-  if (n > x.X) {
-    std::copy(rank, rank + n, order);
-    std::nth_element(order, order + x.X - 1, order + n, std::greater<u32>());
-    least = order[x.X - 1];
+  if (n > x.X) {  // the X-th best rank: its upper bits by counting, the rest among those that share them
+    i64 bins[2048] = {}, bin = 2047, left = x.X, same = 0;
+    for (i64 i = 0; i < n; i++) bins[rank[i] >> 21]++;
+    for (; bins[bin] < left; bin--) left -= bins[bin];
+    for (i64 i = 0; i < n; i++)
+      if (rank[i] >> 21 == (u32)bin) order[same++] = rank[i];
+    std::nth_element(order, order + left - 1, order + same, std::greater<u32>());
+    least = order[left - 1];
     for (i64 i = 0; i < n; i++) above += rank[i] > least;
   }
   i64 ties = x.X - above;
@@ -418,7 +441,7 @@ void pick_best(const Index& x, i64 t, const float* scores) {
 template <class M> void index_topk(const Index& x, int threads) {
   SCRATCH(key_memory);
   SCRATCH(score_memory);
-  constexpr i64 BLOCK = 64, GROUP_PANELS = 4;
+  constexpr i64 BLOCK = 64, GROUP_PANELS = 8;
   i64 words = row_size<M>(x.I);
   for (i64 start = 0, stop; start < x.T; start = stop) {
     i64 most = 0;
@@ -447,7 +470,7 @@ template <class M> void index_topk(const Index& x, int threads) {
       parallel(threads, queries * groups, [&](i64 task) {
         SCRATCH(q_memory);
         SCRATCH(row_memory);
-        i64 t = first + task / groups, panel = task % groups * GROUP_PANELS, cap = x.N + STRIDE;
+        i64 t = first + task / groups, panel = task % groups * GROUP_PANELS, cap = x.N + OVERSHOOT;
         if (panel * MAX_LANES >= x.seen(t) || x.seen(t) <= x.X) return;
         u32* q_rows = q_memory.get<u32>((words + KB - 1) / KB * cap * LDW);
         u32* row = row_memory.get<u32>(words);

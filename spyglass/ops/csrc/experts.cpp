@@ -100,11 +100,11 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
       });
     }
     for (i64 p = 0; p < tile.n; p++)
-      for (i64 i = first; i < stop; i += VL) {
-        V gate = load_n(sums[0][p] + i - first, stop - i), up = load_n(sums[1][p] + i - first, stop - i);
+      vectors(stop - first, [&](i64 i, auto left) {
         V weight = splat(routes.weight[tile.first + p]);
-        store_n(z + (tile.first + p) * x.F + i, activation(gate, up, weight, x.limit, x.dtype), stop - i);
-      }
+        V value = activation(load_n(sums[0][p] + i, left), load_n(sums[1][p] + i, left), weight, x.limit, x.dtype);
+        store_n(z + (tile.first + p) * x.F + first + i, value, left);
+      });
   });
   parallel(num_tiles * x.F < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
     u32* to = z_tiles + i * FEW * words2;
@@ -135,15 +135,18 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
 
 // z [F][count vectors] of one panel, a token per lane: rounded in blocks of channels and folded into words, in place.
 template <class M> void fold_panel(V* z, i64 F, i64 words, int count, const Quant& q) {
-  if (q.element)
+  auto round_blocks = [&](auto rounding) {
+    typedef decltype(rounding) R;
     for (i64 first = 0; first < F; first += q.block)
       for (int j = 0; j < count; j++) {
         i64 stop = first + q.block < F ? first + q.block : F;
         V amax = {};
         for (i64 f = first; f < stop; f++) amax = vmax(vabs(z[f * count + j]), amax);
-        V scale = block_scale(amax, q);
-        for (i64 f = first; f < stop; f++) z[f * count + j] = quantise(z[f * count + j], scale, q);
+        V scale = R::scale(amax), inverse = R::inverse(scale);
+        for (i64 f = first; f < stop; f++) z[f * count + j] = R::round(z[f * count + j], scale, inverse, q.to_bf16);
       }
+  };
+  if (q.element) with_rounding(q, round_blocks);
   if constexpr (M::per_word == 2) {
     for (i64 f = 0; f < F; f += 2)
       for (int j = 0; j < count; j++) {
@@ -178,7 +181,7 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
     V* z = hidden.get<V>(panels * MAX_COUNT * z_rows);
     i64 block_words = (longest + KB - 1) / KB * ROW_BLOCK * LDW;
     u32* block = decoded.get<u32>(2 * block_words);
-    V* c = sums.get<V>(2 * ROW_BLOCK * MAX_COUNT);
+    V* c = sums.get<V>(2 * (ROW_BLOCK + OVERSHOOT) * MAX_COUNT);
     auto size_of = [&](i64 p) { return tile.n - p * MAX_LANES < MAX_LANES ? tile.n - p * MAX_LANES : MAX_LANES; };
     for (i64 p = 0; p < panels; p++)
       pack_panel<M>(rows, routes.token + tile.first, p * MAX_LANES, size_of(p), x.C, words1, x.q, lanes + p * MAX_LANES * words1);
@@ -191,7 +194,7 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
       decode_rows<M, FMT>(w3, first, n, f3, block + block_words, ROW_BLOCK);
       for (i64 p = 0; p < panels; p++) {
         int count = count_of(size_of(p));
-        V *up = c + ROW_BLOCK * MAX_COUNT, *to = z + p * MAX_COUNT * z_rows + first * count;
+        V *up = c + (ROW_BLOCK + OVERSHOOT) * MAX_COUNT, *to = z + p * MAX_COUNT * z_rows + first * count;
         product<M>(block, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, c);
         product<M>(block + block_words, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, up);
         for (int j = 0; j < count; j++) {
@@ -222,11 +225,11 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
   parallel(threads, (T + 15) / 16, [&](i64 task) {
     auto add_up = [&](const auto* from) {
       for (i64 t = task * 16; t < T && t < task * 16 + 16; t++)
-        for (i64 c = 0; c < x.C; c += VL) {
+        vectors(x.C, [&](i64 c, auto left) {
           V total = {};
-          for (i64 k = 1; k <= pairs[t * (K + 1)]; k++) total += load_n(from + pairs[t * (K + 1) + k] * x.C + c, x.C - c);
-          store_n(out + t * x.C + c, total, x.C - c);
-        }
+          for (i64 k = 1; k <= pairs[t * (K + 1)]; k++) total += load_n(from + pairs[t * (K + 1) + k] * x.C + c, left);
+          store_n(out + t * x.C + c, total, left);
+        });
     };
     x.dtype == BFLOAT16 ? add_up((const bf16*)y) : add_up((const float*)y);
   });

@@ -1,6 +1,10 @@
 // One matrix, or the blocks of a block-diagonal one, times rows of activations.
 #include "rows.h"
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 template <class M, int F>
 static void linear_few(const Weight& w, const Rows& x, i64 T, i64 groups, const Quant& q, const Output& out, int threads) {
   SCRATCH(prepared);
@@ -48,7 +52,7 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
     SCRATCH(sums);
     Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
     u32* block = decoded.get<u32>((words + KB - 1) / KB * ROW_BLOCK * LDW);
-    V* c = sums.get<V>(ROW_BLOCK * MAX_COUNT);
+    V* c = sums.get<V>((ROW_BLOCK + OVERSHOOT) * MAX_COUNT);
     i64 g = task / tasks, first = g * rows + task % tasks * ROW_BLOCK;
     i64 n = (g + 1) * rows - first < ROW_BLOCK ? (g + 1) * rows - first : ROW_BLOCK;
     decode_rows<M, F>(w, first, n, factors, block, ROW_BLOCK);
@@ -77,6 +81,15 @@ void linear(const Weight& w, Rows x, i64 T, i64 groups, const Quant& q, Output o
       linear_many<M, F>(w, part, T - t < step ? T - t : step, groups, q, to, threads);
     }
   });
+}
+
+// Activations are freed and asked for again in every layer. By default blocks above 32 MB go back to the system each time,
+// and their fresh pages cost a sixth of a long prompt; keep up to 256 MB instead.
+extern "C" void sg_keep_memory() {
+#if defined(__GLIBC__)
+  mallopt(M_MMAP_THRESHOLD, 256 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+#endif
 }
 
 // x [T, groups, cols] -> out [T, rows]; with groups > 1 row block g of the weight reads group g of x.

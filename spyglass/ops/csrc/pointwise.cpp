@@ -50,16 +50,16 @@ extern "C" void sg_rms_norm(const void* x_, int dtype, i64 N, i64 D, const float
         const T* x = (const T*)x_ + n * D;
         T* out = (T*)out_ + n * D;
         V total = {};
-        for (i64 i = 0; i < D; i += VL) {
-          V v = load_n(x + i, D - i);
+        vectors(D, [&](i64 i, auto left) {
+          V v = load_n(x + i, left);
           total += stepwise ? to(v * v, type) : v * v;
-        }
+        });
         float mean = sum(total) / D;
         float factor = stepwise ? to(1.0f / sqrtf(to(to(mean, type) + eps, type)), type) : 1.0f / sqrtf(mean + eps);
-        for (i64 i = 0; i < D; i += VL) {
-          V v = load_n(x + i, D - i) * factor;
-          store_n(out + i, w ? load_n(w + i, D - i) * v : v, D - i);
-        }
+        vectors(D, [&](i64 i, auto left) {
+          V v = load_n(x + i, left) * factor;
+          store_n(out + i, w ? load_n(w + i, left) * v : v, left);
+        });
       }
     });
   });
@@ -70,8 +70,6 @@ extern "C" void sg_rope(const void* x_, int dtype, i64 T_, i64 H, i64 D, const f
                         void* out_, int threads) {
   typed(dtype, [&](auto type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    VI swap;
-    for (int i = 0; i < VL; i++) swap[i] = i ^ 1;
     over_rows(T_, H * D, threads, [&](i64 first, i64 stop) {
       SCRATCH(memory);
       float *c = memory.get<float>(4 * R + 2 * VL), *s = c + 2 * R + VL;
@@ -86,10 +84,10 @@ extern "C" void sg_rope(const void* x_, int dtype, i64 T_, i64 H, i64 D, const f
           T* out = (T*)out_ + (t * H + h) * D;
           i64 plain = D - 2 * R;
           memcpy(out, x, plain * sizeof(T));
-          for (i64 i = 0; i < 2 * R; i += VL) {
-            V v = load_n(x + plain + i, 2 * R - i);
-            store_n(out + plain + i, v * load_n(c + i, 2 * R - i) + __builtin_shuffle(v, swap) * load_n(s + i, 2 * R - i), 2 * R - i);
-          }
+          vectors(2 * R, [&](i64 i, auto left) {
+            V v = load_n(x + plain + i, left);
+            store_n(out + plain + i, v * load_n(c + i, left) + partner<1>(v) * load_n(s + i, left), left);
+          });
         }
       }
     });
@@ -107,13 +105,19 @@ extern "C" void sg_fake_quant(const void* x_, int dtype, i64 N, i64 D, i64 dims,
         const T* x = (const T*)x_ + n * D;
         T* out = (T*)out_ + n * D;
         quantise_row(x, out, dims, q);
-        for (i64 i = dims; i < D; i += VL) {
-          V v = load_n(x + i, D - i);
-          store_n(out + i, tail_bf16 ? round_bf16(v) : v, D - i);
-        }
+        vectors(D - dims, [&](i64 i, auto left) {
+          V v = load_n(x + dims + i, left);
+          store_n(out + dims + i, tail_bf16 ? round_bf16(v) : v, left);
+        });
       }
     });
   });
+}
+
+// Sum and difference of lanes `half` apart.
+template <int half> INLINE V butterfly(V v) {
+  LANES(upper, lane & half ? -1 : 0);
+  return partner<half>(v) + (upper ? -v : v);
 }
 
 // out [N, D] = D^-1/2 * Sylvester Hadamard * x, by butterflies; D a power of two.
@@ -127,15 +131,16 @@ extern "C" void sg_hadamard(const void* x_, int dtype, i64 N, i64 D, void* out_,
       for (i64 n = first; n < stop; n++) {
         const T* x = (const T*)x_ + n * D;
         T* out = (T*)out_ + n * D;
-        for (i64 i = 0; i < D; i += VL) store_v(y + i, load_n(x + i, D - i));
-        for (i64 half = 1; half < D && half < VL; half *= 2)  // partners within a vector
-          for (i64 i = 0; i < D; i += VL) {
-            V v = load_v(y + i), partner;
-            for (int lane = 0; lane < VL; lane++) partner[lane] = v[lane ^ half];
-            VI upper;
-            for (int lane = 0; lane < VL; lane++) upper[lane] = lane & half ? -1 : 0;
-            store_v(y + i, partner + (upper ? -v : v));
-          }
+        vectors(D, [&](i64 i, auto left) {
+          V v = load_n(x + i, left);
+          if (D > 1) v = butterfly<1>(v);
+          if (D > 2) v = butterfly<2>(v);
+          if constexpr (VL > 4)
+            if (D > 4) v = butterfly<4>(v);
+          if constexpr (VL > 8)
+            if (D > 8) v = butterfly<8>(v);
+          store_v(y + i, v);
+        });
         for (i64 half = VL; half < D; half *= 2)
           for (i64 block = 0; block < D; block += 2 * half)
             for (i64 i = block; i < block + half; i += VL) {
@@ -143,7 +148,7 @@ extern "C" void sg_hadamard(const void* x_, int dtype, i64 N, i64 D, void* out_,
               store_v(y + i, a + b);
               store_v(y + i + half, a - b);
             }
-        for (i64 i = 0; i < D; i += VL) store_n(out + i, load_v(y + i) * scale, D - i);
+        vectors(D, [&](i64 i, auto left) { store_n(out + i, load_v(y + i) * scale, left); });
       }
     });
   });
@@ -212,20 +217,33 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
       });
     });
   } else {
-    parallel(threads, (T + FEW - 1) / FEW, [&](i64 task) {
+    // tokens are broadcast and the J outputs lie in lanes, so that wide rows stay in the nearest cache
+    constexpr i64 TOKENS = 16;
+    SCRATCH(fn_memory);
+    i64 panels = (J + MAX_LANES - 1) / MAX_LANES;
+    u32* lanes = fn_memory.get<u32>(panels * MAX_LANES * words);
+    parallel(threads, panels, [&](i64 p) {
+      pack_panel<Floats>(Rows{fn, E, FLOAT32}, nullptr, p * MAX_LANES, J - p * MAX_LANES < MAX_LANES ? J - p * MAX_LANES : MAX_LANES,
+                         E, words, none, lanes + p * MAX_LANES * words);
+    });
+    parallel(threads, (T + TOKENS - 1) / TOKENS, [&](i64 task) {
       SCRATCH(tile_memory);
-      u32* x = tile_memory.get<u32>(FEW * words);
-      for (i64 t = 0; t < FEW; t++)
-        task * FEW + t < T ? widen_row(task * FEW + t, x + t * words) : (void)memset(x + t * words, 0, words * 4);
-      constexpr int R = 3;
-      for (i64 row = 0; row < J;) {
-        float out[R][FEW];
-        i64 n = J - row < R ? 1 : R;
-        if (n == R) dot<Floats, F32, R, FEW>(w, row, factors, (const V*)x, words / VL, out);
-        else dot<Floats, F32, 1, FEW>(w, row, factors, (const V*)x, words / VL, out);
-        for (i64 r = 0; r < n; r++)
-          for (i64 t = 0; t < FEW && task * FEW + t < T; t++) m[(task * FEW + t) * J + row + r] = out[r][t];
-        row += n;
+      SCRATCH(row_memory);
+      SCRATCH(sums);
+      u32 *x = tile_memory.get<u32>((words + KB - 1) / KB * (TOKENS + OVERSHOOT) * LDW), *row = row_memory.get<u32>(words);
+      i64 n = T - task * TOKENS < TOKENS ? T - task * TOKENS : TOKENS;
+      for (i64 t = 0; t < n; t++) {
+        widen_row(task * TOKENS + t, row);
+        for (i64 word = 0; word < words; word += VL)
+          store(word_of_row(x, TOKENS + OVERSHOOT, t, word), load<V>(row + word));
+      }
+      for (i64 p = 0; p < panels; p++) {
+        int count = count_of(J - p * MAX_LANES);
+        V* c = sums.get<V>((TOKENS + OVERSHOOT) * MAX_COUNT);
+        product<Floats>(x, TOKENS + OVERSHOOT, n, lanes + p * MAX_LANES * words, count, words, c);
+        for (i64 t = 0; t < n; t++)
+          for (i64 j = 0; j < count * VL && p * MAX_LANES + j < J; j++)
+            m[(task * TOKENS + t) * J + p * MAX_LANES + j] = ((const float*)(c + t * count))[j];
       }
     });
   }
@@ -253,14 +271,18 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
 extern "C" void sg_hyper_collapse(const void* streams, int dtype, i64 T_, i64 M, i64 C, const float* pre, void* out_, int threads) {
   typed(dtype, [&](auto type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    over_rows(T_, M * C, threads, [&](i64 first, i64 stop) {
-      for (i64 t = first; t < stop; t++)
-        for (i64 c = 0; c < C; c += VL) {
-          V total = {};
-          for (i64 m = 0; m < M; m++) total += pre[t * M + m] * load_n((const T*)streams + (t * M + m) * C + c, C - c);
-          store_n((T*)out_ + t * C + c, total, C - c);
-        }
-    });
+    auto rows = [&](auto size) {
+      over_rows(T_, M * C, threads, [&](i64 first, i64 stop) {
+        const int streams_ = size.value ? size.value : M;
+        for (i64 t = first; t < stop; t++)
+          vectors(C, [&](i64 c, auto left) {
+            V total = {};
+            for (int m = 0; m < streams_; m++) total += pre[t * M + m] * load_n((const T*)streams + (t * M + m) * C + c, left);
+            store_n((T*)out_ + t * C + c, total, left);
+          });
+      });
+    };
+    M == 4 ? rows(SIZE(4)) : rows(SIZE(0));
   });
 }
 
@@ -273,15 +295,16 @@ extern "C" void sg_hyper_expand(const void* z, const void* streams, int dtype, i
       over_rows(T_, 2 * M * C, threads, [&](i64 first, i64 stop) {
         constexpr int S = size.value;
         for (i64 t = first; t < stop; t++)
-          for (i64 c = 0; c < C; c += VL) {
-            V x[S], sub = load_n((const T*)z + t * C + c, C - c);
-            for (int m = 0; m < S; m++) x[m] = m < M ? load_n((const T*)streams + (t * M + m) * C + c, C - c) : V{};
-            for (int l = 0; l < S && l < M; l++) {
+          vectors(C, [&](i64 c, auto left) {
+            const int streams_ = S == 4 ? 4 : M;
+            V x[S], sub = load_n((const T*)z + t * C + c, left);
+            for (int m = 0; m < streams_; m++) x[m] = load_n((const T*)streams + (t * M + m) * C + c, left);
+            for (int l = 0; l < streams_; l++) {
               V total = {};
-              for (int m = 0; m < S && m < M; m++) total += comb[(t * M + m) * M + l] * x[m];
-              store_n((T*)out_ + (t * M + l) * C + c, post[t * M + l] * sub + total, C - c);
+              for (int m = 0; m < streams_; m++) total += comb[(t * M + m) * M + l] * x[m];
+              store_n((T*)out_ + (t * M + l) * C + c, post[t * M + l] * sub + total, left);
             }
-          }
+          });
       });
     };
     M == 4 ? rows(SIZE(4)) : rows(SIZE(8));
@@ -304,16 +327,16 @@ extern "C" void sg_compress_pool(const float* rows, const float* state, const i3
         const float* row = source >= 0 ? rows + source * E : state + (-source - 2) * E;
         kv[n++] = row + (overlap && b >= B / 2 ? D : 0);
       }
-      for (i64 d = 0; d < D; d += VL) {
+      vectors(D, [&](i64 d, auto left) {
         V most = splat(-__builtin_inff()), total = {}, value = {};
-        for (i64 i = 0; i < n; i++) most = vmax(load_n(kv[i] + E / 2 + d, D - d), most);
+        for (i64 i = 0; i < n; i++) most = vmax(load_n(kv[i] + E / 2 + d, left), most);
         for (i64 i = 0; i < n; i++) {
-          V weight = vexp(load_n(kv[i] + E / 2 + d, D - d) - most);
+          V weight = vexp(load_n(kv[i] + E / 2 + d, left) - most);
           total += weight;
-          value += weight * load_n(kv[i] + d, D - d);
+          value += weight * load_n(kv[i] + d, left);
         }
-        store_n(out + p * D + d, n ? value / total : V{}, D - d);
-      }
+        store_n(out + p * D + d, n ? value / total : V{}, left);
+      });
     }
   });
 }
@@ -331,11 +354,21 @@ extern "C" void sg_cache_write(void* pages, int page_dtype, const void* rows, in
           const From* x = (const From*)rows + t * D;
           if (sizeof(To) == sizeof(From)) memcpy((void*)out, x, D * sizeof(To));
           else
-            for (i64 i = 0; i < D; i += VL) store_n(out + i, load_n(x + i, D - i), D - i);
+            vectors(D, [&](i64 i, auto left) { store_n(out + i, load_n(x + i, left), left); });
         }
       });
     });
   });
+}
+
+// sqrt(ln(1 + e^z)) = sqrt(max(z, 0) + ln(1 + u)), u = e^-|z|; ln(1 + u) = 2 artanh(u / (2 + u)) as a series.
+INLINE V root_of_softplus(V z) {
+  V u = vexp(-vabs(z)), s = u / (2.0f + u), square = s * s;
+  V series = splat(1.0f / 15);
+  for (int odd = 13; odd > 0; odd -= 2) series = series * square + 1.0f / odd;
+  V value = vmax(z, V{}) + 2.0f * s * series;
+  for (int i = 0; i < VL; i++) value[i] = sqrtf(value[i]);
+  return value;
 }
 
 // s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or `forced`), weights [T, K] = scale * s / sum s.
@@ -353,10 +386,11 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
       float* s = scores + t * E;
       bool is_picture = picture && picture[t];
       const float* add = is_picture ? picture_bias : bias;
-      for (i64 e = 0; e < E; e++) {
-        s[e] = sqrtf(s[e] > 20.0f ? s[e] : log1pf(expf(s[e])));
-        rank[e] = add ? s[e] + add[e] : s[e];
-      }
+      vectors(E, [&](i64 e, auto left) {
+        V score = root_of_softplus(load_n(s + e, left));
+        store_n(s + e, score, left);
+        store_n(rank + e, add ? score + load_n(add + e, left) : score, left);
+      });
       float total = 0;
       for (i64 k = 0; k < K; k++) {
         i64 best = -1;

@@ -14,7 +14,7 @@ enum ScaleKind { NO_SCALE, E8M0, SCALE_F32 };
 constexpr int GROUP = 32;  // an expanded scale row has one entry per 32 inputs
 constexpr i64 KB = 128, LDW = KB + 16;  // 576-byte rows spread over the sets of the cache
 constexpr int MAX_COUNT = VL == 16 ? 4 : 2, MAX_LANES = MAX_COUNT * VL;
-constexpr i64 ROW_BLOCK = 48;  // rows decoded at a time; a multiple of every tile height
+constexpr i64 ROW_BLOCK = 64;  // rows decoded at a time: whole cache lines of the output
 
 // One matrix [rows, cols], or a stack of them. Scales [ceil(rows / block_rows), ceil(cols / block_cols)] per matrix.
 struct Weight {
@@ -61,7 +61,7 @@ template <> struct Chunk<Floats, BF16> {
 template <> struct Chunk<Floats, FP8> {
   static constexpr int COLS = VL, BYTES = VL, VECS = 1;
   static INLINE void decode(const u8* p, const float* scale, V* out) {
-    VU code = __builtin_convertvector(load<VB>(p), VU), size = code & 0x7f;
+    VU code = extend(load<VB>(p)), size = code & 0x7f;
     V normal = (V)((size << 20) + (120u << 23));
     V small = __builtin_convertvector((VI)size, V) * 0x1p-9f;  // no subnormal arithmetic, which may be switched off
     V value = (VI)size < 8 ? small : normal;
@@ -76,10 +76,10 @@ template <> struct Chunk<Floats, FP4> {
     return (V)((VU)(__builtin_convertvector((VI)twice, V) * 0.5f) | (code & 8) << 28);
   }
   static INLINE void decode(const u8* p, const float* scale, V* out) {
-    VU bytes = __builtin_convertvector(load<VB>(p), VU);
+    VU bytes = extend(load<VB>(p));
     V even = value(bytes & 15) * *scale, odd = value(bytes >> 4) * *scale;
-    VI first, second;
-    for (int i = 0; i < VL; i++) first[i] = i / 2 + (i & 1) * VL, second[i] = first[i] + VL / 2;
+    LANES(first, lane / 2 + (lane & 1) * VL);
+    LANES(second, lane / 2 + (lane & 1) * VL + VL / 2);
     out[0] = __builtin_shuffle(even, odd, first);
     out[1] = __builtin_shuffle(even, odd, second);
   }
@@ -259,8 +259,15 @@ static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x
       step(whole, r, last[r], scales[r]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++) out[r][t] = sum(acc[r][t]);
+  const V* flat = acc[0];
+  float* to = out[0];
+#pragma GCC unroll 8
+  for (int i = 0; i + 4 <= R * T; i += 4) {
+    float four[VL];
+    store(four, sum_four(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]));
+    memcpy(to + i, four, 16);
+  }
+  for (int i = R * T / 4 * 4; i < R * T; i++) to[i] = sum(flat[i]);
 }
 
 // `emit(row, t, value)` for the rows first .. stop of the weight and the T rows of x.
@@ -332,7 +339,8 @@ static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 
     for (int j = 0; j < N; j++) c[r * N + j] = acc[r][j];
 }
 
-// c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 23 rows behind the last are written too.
+// c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 15 rows behind the last are written too.
+constexpr i64 OVERSHOOT = 15;
 template <class M>
 static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true) {
   for (i64 word = 0; word < words; word += KB) {
@@ -353,21 +361,21 @@ static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count
     if constexpr (VL == 16) {
       if (count == 4) walk(SIZE(6), SIZE(4));
       if (count == 3) walk(SIZE(8), SIZE(3));
-      if (count == 2) walk(SIZE(12), SIZE(2));
-      if (count == 1) walk(SIZE(24), SIZE(1));
+      if (count == 2) walk(SIZE(8), SIZE(2));
+      if (count == 1) walk(SIZE(16), SIZE(1));
     } else {
       if (count == 2) walk(SIZE(6), SIZE(2));
-      if (count == 1) walk(SIZE(12), SIZE(1));
+      if (count == 1) walk(SIZE(8), SIZE(1));
     }
   }
 }
 
-// Turns n <= count * VL rows of `words` words (absent ones zero) into lanes.
+// Turns n <= count * VL rows of `words` words (absent ones, null too, are zero) into lanes.
 static inline void pack_lanes(const u32* const* rows, i64 n, i64 words, u32* lanes, int count) {
   for (int j = 0; j < count; j++)
     for (i64 word = 0; word < words; word += VL) {
       VU v[VL];
-      for (int i = 0; i < VL; i++) v[i] = j * VL + i < n ? load<VU>(rows[j * VL + i] + word) : VU{};
+      for (int i = 0; i < VL; i++) v[i] = j * VL + i < n && rows[j * VL + i] ? load<VU>(rows[j * VL + i] + word) : VU{};
       transpose(v);
       for (int i = 0; i < VL; i++) store(lanes + ((word + i) * count + j) * VL, v[i]);
     }

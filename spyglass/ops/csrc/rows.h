@@ -23,7 +23,7 @@ template <class M> inline void prepare_row(const Rows& rows, i64 index, i64 cols
       memcpy((void*)y, x, cols * sizeof(E));
       return;
     }
-    for (i64 i = 0; i < cols; i += VL) store_n(y + i, load_n(x + i, cols - i), cols - i);
+    vectors(cols, [&](i64 i, auto left) { store_n(y + i, load_n(x + i, left), left); });
   };
   i64 start = index * rows.stride;
   rows.dtype == FLOAT32 ? fill((const float*)rows.x + start) : fill((const bf16*)rows.x + start);
@@ -89,13 +89,17 @@ inline int count_of(i64 n) { return n >= MAX_LANES ? MAX_COUNT : (n + VL - 1) / 
 
 // Sums [n weight rows][count vectors of x rows] to out[x row][first ..].
 inline void turn_out(const V* c, i64 n, int count, i64 first_row, i64 num_rows, i64 first, const Output& out) {
-  for (i64 r = 0; r < n; r += VL)
-    for (int j = 0; j < count; j++) {
-      VU v[VL];
-      for (int i = 0; i < VL; i++) v[i] = r + i < n ? (VU)c[(r + i) * count + j] : VU{};
-      transpose(v);
-      for (int i = 0; i < VL && j * VL + i < num_rows; i++)
-        out.put_vector(first_row + j * VL + i, first + r, n - r, (V)v[i]);
+  for (int j = 0; j < count; j++)
+    for (i64 r = 0; r < n; r += 2 * VL) {  // two blocks side by side, so that a cache line of the output is filled at once
+      VU v[2][VL];
+      for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < VL; i++) v[half][i] = (VU)c[(r + half * VL + i) * count + j];
+        transpose(v[half]);
+      }
+      for (int i = 0; i < VL && j * VL + i < num_rows; i++) {
+        out.put_vector(first_row + j * VL + i, first + r, n - r, (V)v[0][i]);
+        if (r + VL < n) out.put_vector(first_row + j * VL + i, first + r + VL, n - r - VL, (V)v[1][i]);
+      }
     }
 }
 

@@ -45,7 +45,18 @@ template <class X, class P> INLINE void store(P* p, X v) { memcpy(p, &v, sizeof(
 INLINE V splat(float x) { return V{} + x; }
 INLINE VU splat_bits(u32 x) { return VU{} + x; }
 
-INLINE V widen(VH h) { return (V)(__builtin_convertvector(h, VU) << 16); }
+// Zero-extension; the compiler's own conversion goes through half vectors.
+#if defined(__AVX512F__)
+INLINE VU extend(VH h) { return (VU)_mm512_cvtepu16_epi32((__m256i)h); }
+INLINE VU extend(VB b) { return (VU)_mm512_cvtepu8_epi32((__m128i)b); }
+#elif defined(__AVX2__)
+INLINE VU extend(VH h) { return (VU)_mm256_cvtepu16_epi32((__m128i)h); }
+INLINE VU extend(VB b) { return __builtin_convertvector(b, VU); }
+#else
+INLINE VU extend(VH h) { return __builtin_convertvector(h, VU); }
+INLINE VU extend(VB b) { return __builtin_convertvector(b, VU); }
+#endif
+INLINE V widen(VH h) { return (V)(extend(h) << 16); }
 INLINE VH narrow(V v) {  // nearest, ties to even; NaN stays NaN
 #if SG_PAIRS
   return (VH)_mm512_cvtneps_pbh((__m512)v);
@@ -83,25 +94,55 @@ template <class T> INLINE void store_n(T* p, V v, i64 n) {
   store_v(part, v);
   for (i64 i = 0; i < n; i++) p[i] = part[i];
 }
+// body(i, left) for i = 0, VL, ... below n; `left` elements remain, and the whole vectors know that at compile time.
+template <class F> INLINE void vectors(i64 n, F body) {
+  i64 i = 0;
+  for (; i + VL <= n; i += VL) body(i, std::integral_constant<i64, VL>());
+  if (i < n) body(i, n - i);
+}
 INLINE float get(float x) { return x; }
 INLINE float get(bf16 x) { return widen1(x); }
 INLINE void put(float* p, float x) { *p = x; }
 INLINE void put(bf16* p, float x) { *p = narrow1(x); }
 
+// Declares VI `name` with a constant expression of `lane` in each lane. Filled in by a loop, the compiler would build it
+// lane by lane every time.
+#define LANES(name, expression)                                        \
+  struct name##Table {                                                 \
+    alignas(4 * VL) i32 at[VL];                                        \
+    constexpr name##Table() : at() {                                   \
+      for (int lane = 0; lane < VL; lane++) at[lane] = (expression);   \
+    }                                                                  \
+  };                                                                   \
+  static constexpr name##Table name##Constant;                         \
+  const VI name = load<VI>(name##Constant.at)
+
 INLINE V vmax(V a, V b) { return a > b ? a : b; }
 INLINE V vmin(V a, V b) { return a < b ? a : b; }
 INLINE V vabs(V a) { return (V)((VU)a & 0x7fffffffu); }
-INLINE float sum(V v) {
-  float part[VL];
-  store(part, v);
-  for (int half = VL / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) part[i] += part[i + half];
-  return part[0];
+// Neighbouring lanes of a, then of b, added pairwise within every four lanes: a0+a1 a2+a3 b0+b1 b2+b3.
+INLINE V add_pairs(V a, V b) {
+  LANES(even, (lane & ~3) + 2 * (lane & 1) + (lane & 2 ? VL : 0));
+  LANES(odd, (lane & ~3) + 2 * (lane & 1) + (lane & 2 ? VL : 0) + 1);
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
 }
-INLINE float top(V v) {
-  float best = v[0];
-  for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
-  return best;
+template <int distance> INLINE V partner(V v) {  // lane i <-> lane i ^ distance
+  LANES(other, lane ^ distance);
+  return __builtin_shuffle(v, other);
+}
+// The sums of four vectors, in the first four lanes.
+INLINE V sum_four(V a, V b, V c, V d) {
+  V v = add_pairs(add_pairs(a, b), add_pairs(c, d));
+  if constexpr (VL > 8) v += partner<8>(v);
+  if constexpr (VL > 4) v += partner<4>(v);
+  return v;
+}
+INLINE float sum(V v) { return sum_four(v, V{}, V{}, V{})[0]; }
+INLINE V top(V v) {  // the largest lane, in all lanes
+  if constexpr (VL > 8) v = vmax(v, partner<8>(v));
+  if constexpr (VL > 4) v = vmax(v, partner<4>(v));
+  v = vmax(v, partner<2>(v));
+  return vmax(v, partner<1>(v));
 }
 
 // e^x to about 1 ulp: x = n ln2 + r, a polynomial for e^r, n into the exponent. Below -87 the result is 0.
@@ -166,11 +207,8 @@ struct Scratch {
 
 // v[i][j] <-> v[j][i]: log2(VL) rounds of exchanging halves.
 template <int half> INLINE void transpose_round(VU* v) {
-  VU low, high;
-  for (int lane = 0; lane < VL; lane++) {
-    low[lane] = lane & half ? VL + lane - half : lane;
-    high[lane] = lane & half ? VL + lane : lane + half;
-  }
+  LANES(low, lane & half ? VL + lane - half : lane);
+  LANES(high, lane & half ? VL + lane : lane + half);
 #pragma GCC unroll 16
   for (int i = 0; i < VL; i++) {
     if (i & half) continue;

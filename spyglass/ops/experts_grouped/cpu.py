@@ -40,7 +40,7 @@ def experts_grouped(
         )
     experts, width, hidden = w1.shape
     rows, chosen = ids_TK.shape
-    x_TC, ids_TK, weights_TK = x_TC.contiguous(), ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous()
+    x_TC, ids_TK, weights_TK = x_TC.contiguous(), native.int32(ids_TK), native.float32(weights_TK)
     out_TC = torch.empty((rows, hidden), dtype=torch.float32)
     (kernels or native.best()).experts(
         x_TC.data_ptr(),

@@ -35,9 +35,9 @@ def linear_block(
     rows = x_TI.numel() // in_features
     out_TO = torch.empty((*x_TI.shape[:-1], out_features), dtype=x_TI.dtype if out_dtype is None else out_dtype)
     if addend_TO is not None:
-        addend_TO = addend_TO.to(torch.float32).contiguous()
+        addend_TO = native.float32(addend_TO)
     if bias_O is not None:
-        bias_O = bias_O.to(torch.float32).contiguous()
+        bias_O = native.float32(bias_O)
     format, kind, block_rows, block_columns = native.weight_codes("linear_block", weight)
     (kernels or native.best()).linear(
         x_TI.data_ptr(),

@@ -27,7 +27,7 @@ def linear_grouped(
     x_TGI = x_TGI.contiguous()
     out_TGO = torch.empty((rows, groups, out_features // groups), dtype=x_TGI.dtype)
     if addend_TGO is not None:
-        addend_TGO = addend_TGO.to(torch.float32).contiguous()
+        addend_TGO = native.float32(addend_TGO)
     (kernels or native.best()).linear(
         x_TGI.data_ptr(),
         dtype,
