@@ -27,11 +27,15 @@ class PartCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part."""
+    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part.
+
+    `sparse_files` are mostly holes on disk, which read as zeros (`Checkpoint.sparse_files`).
+    """
 
     counts: dict[Part, PartCount]
     skipped: dict[Part, tuple[str, ...]]
     ignored_files: tuple[str, ...]
+    sparse_files: tuple[str, ...]
     nbytes: int
     seconds: float
 
@@ -87,6 +91,7 @@ def load_into(
         counts=_counts(matched),
         skipped={part: tuple(names) for part, names in matched.skipped.items()},
         ignored_files=checkpoint.ignored_files,
+        sparse_files=checkpoint.sparse_files(),
         nbytes=nbytes,
         seconds=time.perf_counter() - started,
     )

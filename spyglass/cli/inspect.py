@@ -106,11 +106,11 @@ def _vision(args: argparse.Namespace) -> tuple[VisionConfig, int]:
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
     rules = CHAT_RULES if rules_name == "chat" else REFERENCE_RULES
-    picture = open_picture(photo, name=photo.name)
+    picture = open_picture(photo, name=str(photo))
     form = f"{picture.format} {picture.mode}"
     stored, size = picture.size, oriented_size(picture, rules)
     plan = plan_image(*size, vision)
-    resized = resize(to_rgb(picture, rules, name=photo.name), plan, name=photo.name)
+    resized = resize(to_rgb(picture, rules, name=str(photo)), plan, name=str(photo))
     return _Seen(
         stored=stored, size=size, form=form, resized=resized, plan=plan, span=layout_block(plan, start, vision)
     )
@@ -182,4 +182,4 @@ def _write(sheet: Image.Image, output: Path) -> None:
     try:
         sheet.save(output, "PNG")
     except OSError as error:
-        raise PromptError(f"{output} cannot be written: {error}") from error
+        raise PromptError(f"{output} cannot be written: {error.strerror or error}") from error

@@ -16,6 +16,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for item in fields(EngineConfig):
         option = "--" + item.name.replace("_", "-")
         text = item.metadata["help"]
+        if type(item.default) is int:
+            text += f" (default: {item.default})"
         if types[item.name] is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif item.name in CHOICES:

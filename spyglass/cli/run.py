@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spyglass.cli.options import add_engine_options
+from spyglass.cli.options import add_engine_options, engine_config
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError, PromptError
 
@@ -24,17 +24,25 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
+    parser.usage = "spyglass run [options] [question]"  # all of them would hide the error they are printed above
     parser.add_argument("question", nargs="?", help="left out: standard input, or a chat on a terminal")
     parser.add_argument("--model", metavar="DIR", help=f"checkpoint folder (default: {_DEFAULT_MODEL})")
     parser.add_argument(
-        "--image", metavar="PHOTO", type=Path, action="append", default=[], help="a picture file; may be repeated"
+        "--image",
+        metavar="PHOTO",
+        type=Path,
+        action="append",
+        default=[],
+        help="a picture file; for several: --image ONE --image TWO",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token (default: 1)")
-    parser.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens of this mass")
+    parser.add_argument(
+        "--top-p", type=float, metavar="X", help="draw from the likeliest tokens that make up this share"
+    )
     parser.add_argument("--top-k", type=int, metavar="N", help="draw from this many likeliest tokens")
     parser.add_argument(
-        "--min-p", type=float, metavar="X", help="draw from tokens this times as likely as the likeliest"
+        "--min-p", type=float, metavar="X", help="leave out tokens less than X times as likely as the likeliest"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--thinking", choices=("on", "off"), default="off", help="reason before answering")
@@ -46,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
     folder = _model_folder(args.model)
+    _check(args, folder)
+    questions = _questions(args.question)
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
     from spyglass.engine import LLM, SamplingParams
 
@@ -55,10 +65,28 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(folder, progress=True, **engine)
     if llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
+    if llm.loaded.report.sparse_files:
+        _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
     talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
-    for number, question in enumerate(_questions(args.question)):
+    for number, question in enumerate(questions):
         talk.ask(question, args.image if number == 0 else ())
     return 0
+
+
+def _check(args: argparse.Namespace, folder: Path) -> None:
+    """Refuse what can be seen to go wrong before a model is loaded, which may take minutes."""
+    from spyglass.config import read_model_config
+    from spyglass.prompt.chat import ChatOptions, check_options
+    from spyglass.prompt.decode import open_picture
+
+    options = engine_config(args)
+    check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
+    if args.image and read_model_config(folder).vision is None:
+        raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
+    if len(args.image) > options.images:
+        raise PromptError(f"{len(args.image)} pictures with --images {options.images}; name fewer, or raise --images")
+    for image in args.image:
+        open_picture(image, name=str(image))
 
 
 class _Talk:
@@ -113,19 +141,22 @@ def _model_folder(stated: str | None) -> Path:
     return folder
 
 
-def _questions(stated: str | None) -> Iterator[str]:
+def _questions(stated: str | None) -> Iterable[str]:
     """The one question that was given, or all of standard input, or line by line from a terminal."""
     if stated is not None:
-        yield stated
-    elif not sys.stdin.isatty():
-        text = sys.stdin.read().strip()
-        if not text:
-            raise PromptError("there is no question: give one as an argument or on standard input")
-        yield text
-    else:
-        _note("empty line or end of input ends the chat")
-        while question := _line():
-            yield question
+        return [stated]
+    if sys.stdin.isatty():
+        return _lines()
+    text = sys.stdin.read().strip()
+    if not text:
+        raise PromptError("there is no question: give one as an argument or on standard input")
+    return [text]
+
+
+def _lines() -> Iterator[str]:
+    _note("empty line or end of input ends the chat")
+    while question := _line():
+        yield question
 
 
 def _line() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,41 @@ def test_a_persons_mistake_is_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     assert err.splitlines()[-1].startswith("spyglass: error: ") and told in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--image", "nowhere.jpg"], "nowhere.jpg cannot be read: No such file or directory"),
+        (["--image", "CONFIG"], "config.json is none of JPEG"),
+        (["--images", "1", "--image", "PHOTO", "--image", "PHOTO"], "2 pictures with --images 1"),
+        (["--effort", "low"], "needs thinking"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_what_can_be_seen_to_fail_is_told_before_anything_is_loaded(
+    arguments: list[str], told: str, folder: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has no weights, which would be the next thing to complain about."""
+    config = Path(shutil.copy(folder / "config.json", tmp_path))
+    names = {"PHOTO": str(photo), "CONFIG": str(config)}
+    assert main(["run", "--model", str(tmp_path), *(names.get(word, word) for word in arguments), "hi"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_picture_for_a_text_checkpoint_is_refused_before_anything_is_loaded(
+    folder: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_n_layers": 0}))
+    assert main(["run", "--model", str(tmp_path), "--image", str(photo), "hi"]) == 2
+    assert "takes no pictures" in capsys.readouterr().err
+
+
+def test_weights_that_are_holes_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_checkpoint(tmp_path / "holes", "tiny", headers_only=True)
+    assert main(["run", "--model", str(tmp_path / "holes"), *MODEL, "--images", "0", "--max-tokens", "1", "hi"]) == 0
+    assert "mostly holes" in capsys.readouterr().err
 
 
 def test_without_a_model_folder_the_option_is_named(
