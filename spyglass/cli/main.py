@@ -7,6 +7,8 @@ Only the verb that was asked for is imported, so help is printed without loading
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -92,6 +94,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `spyglass` command; returns the exit code."""
+    _prepare_streams()
     try:
         try:
             return dispatch(sys.argv[1:] if argv is None else argv)
@@ -100,10 +103,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)  # the shell's next line starts at the margin, whatever was being printed
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away (`| head`): stop quietly, and keep the interpreter's exit from flushing into the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (`| head`): stop quietly
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"spyglass: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return USER_FAULT
+
+
+def _prepare_streams() -> None:
+    """A stream that the shell has closed becomes an empty one; what a terminal cannot show is printed as an escape."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's exit from flushing into what cannot take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

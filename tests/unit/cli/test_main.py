@@ -99,6 +99,39 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def shell(line: str, body: str) -> subprocess.CompletedProcess[str]:
+    """The outcome of a verb with this body, run in a shell whose command line ends in `line`."""
+    code = (
+        "import sys; from types import SimpleNamespace as N; from spyglass.cli import main as m\n"
+        f"def run(args):\n    {body}\n    return 0\n"
+        "m.load_verb = lambda name: N(HELP='', add_arguments=lambda p: None, run=run)\n"
+        "sys.exit(m.main(['run']))"
+    )
+    return subprocess.run(["bash", "-c", f'"$0" -c "$1" {line}', sys.executable, code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("line", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_stream_that_the_shell_closed_is_an_empty_one(line: str) -> None:
+    body = "print('out', flush=True); print('err', file=sys.stderr); assert sys.stdin.read() == ''"
+    done = shell(line if "<&-" in line else f"{line} </dev/null", body)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert done.stdout == ("" if ">&-" in line.replace("2>&-", "") else "out\n")
+
+
+@pytest.mark.parametrize("body", ["print('x', flush=True)", "print('x')", "print('x' * 10**6)"])
+def test_a_full_disk_is_one_line(body: str) -> None:
+    done = shell("> /dev/full", body)
+    assert done.returncode == 2
+    assert done.stderr == "spyglass: error: the output cannot be written: No space left on device\n"
+
+
+def test_what_a_terminal_cannot_show_is_an_escape_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert shell("", r"print('caf\u00e9')").stdout == "caf\\xe9\n"
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    assert shell("", r"print('caf\u00e9 \ud800')").stdout == "café \\ud800\n"
+
+
 def parse_engine(*words: str) -> EngineConfig:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
