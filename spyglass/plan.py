@@ -8,6 +8,7 @@ are divided between the devices (spec v41 5.6).
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -15,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spyglass.checkpoint.match import Source, part_of
+from spyglass.checkpoint.match import Source, match, part_of
+from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
+from spyglass.config.read import read_model_config
+from spyglass.errors import CapacityError
 from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
@@ -33,6 +38,7 @@ STEP_SEQUENCES = 64
 LEAST_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
 _DIVIDED = ("attn.wq_b", "attn.wo_a", "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.weights_proj")
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,30 @@ def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Mac
     )
 
 
+def require_room(
+    path: str | os.PathLike[str], free: int, *, pictures: bool = True, expand: bool = False, tables: bool = False
+) -> None:
+    """Refuse a checkpoint whose weights alone exceed `free` bytes; headers decide, nothing is loaded.
+
+    `pictures`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
+    go to the same memory.
+
+    Raises:
+        ConfigError, CheckpointError: the folder cannot be read.
+        CapacityError: the weights do not fit.
+    """
+    config = read_model_config(path)
+    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), expected_tensors(config)).sources)
+    left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
+    loaded = [share for name, share in weights.items() if name not in left_out]
+    need = sum(share.expanded if expand else share.stored for share in loaded)
+    if need > free:
+        raise CapacityError(
+            f"the weights of {os.fspath(path)} take {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free here; "
+            f"`spyglass check {os.fspath(path)} --plan` tells where they fit"
+        )
+
+
 def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     """Rows of all layers (spec v4 4.7): windows and un-pooled compressor rows are fixed, pooled rows and keys grow.
 
@@ -216,19 +246,30 @@ def _bytes_per_device(weights: Mapping[Share, Bytes], count: int, tables: Tables
 
 def this_machine() -> Machine:
     """Memory of this machine, as the kernel and the GPU driver report it; torch is not asked."""
-    return Machine(_host_memory(), tuple(_gpus()))
+    return Machine(host_memory(), tuple(_gpus()))
 
 
-def _host_memory() -> Device:
+def host_memory() -> Device:
+    """Memory of this machine, or of the container it is; all zero where the system does not tell."""
     total, free = _meminfo()
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, used_file, cached in (
+        ("memory.max", "memory.current", ("active_file", "inactive_file")),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     ):
-        limit, used = (_read_number(Path("/sys/fs/cgroup") / file) for file in (limit_file, used_file))
+        limit, used = (_read_number(_CGROUP / file) for file in (limit_file, used_file))
         if limit is not None and limit < total:
-            total, free = limit, min(free, max(limit - (used or 0), 0))
+            held = (used or 0) - _cached_files((_CGROUP / used_file).with_name("memory.stat"), cached)
+            total, free = limit, min(free, max(limit - held, 0))
     return Device("this machine's memory", total, free)
+
+
+def _cached_files(stat: Path, names: tuple[str, ...]) -> int:
+    """Bytes of cached files, which a container's count of used memory holds and the kernel gives back when asked."""
+    try:
+        rows = (line.split() for line in stat.read_text(encoding="ascii").splitlines())
+    except OSError:
+        return 0
+    return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in names)
 
 
 def _meminfo() -> tuple[int, int]:

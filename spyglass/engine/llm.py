@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import numpy as np
 import torch
 
-from spyglass.config.engine import read_engine_config
+from spyglass.config.engine import EngineConfig, read_engine_config
 from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
@@ -21,7 +21,8 @@ from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import CapacityError, PromptError, SpyglassError
-from spyglass.model import load_model
+from spyglass.model import find_device, load_model
+from spyglass.plan import host_memory, require_room
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -47,6 +48,7 @@ class LLM:
     Raises:
         ConfigError: config.json or an option means nothing.
         CheckpointError: the files do not hold what config.json promises.
+        CapacityError: the weights are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
     """
@@ -88,10 +90,14 @@ class LLM:
         self.options = options = read_engine_config(stated)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
+        place = find_device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+        )
+        _require_room(path, place, options)
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         self.loaded = load_model(
             path,
-            device=("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device,
+            device=place,
             dtype=options.dtype,
             numerics=options.numerics,
             images=options.images > 0,
@@ -306,6 +312,20 @@ class LLM:
         if self.config.text.vocab_size == RELEASED_VOCABULARY:
             banned.update(range(VLLM_FIRST_ID, VLLM_FIRST_ID + len(TokenKind) - 1))
         return {token for token in banned if token is not None}
+
+
+def _require_room(path: str | os.PathLike[str], place: torch.device, options: EngineConfig) -> None:
+    """Refuse a model that would not fit before a byte of it is read."""
+    if place.type == "cuda":
+        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # kept by torch for later use
+        free = torch.cuda.mem_get_info(place)[0] + unused
+    else:
+        memory = host_memory()
+        if memory.total == 0:  # a system that does not tell
+            return
+        free = memory.free
+    beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
+    require_room(path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.errors import CapacityError
 from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, plan_memory, this_machine
 
 GB = 10**9
@@ -107,6 +108,42 @@ def test_a_longer_step_needs_more_memory() -> None:
     config = parse_model_config(preset_config("flash-vision", packed=True), "flash")
     steps = [plan.step_bytes(config, tokens) for tokens in (1, 128, 2048)]
     assert steps == sorted(steps) and 0.5 * GB < steps[2] < 5 * GB
+
+
+def test_weights_need_room_each_part_where_it_is_loaded(tmp_path: Path) -> None:
+    found = planned(tmp_path, "tiny-v41")
+    stored = {name: share.stored for name, share in found.weights.items()}
+    text = found.total.stored - stored["vision"]
+    assert stored["vision"] and stored["engram"]
+    for need, options in (
+        (text, {"pictures": False}),
+        (found.total.stored, {}),
+        (found.total.stored + stored["engram"], {"tables": True}),
+        (found.total.expanded, {"expand": True}),
+    ):
+        plan.require_room(tmp_path, need, **options)
+        with pytest.raises(CapacityError, match="--plan"):
+            plan.require_room(tmp_path, need - 1, **options)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_has_its_limit_and_gets_cached_files_back(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that were read, the checkpoint's own for instance, are counted as used and are free for the asking."""
+    folder, limit, used, prefix = (
+        (tmp_path, "memory.max", "memory.current", "")
+        if version == 2
+        else (tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / limit).write_text("1000\n")
+    (folder / used).write_text("900\n")
+    (folder / "memory.stat").write_text(f"anon 200\n{prefix}active_file 300\n{prefix}inactive_file 400\nslab 9\n")
+    monkeypatch.setattr(plan, "_CGROUP", tmp_path)
+    assert (plan.host_memory().total, plan.host_memory().free) == (1000, 800)
+    (folder / "memory.stat").unlink()
+    assert plan.host_memory().free == 100
 
 
 def test_this_machine_has_memory() -> None:

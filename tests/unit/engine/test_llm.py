@@ -16,6 +16,7 @@ from spyglass import LLM, Patches, SamplingParams
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.plan import Device
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import TokenKind
 
@@ -255,6 +256,22 @@ def test_one_bad_request_of_many_is_named_and_nothing_runs(llm: LLM) -> None:
     with pytest.raises(PromptError, match="request 0"):
         llm.chat([[{"role": "user", "content": [{"type": "audio"}]}], question("Hello")])
     assert not llm.engine.has_work
+
+
+def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spyglass.engine.llm.host_memory", lambda: Device("host", 10**9, 10**6))
+    with pytest.raises(CapacityError, match=r"take 0\.08 GB and 0\.00 GB are free here; .*check .* --plan"):
+        LLM(tiny_folder, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_a_system_that_does_not_tell_its_memory_refuses_nothing(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spyglass.engine.llm.host_memory", lambda: Device("host", 0, 0))
+    assert LLM(tiny_folder, **OPTIONS, images=0).logits([0, 5]).shape[0] == 2
 
 
 def test_misspelt_and_meaningless_options_are_errors(tiny_folder: Path) -> None:
