@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +51,7 @@ def new_checkpoint(
         CheckpointError: the folder already holds a checkpoint, the disk is too small, or a write fails.
     """
     directory = Path(directory)
-    if (directory / "config.json").exists():
+    if os.path.lexists(directory / "config.json"):
         raise CheckpointError(f"{directory} already holds a checkpoint; choose another folder or remove it")
     specs = preset_tensors(preset)
     plain = format == "bf16"

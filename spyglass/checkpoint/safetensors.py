@@ -195,13 +195,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             every damaged file is named.
     """
     directory = Path(path)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(
             f"{directory} is not a folder; expected a checkpoint folder with config.json and *.safetensors"
         )
-    present = sorted(entry.name for entry in directory.iterdir() if entry.name.endswith(".safetensors"))
+    try:
+        present = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     index = directory / INDEX_NAME
-    weight_map = _read_index(index) if index.exists() else None
+    weight_map = _read_index(index) if os.path.lexists(index) else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _files_without_index(directory, present)
     if weight_map is not None and not set(names) <= set(present):
         raise CheckpointError(
@@ -240,8 +243,9 @@ def _read_headers(files: list[Path]) -> list[dict[str, TensorHeader]]:
 def _read_index(index: Path) -> dict[str, str]:
     """`weight_map` of the index: tensor name to file name in the same folder."""
     try:
-        if index.stat().st_size > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{index} is larger than {MAX_HEADER_BYTES} bytes")
+        status = os.stat(index)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{index} is not a file of at most {MAX_HEADER_BYTES} bytes")
         content = _parse_json(index, index.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error

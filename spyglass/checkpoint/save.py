@@ -119,7 +119,8 @@ def _new_files(directory: Path, layout: Layout, *, sparse: bool) -> Iterator[lis
         for descriptor in descriptors:
             os.close(descriptor)
         for path in (*paths, index):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that could not be made has nothing to remove
+                path.unlink(missing_ok=True)
 
 
 def _create(path: Path, shard: Shard) -> int:

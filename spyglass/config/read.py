@@ -28,10 +28,10 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
             the message names file and field.
     """
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike pathlib, also says no to a name that is too long or may not be looked up
         raise ConfigError(f"{path}: not a folder; give the folder that holds the checkpoint's config.json")
     official, reference = path / "config.json", path / "inference" / "config.json"
-    found = official if official.exists() or not reference.exists() else reference
+    found = official if os.path.lexists(official) or not os.path.lexists(reference) else reference
     return parse_model_config(read_json_object(found), str(found))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from spyglass.errors import PromptError
 
 FILE_NAME = "tokenizer.json"
+MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
 
 
 class PromptTokenizer:
@@ -36,7 +38,7 @@ class PromptTokenizer:
             parsed: dict[str, Any] = json.loads(text)
             self._added: dict[str, int] = {token["content"]: token["id"] for token in parsed["added_tokens"]}
             self.special_ids = frozenset(token["id"] for token in parsed["added_tokens"] if token["special"])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise PromptError(f"{name} is not a tokenizer file: {error!r}") from error
         self._full = _build(text, name)
         for spelling, token in self._added.items():
@@ -98,12 +100,15 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:
     """The tokenizer of a checkpoint folder, None when it has none: ids and pictures need no tokenizer, only text does.
 
     Raises:
-        PromptError: the file is there but is no tokenizer.
+        PromptError: the file is there (a link that leads nowhere included) but is no tokenizer.
     """
     path = Path(folder) / FILE_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise PromptError(f"{path} is not a file of at most {MAX_BYTES:,} bytes; use the tokenizer of the model")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise PromptError(f"{path} cannot be read: {error}") from error

@@ -84,6 +84,23 @@ def test_a_damaged_index_is_refused(folder: Path, text: str) -> None:
         open_checkpoint(folder)
 
 
+def test_an_index_that_is_no_plain_file_is_neither_waited_for_nor_overlooked(folder: Path) -> None:
+    index = folder / INDEX_NAME
+    for make in (
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("/dev/zero", path),
+        lambda path: os.symlink("gone", path),
+    ):
+        index.unlink()
+        make(index)
+        with pytest.raises(CheckpointError, match=r"index\.json (is not a file of at most|cannot be read)"):
+            open_checkpoint(folder)
+        if index.is_dir() and not index.is_symlink():
+            index.rmdir()
+            index.touch()
+
+
 def test_a_tensor_in_two_shards_is_refused(folder: Path) -> None:
     both = {"t0": TENSORS["t0"], "t1": TENSORS["t1"]}
     for number in (1, 2):
@@ -117,8 +134,19 @@ def test_several_files_or_a_part_need_an_index(tmp_path: Path, files: list[str])
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        open_checkpoint(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    for name in ("absent", "file", "file/below", "x" * 5000, "nul\0"):
+        with pytest.raises(CheckpointError, match="is not a folder"):
+            open_checkpoint(tmp_path / name)
+
+
+def test_a_folder_that_may_not_be_listed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        open_checkpoint(folder)
 
 
 def test_files_with_holes_are_remarked_on(folder: Path, tmp_path: Path) -> None:

@@ -32,3 +32,10 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path, capsys: py
     assert main(["new-checkpoint", str(tmp_path / "a"), "--headers-only"]) == 0
     assert main(["new-checkpoint", str(tmp_path / "a"), "--headers-only"]) == 2
     assert "already holds a checkpoint" in capsys.readouterr().err
+
+
+def test_a_place_where_no_folder_can_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below", "x" * 5000):
+        assert main(["new-checkpoint", str(tmp_path / name)]) == 2
+        assert "cannot be written: " in capsys.readouterr().err

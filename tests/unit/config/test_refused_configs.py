@@ -271,8 +271,10 @@ def test_a_file_that_is_not_plain_json_is_refused(content: bytes, says: str, tmp
 
 
 def test_a_missing_folder_or_file_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a folder"):
-        read_model_config(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file", "file/below", "x" * 5000, "nul\0"):
+        with pytest.raises(ConfigError, match="not a folder"):
+            read_model_config(tmp_path / name)
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,11 +103,32 @@ def test_a_token_that_is_not_where_the_file_says_is_refused() -> None:
                 PromptTokenizer(content)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"added_tokens": []}', b'{"added_tokens": [{}]}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"\xff", b"[" * 200_000, b'{"added_tokens": []}', b'{"added_tokens": [{}]}']
+)
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(PromptError, match=r"tokenizer\.json (is not a tokenizer file|cannot be read)"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_no_plain_file_is_neither_waited_for_nor_overlooked(tmp_path: Path) -> None:
+    makers = {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "endless": lambda path: os.symlink("/dev/zero", path),
+        "dangling": lambda path: os.symlink("gone", path),
+    }
+    for name, make in makers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        make(folder / "tokenizer.json")
+        with pytest.raises(PromptError, match=r"tokenizer\.json (is not a file of at most|cannot be read)"):
+            load_tokenizer(folder)
+
+
+def test_a_folder_that_cannot_exist_has_no_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path / ("x" * 5000)) is None
 
 
 def test_a_tokenizer_that_would_add_bos_by_itself_adds_none(tokenizer: PromptTokenizer, tokenizer_text: str) -> None:
