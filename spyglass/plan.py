@@ -128,9 +128,9 @@ def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Mac
         fits = room > 0 and context >= LEAST_CONTEXT
         return Fit(device.name, count, held, usable, context if fits else 0, tables)
 
-    here = [fit(machine.ram, 1, "float32")]
+    here = [fit(machine.ram, 1, "bfloat16")]
     if outside == "files":
-        here.append(fit(machine.ram, 1, "float32", "host"))
+        here.append(fit(machine.ram, 1, "bfloat16", "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
         here.append(fit(smallest, len(machine.gpus), "bfloat16"))

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spyglass.config import ModelConfig
 
-HELP = "Say from headers alone whether a checkpoint would load, what would run, and where it fits."
+HELP = (
+    "Say from headers alone whether a checkpoint would load, what would run, and where it fits. The exit code is 0 if "
+    "its files are sound, 1 if not."
+)
 WOULD_NOT_LOAD = 1
 
 
@@ -44,6 +47,7 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     from spyglass.checkpoint.safetensors import open_checkpoint
     from spyglass.checkpoint.schema import GROUPS, draft_kind, expected_tensors, group_of
     from spyglass.config import read_model_config
+    from spyglass.ops.build import why_not
     from spyglass.plan import plan_memory, this_machine
 
     config = read_model_config(directory)
@@ -68,8 +72,10 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     report["faults"] = matched.faults() + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
+    report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     report["memory"] = asdict(plan_memory(config, matched.sources, machine))
+    report["fits_here"] = any(fit["context"] for fit in report["memory"]["here"])
 
 
 def _engram_faults(directory: Path, config: ModelConfig) -> list[str]:
@@ -108,7 +114,7 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     """Which implementation of each op would run, per device and its default activation dtype."""
     from spyglass.ops.table import describe
 
-    devices = [("cpu", "float32"), *([("cuda", "bfloat16")] if has_gpu else [])]
+    devices = [("cpu", "bfloat16"), *([("cuda", "bfloat16")] if has_gpu else [])]
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
@@ -130,12 +136,20 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines += _tensor_lines(report)
     if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
+        if report["no_cpu_kernels"] is not None:
+            lines.append(f"the fast kernels for processors cannot run: {report['no_cpu_kernels']}")
         lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
         lines += _memory_lines(report["memory"])
     lines += [f"fault: {fault}" for fault in report["faults"]]
-    lines.append("would load: yes" if report["would_load"] else "would load: NO")
+    lines.append(_last_line(report))
     return "\n".join(lines)
+
+
+def _last_line(report: dict[str, Any]) -> str:
+    if not report["would_load"]:
+        return "would load: NO"
+    return "would load: yes" + ("" if report["fits_here"] else ", but not into this machine's free memory")
 
 
 def _model_lines(report: dict[str, Any]) -> list[str]:
@@ -151,10 +165,10 @@ def _model_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _tensor_lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"tensors: {report['tensors']:,}, {_gb(report['bytes'])} in {report['files']} files"]
+    lines = [f"tensors: {report['tensors']:,}, {_size(report['bytes'])} in {report['files']} files"]
     for group, entry in report["groups"].items():
         kind = f" ({report['draft']}, not loaded)" if group == "draft" and report["draft"] else ""
-        lines.append(f"  {group:<8} {entry['tensors']:>7,}  {_gb(entry['bytes'])}{kind}")
+        lines.append(f"  {group:<8} {entry['tensors']:>7,}  {_size(entry['bytes']):>10}{kind}")
     lines.append("formats: " + ", ".join(f"{count:,} {name}" for name, count in sorted(report["formats"].items())))
     remarks = (
         ("left at init", report["left_at_init"]),
@@ -182,17 +196,17 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     tables = memory["weights"]["engram"]["stored"]
     rows = memory["cache"]["bfloat16"]
     lines = [
-        f"weights: {_gb(stored)} as stored, {_gb(expanded)} widened to bfloat16; a step of 2,048 tokens about "
-        f"{_gb(memory['step_bytes'])}",
+        f"weights: {_size(stored)} as stored, {_size(expanded)} widened to bfloat16; a step of 2,048 tokens about "
+        f"{_size(memory['step_bytes'])}",
         f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
     ]
     if tables:
         lines.append(
-            f"engram tables: {_gb(tables)}, left in their files (--engram mmap), or one copy in a machine's memory "
+            f"engram tables: {_size(tables)}, left in their files (--engram mmap), or one copy in a machine's memory "
             "(host), or divided between its GPUs (device)"
         )
     where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
-    lines += [f"{fit['count']} x {fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
+    lines += [f"{_times(fit)}{fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
     title = "context that fits beside the weights, by GPU memory and count"
     if not tables:
         return lines + _gpu_table(memory["gpus"], f"{title}:")
@@ -200,8 +214,15 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     return lines + _gpu_table(memory["gpus_with_tables"], f"{title}, engram tables on the GPUs:")
 
 
+def _times(fit: dict[str, Any]) -> str:
+    return f"{fit['count']} x " if fit["count"] > 1 else ""
+
+
 def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
     """Rows = card sizes, columns = how many of them; a cell is the context that fits beside the weights."""
+    contexts = {fit["context"] for fit in fits}
+    if len(contexts) == 1 and 0 not in contexts:
+        return [f"{title} {_tokens(contexts.pop())} tokens everywhere, from one of {fits[0]['name']} on"]
     counts = sorted({fit["count"] for fit in fits})
     cells = {(fit["name"], fit["count"]): _tokens(fit["context"]) for fit in fits}
     lines = [title]
@@ -212,8 +233,12 @@ def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
 
 
 def _verdict(fit: dict[str, Any]) -> str:
-    sizes = f"{_gb(fit['weights'])} of weights, {_gb(fit['usable'])} usable"
-    return f"fits with {_tokens(fit['context'])} tokens ({sizes})" if fit["context"] else f"does not fit ({sizes})"
+    sizes = f"{_size(fit['weights'])} of weights, {_size(fit['usable'])} usable"
+    return (
+        f"fits, with room for {_tokens(fit['context'])} tokens ({sizes})"
+        if fit["context"]
+        else f"does not fit ({sizes})"
+    )
 
 
 def _tokens(count: int) -> str:
@@ -224,5 +249,7 @@ def _few(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f} GB"
+def _size(nbytes: int) -> str:
+    if nbytes >= 10**9:
+        return f"{nbytes / 1e9:,.2f} GB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.1f} kB"

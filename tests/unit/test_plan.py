@@ -97,9 +97,9 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
     first = planned(tmp_path, "tiny")
     config = read_model_config(tmp_path)
     sources = match(open_checkpoint(tmp_path), expected_tensors(config)).sources
-    bare = first.total.stored + first.step_bytes + first.cache["float32"].fixed
+    bare = first.total.stored + first.step_bytes + first.cache["bfloat16"].fixed
     for tokens, fits in ((4000, False), (4200, True)):
-        free = int((bare + tokens * first.cache["float32"].per_token) / plan.USABLE)
+        free = int((bare + tokens * first.cache["bfloat16"].per_token) / plan.USABLE)
         found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
         assert bool(found.here[0].context) == fits
 

@@ -14,6 +14,7 @@ import pytest
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.errors import CheckpointError
+from spyglass.plan import Device, Machine
 from tests.unit.checkpoint.small_files import Raw, load_all, read_raw, write_raw, write_small
 
 
@@ -40,7 +41,7 @@ def test_the_released_shape(flash: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["formats"]["fp4 1x32"] == 43 * 256 * 3
     assert report["memory"]["cache"]["bfloat16"]["per_token"] == 6880
     assert len(report["sparse_files"]) == 48
-    assert "sparse_attention" in report["ops"]["cpu float32"]
+    assert "sparse_attention" in report["ops"]["cpu bfloat16"]
     assert report["vision_graphs"] == ("cuda bfloat16" in report["ops"])
 
 
@@ -70,6 +71,36 @@ def test_the_text_says_what_people_ask(flash: Path, capsys: pytest.CaptureFixtur
         "would load: yes",
     ):
         assert expected in text
+
+
+def test_a_model_larger_than_this_machine_is_said_to_be(
+    flash: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sound files are exit code 0 all the same: people check where a model would fit before they rent it."""
+    for free, ending in (
+        (100, "would load: yes, but not into this machine's free memory\n"),
+        (900, "would load: yes\n"),
+    ):
+        machine = Machine(Device("this machine's memory", 900 * 10**9, free * 10**9), ())
+        monkeypatch.setattr("spyglass.plan.this_machine", lambda machine=machine: machine)
+        assert main(["check", str(flash), "--plan"]) == 0
+        assert capsys.readouterr().out.endswith(ending)
+
+
+def test_what_fits_everywhere_needs_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_checkpoint(tmp_path / "tiny", "tiny", headers_only=True)
+    assert main(["check", str(tmp_path / "tiny")]) == 0
+    text = capsys.readouterr().out
+    assert "16k tokens everywhere, from one of 24 GB on" in text and "141 GB" not in text
+    assert "809.5 kB" in text and "0.00 GB" not in text
+
+
+def test_missing_kernels_are_explained(
+    flash: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("spyglass.ops.build._compiler", lambda: None)
+    assert main(["check", str(flash)]) == 0
+    assert "cannot run: no C++ compiler was found" in capsys.readouterr().out
 
 
 # The verdict is that of the loader, whatever is wrong.
