@@ -46,6 +46,7 @@ _CONTEXT = 64  # text positions drawn before and after the block
 _MASK = 520
 _TICK = 64  # left of the mask, for the names of its rows
 _LABEL_CELL = 26  # cells smaller than this get no number
+_HEAD = 58  # a heading and the line that explains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,27 +69,50 @@ def draw_inspection(inspection: Inspection) -> Image.Image:
     panels = (_picture_panel(inspection), _order_panel(inspection))
     strip, mask = _strip(inspection), _mask(inspection)
     upper = max(panel.height for panel in panels)
-    facts_height = 34 + 27 * len(inspection.facts)
+    facts_height = 27 * len(inspection.facts)
     top = 110
-    middle = top + 34 + upper + _GAP
-    lower = middle + 66 + strip.height + _GAP
-    sheet = Image.new("RGB", (_WIDTH, lower + 34 + max(mask.height + 34, facts_height) + _MARGIN), _PAPER)
+    middle = top + _HEAD + upper + _GAP
+    lower = middle + _HEAD + 32 + strip.height + _GAP
+    sheet = Image.new("RGB", (_WIDTH, lower + _HEAD + max(mask.height + 34, facts_height) + _MARGIN), _PAPER)
     pen = ImageDraw.Draw(sheet)
     pen.text((_MARGIN, 34), inspection.title, _INK, _font(34))
     pen.line((_MARGIN, 88, _WIDTH - _MARGIN, 88), _RULE, 2)
     left, right = _MARGIN, _MARGIN + _PANEL + _GAP
-    for x, heading, panel in zip((left, right), ("Patches and cells", "Order of tokens"), panels, strict=True):
-        pen.text((x, top), heading, _INK, _font(20))
-        sheet.paste(panel, (x, top + 34))
-    pen.text((left, middle), "Token block", _INK, _font(20))
-    _legend(pen, left, middle + 34, inspection)
-    sheet.paste(strip, (left, middle + 66))
-    pen.text((left, lower), "Who sees whom in the window (queries down, keys across)", _INK, _font(20))
-    sheet.paste(mask, (left, lower + 34))
-    _mask_legend(pen, left + _TICK, lower + 42 + mask.height, inspection.mutual)
-    pen.text((right, lower), "Counts", _INK, _font(20))
-    _facts(pen, right, lower + 34, inspection.facts)
+    merge = inspection.merge
+    _heading(
+        pen,
+        (left, top),
+        "Patches and cells",
+        f"thin lines: patches, what the tower looks at; yellow: cells of {merge} x {merge} patches, a token each; "
+        "grey: filled up",
+    )
+    sheet.paste(panels[0], (left, top + _HEAD))
+    _heading(pen, (right, top), "Order of tokens", "the turn at which each cell enters the prompt; orange: line ends")
+    sheet.paste(panels[1], (right, top + _HEAD))
+    _heading(
+        pen,
+        (left, middle),
+        "Token block",
+        f"positions of the prompt, {_STRIP_COLUMNS} to a row: the picture's tokens, coloured as above, between text",
+    )
+    _legend(pen, left, middle + _HEAD, inspection)
+    sheet.paste(strip, (left, middle + _HEAD + 32))
+    _heading(
+        pen,
+        (left, lower),
+        "Who sees whom in the window",
+        "each row is a token that looks, each column one that it may see; both run through the block above",
+    )
+    sheet.paste(mask, (left, lower + _HEAD))
+    _mask_legend(pen, left + _TICK, lower + _HEAD + 8 + mask.height, inspection.mutual)
+    _heading(pen, (right, lower), "Counts", "")
+    _facts(pen, right, lower + _HEAD - 24, inspection.facts)
     return sheet
+
+
+def _heading(pen: ImageDraw.ImageDraw, at: tuple[int, int], title: str, explanation: str) -> None:
+    pen.text(at, title, _INK, _font(20))
+    pen.text((at[0], at[1] + 29), explanation, _FAINT, _font(14))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
@@ -240,7 +264,11 @@ def _mask(inspection: Inspection) -> Image.Image:
 
 
 def _mask_legend(pen: ImageDraw.ImageDraw, x: int, y: int, mutual: bool) -> None:
-    entries = [("causal window", _CAUSAL), ("only inside a span", _BOTH_WAYS), ("unseen", _UNSEEN)]
+    entries = [
+        ("what came before, within the window", _CAUSAL),
+        ("also seen inside a picture", _BOTH_WAYS),
+        ("unseen", _UNSEEN),
+    ]
     for label, colour in entries if mutual else [entries[0], entries[2]]:
         pen.rectangle((x, y + 2, x + 14, y + 16), colour, _FAINT)
         pen.text((x + 22, y), label, _INK, _font(15))
