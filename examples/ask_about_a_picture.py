@@ -8,6 +8,8 @@ from pathlib import Path
 
 from spyglass import LLM, SamplingParams
 
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
 model, picture, question = sys.argv[1:]
 llm = LLM(model)
 message = {

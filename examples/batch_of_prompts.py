@@ -8,6 +8,8 @@ from pathlib import Path
 
 from spyglass import LLM, SamplingParams
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 model, picture = sys.argv[1:]
 llm = LLM(model)
 photo = {"type": "image_url", "image_url": {"url": Path(picture)}}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from spyglass import LLM, SamplingParams
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
 model, *pictures = sys.argv[1:]
 llm = LLM(model, images=len(pictures))  # at most so many pictures in a conversation
 content = []

@@ -9,10 +9,13 @@ import numpy as np
 
 from spyglass import LLM, Patches
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 llm = LLM(sys.argv[1], dtype="float32")
 rows, columns = 6, 9  # patches; the text model sees a third of each, rounded up
 pixels = np.random.default_rng(0).integers(0, 256, (rows * columns, 3, 14, 14), dtype=np.uint8)
 
+# what a chat would send: begin, user | the picture | two line ends, "What", assistant
 logits = llm.logits([[0, 128803], Patches(pixels, (rows, columns)), [201, 201, 3085, 128804]])  # float32 [T, V]
 print(f"{logits.shape[0]} positions, the picture's block among them, x {logits.shape[1]} tokens")
 best = logits[-1].topk(3)
