@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from spyglass.checkpoint.match import PARTS, Match, Part, match, part_of
 from spyglass.checkpoint.safetensors import Checkpoint, list_names, open_checkpoint
 from spyglass.checkpoint.stream import stream
+from spyglass.errors import CheckpointError
 from spyglass.quant.formats import Format
+from spyglass.quant.pack import E8M0_NAN
 from spyglass.quant.packed import Packed, WeightSlot
 
 
@@ -65,7 +68,8 @@ def load_into(
     never enter a module and stay where they are. `progress` shows a bar when standard error is a terminal.
 
     Raises:
-        CheckpointError: tensors are missing, left over or misshapen (nothing is read then), or a file cannot be read.
+        CheckpointError: tensors are missing, left over or misshapen (nothing is read then), a file cannot be read, or a
+            scale, norm, bias or other plain tensor holds NaN or infinity.
     """
     started = time.perf_counter()
     if not isinstance(checkpoint, Checkpoint):
@@ -85,6 +89,7 @@ def load_into(
     with tqdm(total=nbytes, unit="B", unit_scale=True, desc="loading", disable=None if progress else True) as bar:
         for name, packed in stream(matched.sources, place):
             slot = by_name[name]
+            _refuse_non_numbers(name, packed, slot.kind)
             slot.put(Packed(packed.format, packed.data, packed.scale, slot.shape))
             bar.update(matched.sources[name].nbytes)
     return LoadReport(
@@ -95,6 +100,21 @@ def load_into(
         nbytes=nbytes,
         seconds=time.perf_counter() - started,
     )
+
+
+def _refuse_non_numbers(name: str, packed: Packed, kind: str) -> None:
+    """Refuse scales and plain tensors with NaN or infinity, which a router's bias turns into a silent wrong choice.
+
+    They are a small part of a checkpoint; to search its matrices would cost as much as to read them.
+    """
+    scale = packed.scale
+    if scale is not None:
+        sound = int(scale.max()) < E8M0_NAN if scale.dtype == torch.uint8 else bool(scale.isfinite().all())
+    else:
+        sound = kind != "vector" or bool(packed.data.isfinite().all())
+    if not sound:
+        what = f"{name}.scale" if scale is not None else name
+        raise CheckpointError(f"{what} holds a value that is no finite number; the file is damaged, download it again")
 
 
 def _counts(matched: Match) -> dict[Part, PartCount]:

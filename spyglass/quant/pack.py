@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+E8M0_NAN = 255
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -15,7 +16,7 @@ def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
     """Scale bytes (uint8, any shape) to float32 powers of two; byte 0 is the subnormal 2^-127, byte 255 NaN."""
     bits = scale.to(torch.int32) << 23
     bits = torch.where(scale == 0, torch.full_like(bits, 0x00400000), bits)
-    bits = torch.where(scale == 255, torch.full_like(bits, 0x7FC00000), bits)
+    bits = torch.where(scale == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)
     return bits.view(torch.float32)
 
 

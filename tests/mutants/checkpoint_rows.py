@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 HEADERS = "spyglass/checkpoint/safetensors.py"
 MATCH = "spyglass/checkpoint/match.py"
+LOAD = "spyglass/checkpoint/load.py"
 STREAM = "spyglass/checkpoint/stream.py"
 NAMES = "spyglass/checkpoint/names.py"
 SCHEMA = "spyglass/checkpoint/schema.py"
@@ -18,6 +19,7 @@ INDEX_TESTS = "tests/unit/checkpoint/test_index.py"
 NAME_TESTS = "tests/unit/checkpoint/test_names.py"
 SCHEMA_TESTS = "tests/unit/checkpoint/test_schema.py"
 LOAD_TESTS = "tests/unit/checkpoint/test_load.py"
+VALUE_TESTS = "tests/unit/checkpoint/test_damaged_values.py"
 SAVE_TESTS = "tests/unit/checkpoint/test_save.py"
 RANDOM_TESTS = "tests/unit/checkpoint/test_random.py"
 PLAN_TESTS = "tests/unit/test_plan.py"
@@ -59,6 +61,8 @@ CHECKPOINT_ROWS: list[Mutant] = [
     Mutant(MATCH, "    if twice:\n        raise CheckpointError(f\"{checkpoint.directory}: two names",
            "    if False:\n        raise CheckpointError(f\"{checkpoint.directory}: two names", LOAD_TESTS,
            "two names for one tensor pass"),
+    Mutant(LOAD, "            _refuse_non_numbers(name, packed, slot.kind)\n", "", VALUE_TESTS, "NaN in a bias passes"),
+    Mutant(LOAD, "int(scale.max()) < E8M0_NAN", "True", VALUE_TESTS, "NaN scales pass"),
     Mutant(STREAM, "while done < header.nbytes:", "if done < header.nbytes:", LOAD_TESTS, "a file that shrinks reads as noise"),
     Mutant(STREAM, "scale = None if source.scale is None else found[id(source.scale)]", "scale = None", LOAD_TESTS,
            "scales are dropped"),
