@@ -21,7 +21,7 @@ QUANT_ROWS: list[Mutant] = [
            "nibbles swapped when written"),
     Mutant(PACK, "torch.signbit(values)", "(values < 0)", TESTS, "the sign of zero lost"),
     Mutant(PACK, "torch.where(scale == 0, torch.full_like(bits, 0x00400000), bits)", "bits", TESTS, "byte 0 is zero"),
-    Mutant(PACK, "torch.where(scale == 255, torch.full_like(bits, 0x7FC00000), bits)", "bits", TESTS, "byte 255 is infinite"),
+    Mutant(PACK, "torch.where(scale == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)", "bits", TESTS, "byte 255 is infinite"),
     Mutant(PACK, "exponent.clamp(-127, 127) + 127", "exponent.clamp(-127, 127) + 128", TESTS, "the bias is off by one"),
     Mutant(CODEC, "torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))",
            "torch.where(magnitude <= 2, 0.5, torch.where(magnitude <= 4, 1.0, 4.0))", TESTS, "the last step is 4"),
