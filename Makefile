@@ -52,7 +52,6 @@ bench: setup
 	$(BIN)/spyglass bench image
 	$(BIN)/spyglass bench load
 	$(BIN)/spyglass bench model
-	$(BIN)/spyglass bench ops
 
 # The machine's own python and torch, no set-up, no network: this is what runs on an accelerator machine.
 gpu:
