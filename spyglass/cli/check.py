@@ -69,13 +69,28 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     report["left_at_init"] = matched.at_init
     report["ignored_files"] = list(checkpoint.ignored_files)
     report["sparse_files"] = list(checkpoint.sparse_files())
-    report["faults"] = matched.faults() + _engram_faults(Path(directory), config)
+    report["tokenizer"], tokenizer_faults = _examine_tokenizer(directory, config)
+    report["faults"] = matched.faults() + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     report["memory"] = asdict(plan_memory(config, matched.sources, machine))
     report["fits_here"] = any(fit["context"] for fit in report["memory"]["here"])
+
+
+def _examine_tokenizer(directory: str, config: ModelConfig) -> tuple[bool, list[str]]:
+    """Whether the folder has a tokenizer, and what would keep it from being used with this model."""
+    from spyglass.errors import PromptError
+    from spyglass.prompt.placeholder import resolve_placeholder
+    from spyglass.prompt.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(directory)
+        resolve_placeholder(config, tokenizer)
+    except PromptError as error:
+        return True, [str(error)]
+    return tokenizer is not None, []
 
 
 def _engram_faults(directory: Path, config: ModelConfig) -> list[str]:
@@ -134,6 +149,8 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines += _model_lines(report)
     if "groups" in report and not plan_only:
         lines += _tensor_lines(report)
+    if not report.get("tokenizer", True) and not plan_only:
+        lines.append("no tokenizer.json: takes token ids and pictures, but no text")
     if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
         if report["no_cpu_kernels"] is not None:

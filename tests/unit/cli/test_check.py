@@ -146,6 +146,23 @@ def test_a_truncated_shard_and_a_missing_config_are_faults(tmp_path: Path, capsy
     assert "would load: NO" in capsys.readouterr().out
 
 
+def test_a_tokenizer_that_the_model_would_refuse_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_small(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    assert "takes token ids and pictures, but no text" in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert main(["check", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "tokenizer.json is not a tokenizer file" in text and "would load: NO" in text
+    token = {"id": 2, "content": "<x>", "special": True, "normalized": False}
+    token |= {"single_word": False, "lstrip": False, "rstrip": False}
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    content = {"version": "1.0", "added_tokens": [token], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    code, report = check(tmp_path, capsys)
+    assert code == 1 and "use the tokenizer of the vision checkpoint" in report["faults"][0]
+
+
 def test_a_text_checkpoint_says_that_it_takes_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_small(tmp_path, vision_n_layers=0)
     assert main(["check", str(tmp_path)]) == 0
