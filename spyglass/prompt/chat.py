@@ -133,6 +133,8 @@ def check_options(options: ChatOptions) -> None:
         raise PromptError(f"effort is {options.effort!r}; it is one of {', '.join(EFFORTS)}, or none with thinking off")
     if not isinstance(options.tools, list | tuple):
         raise PromptError(f"tools must be a list of tools, not {type(options.tools).__name__}")
+    if not isinstance(options.thinking, bool):
+        raise PromptError(f"thinking is {options.thinking!r}; it is True or False")
     if options.effort is not None and not options.thinking:
         raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
 

@@ -252,7 +252,11 @@ def test_a_model_without_vision_names_the_picture_or_leaves_a_note(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"effort": "high"}, "needs thinking"), ({"effort": "much", "thinking": True}, "one of minimal, low")],
+    [
+        ({"effort": "high"}, "needs thinking"),
+        ({"effort": "much", "thinking": True}, "one of minimal, low"),
+        ({"thinking": "off"}, "it is True or False"),
+    ],
 )
 def test_effort_goes_with_thinking(v4: ModelConfig, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PromptError, match=message):
