@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from spyglass.ops.native import refuse_scales
 from spyglass.ops.table import Ops
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
@@ -22,11 +23,16 @@ class Build:
     dtype: torch.dtype
     expand: bool = False
 
-    def hold(self, weight: Packed) -> Packed:
+    def hold(self, name: str, weight: Packed) -> Packed:
         """The weight as the model keeps it: on the device, packed as found unless `expand` asks for plain numbers.
 
         A float32 matrix stays float32: expanding never loses digits.
+
+        Raises:
+            DeviceError: the kernels chosen cannot hold the values of the weight `name`.
         """
+        if self.ops.chosen["linear_block"] == "cpu" and self.dtype == torch.bfloat16 and not self.expand:
+            refuse_scales(name, weight)
         scale = None if weight.scale is None else weight.scale.to(self.device)
         held = Packed(weight.format, weight.data.to(self.device), scale, weight.shape)
         if not self.expand or weight.format.name == "f32":

@@ -73,7 +73,7 @@ class Linear(nn.Module):
 
     def _put(self, weight: Packed) -> None:
         self._rounding = self.spec.rounding if is_quantised(weight.format) else None
-        self.weight = self._build.hold(weight)
+        self.weight = self._build.hold(self.spec.name, weight)
 
     def _put_bias(self, bias: Packed) -> None:
         # on a GPU the matrix product adds a bias of its own dtype at no cost; widening one loses nothing either way
@@ -110,7 +110,7 @@ class GroupedLinear(nn.Module):
         return [WeightSlot(self.spec.name, shape, "matrix", self._put)]
 
     def _put(self, weight: Packed) -> None:
-        self.weight = self._build.hold(weight)
+        self.weight = self._build.hold(self.spec.name, weight)
 
     def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
@@ -175,7 +175,7 @@ class Experts(nn.Module):
                 f"{full_name} is stored as {_describe(weight.format)} but {first_name} as {_describe(first_format)}; "
                 "all routed experts of a layer must have one format: convert them to one"
             )
-        held = self._build.hold(weight)
+        held = self._build.hold(full_name, weight)
         if name not in self.stacks:
             self.stacks[name] = empty_packed(held.format, (self.spec.num_experts, *held.shape), self._build.device)
         stack = self.stacks[name][expert]

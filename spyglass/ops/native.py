@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from spyglass.errors import DeviceError
 from spyglass.ops.build import build, isas
+from spyglass.quant.codec import decode
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
@@ -40,6 +41,8 @@ _SIGNATURES = {
 }
 Function = Callable[..., None]
 NO_QUANT = (0, 0, 0)
+PAIR_ISA = "avx512_bf16"  # the one that multiplies bf16 pairs
+PAIR_SCALES = (127 - 117, 127 + 119)  # e8m0 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
 
@@ -132,6 +135,27 @@ def weight_codes(op: str, weight: Packed) -> tuple[int, int, int, int]:
     if columns % 32:
         raise DeviceError(f"the CPU kernel of {op} needs one scale for a multiple of 32 inputs, not {columns}")
     return _FORMATS[format.name], 2 if format.scale_dtype == "F32" else 1, rows, columns
+
+
+def refuse_scales(name: str, weight: Packed) -> None:
+    """Refuse a weight that the bf16 pair products would multiply by another power of two than its own.
+
+    They take e8m0 bytes of 2^-117 .. 2^119 (`csrc/product.h`). A scale outside of that whose codes are all zero passes.
+
+    Raises:
+        DeviceError: the weight `name` has other values there.
+    """
+    scale = weight.scale
+    if scale is None or scale.dtype != torch.uint8 or isas()[0] != PAIR_ISA:
+        return
+    held = scale.clamp(*PAIR_SCALES)
+    if torch.equal(held, scale):
+        return
+    if not torch.equal(decode(weight, torch.float32), decode(replace(weight, scale=held), torch.float32)):
+        raise DeviceError(
+            f"{name} has scales outside 2^-117 .. 2^119, which the bf16 CPU kernels cannot hold; "
+            "load it with ops='reference' or dtype='float32'"
+        )
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -170,4 +170,18 @@ OP_ROWS: list[Mutant] = [
     ),
     _op("linear_grouped", "out_TGO = out_TGO + addend_TGO", "pass", "addend dropped", "tests/ops/test_linear.py"),
     _op("cache_write", "write_T >= 0", "write_T >= -1", "padding is written"),
+    Mutant(
+        "spyglass/ops/native.py",
+        "(127 - 117, 127 + 119)",
+        "(127 - 118, 127 + 120)",
+        "tests/unit/layers",
+        "a scale that the pair products cannot hold is taken",
+    ),
+    Mutant(
+        "spyglass/layers/build.py",
+        'self.ops.chosen["linear_block"] == "cpu" and',
+        "False and",
+        "tests/unit/layers",
+        "weights are not shown to the kernels first",
+    ),
 ]

@@ -91,7 +91,7 @@ struct Pairs {
   typedef int16_t Factor;  // exponent, in the place where bf16 has it
   typedef bf16 Element;
   static INLINE V madd(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-  // Scales of 2^-117 .. 2^119 are exact; nothing outside of that can meet a product that fp32 holds.
+  // Scales of 2^-117 .. 2^119 are exact; native.refuse_scales keeps other ones away, unless all their codes are 0.
   static Factor factor(const Weight& w, i64 index) {
     int exponent = (int)w.scale[index] - 127;
     return (exponent < -117 ? -117 : exponent > 119 ? 119 : exponent) * 128;

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from spyglass.errors import CheckpointError
+from spyglass.errors import CheckpointError, DeviceError
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
 from spyglass.layers.linear import Experts, ExpertsSpec, GroupedLinear, Linear, LinearSpec
 from spyglass.layers.norm import RMSNorm
+from spyglass.ops.build import isas, why_not
 from spyglass.ops.fake_quant.reference import fake_quant
+from spyglass.ops.native import PAIR_ISA
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, I64, FakeQuant, Format, fp8
@@ -48,6 +52,32 @@ def test_the_input_of_a_packed_weight_is_rounded_expanded_or_not(format: Format,
     assert_close(layer(x), expected, OP_FLOAT32)
 
 
+@pytest.mark.skipif(isas()[0] != PAIR_ISA, reason=f"this processor has no {PAIR_ISA}")
+@pytest.mark.parametrize("byte", [0, 9, 10, 127, 246, 247])
+@pytest.mark.parametrize("format", [fp8((128, 128)), FP4])
+def test_a_scale_that_the_bf16_kernels_cannot_hold_is_refused_where_it_would_matter(format: Format, byte: int) -> None:
+    """Every weight is multiplied as it is, or refused by name; zeros are zeros under any scale."""
+    if why_not() is not None:
+        pytest.skip(str(why_not()))
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    ones, zeros = encode(torch.ones(32, 64), format), encode(torch.zeros(32, 64), format)
+    fast = Build(ops=bind_ops("cpu", "bfloat16"), device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert ones.scale is not None and zeros.scale is not None
+    ones = dataclasses.replace(ones, scale=torch.full_like(ones.scale, byte))
+    zeros = dataclasses.replace(zeros, scale=torch.full_like(zeros.scale, byte))
+    spec = LinearSpec(name="w", in_features=64, out_features=32, fp32_out=True)
+    layer, plain = Linear(spec, fast), Linear(spec, build(torch.bfloat16))
+    layer.slots()[0].put(zeros)
+    assert (layer(x) == 0).all()
+    if not 10 <= byte <= 246:
+        with pytest.raises(DeviceError, match=r"^w has scales outside"):
+            layer.slots()[0].put(ones)
+        return
+    layer.slots()[0].put(ones)
+    plain.slots()[0].put(ones)
+    assert_close(layer(x), plain(x), OP_FLOAT32)
+
+
 @pytest.mark.parametrize("format", [BF16, F32])
 def test_the_input_of_a_plain_weight_is_not_rounded(format: Format) -> None:
     layer, x = linear(format), torch.randn(5, 64)
@@ -58,12 +88,12 @@ def test_the_input_of_a_plain_weight_is_not_rounded(format: Format) -> None:
 def test_expanding_decodes_to_the_activation_dtype_and_never_loses_digits() -> None:
     packed = encode(torch.randn(32, 64), FP4)
     for dtype, format in ((torch.bfloat16, BF16), (torch.float32, F32)):
-        held = build(dtype, expand=True).hold(packed)
+        held = build(dtype, expand=True).hold("w", packed)
         assert held.format == format and held.data.dtype == dtype
         assert torch.equal(held.data.float(), decode(packed, torch.float32))
     wide = encode(torch.randn(32, 64), F32)
-    assert build(torch.bfloat16, expand=True).hold(wide).format == F32
-    assert build(torch.bfloat16).hold(packed).format == FP4
+    assert build(torch.bfloat16, expand=True).hold("w", wide).format == F32
+    assert build(torch.bfloat16).hold("w", packed).format == FP4
 
 
 def test_a_bias_is_its_own_tensor_and_is_added() -> None:
