@@ -31,3 +31,11 @@ class CapacityError(SpyglassError):
 
 class DeviceError(SpyglassError):
     """A device, dtype or op implementation that was asked for cannot run here."""
+
+
+class OverloadedError(SpyglassError):
+    """The queue is full: the same request may be sent again. `retry_after_s` says when, in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

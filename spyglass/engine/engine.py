@@ -137,6 +137,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
                 f"together is {self.max_length}; shorten it or raise max_length"
             )
+        if params.structured is not None:
+            raise PromptError("structured answers are not available in this engine yet; leave `structured` out")
         if self._token_bytes is None and params.stop:
             raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
 

@@ -12,8 +12,22 @@ from typing import Any, Literal
 from spyglass.errors import PromptError
 
 FinishReason = Literal["stop", "length", "abort"]
+StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
 _SEEDS = 1 << 64
 MOST_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structured:
+    """What every answer must look like. `value` by kind: "json" None (any JSON object), "json_schema" a schema as dict,
+    "regex" a pattern of the whole answer, "choice" a tuple of texts, "grammar" a grammar in EBNF (GBNF or Lark).
+
+    With reasoning the rule holds after `</think>`: `after` is that text, None = from the first token on.
+    """
+
+    kind: StructuredKind
+    value: Any = None
+    after: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +42,7 @@ class SamplingParams:
     and are not part of its text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens`
     None = as long as the model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each
     chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the same for the prompt. Log-probabilities are
-    the model's own: before bans, penalties and temperature.
+    the model's own: before bans, penalties and temperature. `structured` restricts the answer to a form.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -48,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))

@@ -17,6 +17,22 @@ from spyglass.prompt.visibility import legal_cuts
 _ROOM = 256  # answer tokens a buffer has room for before it first grows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """The adapter of a request: its slot in the banks (0 = none) and what caches must tell apart.
+
+    `text_digest` covers the weights, alpha and scale of everything that acts on tokens, `vision_digest` of everything
+    that acts on pictures (tower and aligner); empty = none.
+    """
+
+    slot: int = 0
+    text_digest: bytes = b""
+    vision_digest: bytes = b""
+
+
+NO_ADAPTER = AdapterUse()
+
+
 class TokenCounts:
     """Distinct ids of prompt and answer with their counts in the answer, kept as arrays for the sampler."""
 
@@ -54,6 +70,7 @@ class TokenSequence:
         "_cut_before",
         "_ids",
         "_kinds",
+        "adapter",
         "answer",
         "computed",
         "counts",
@@ -83,7 +100,9 @@ class TokenSequence:
         seed: int,
         detokenizer: Detokenizer | None,
         sink: torch.Tensor | None = None,
+        adapter: AdapterUse = NO_ADAPTER,
     ) -> None:
+        self.adapter = adapter
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
         self.length = len(prompt)

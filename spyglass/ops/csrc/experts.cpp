@@ -84,8 +84,11 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
       memcpy(to + p * words1, prepared + routes.token[tiles[i].first + p] * words1, words1 * 4);
     memset(to + tiles[i].n * words1, 0, (FEW - tiles[i].n) * words1 * 4);
   }
-  constexpr i64 STEP = 32;
-  i64 steps1 = (x.F + STEP - 1) / STEP, steps2 = (x.C + STEP - 1) / STEP;
+  // long stretches of a matrix at a time keep the memory streaming; still a few tasks per thread
+  constexpr i64 STEP = 64;
+  i64 stretch = x.C / (4 * threads) / STEP * STEP;
+  stretch = stretch < STEP ? STEP : stretch;
+  i64 steps1 = (x.F + STEP - 1) / STEP, steps2 = (x.C + stretch - 1) / stretch;
   parallel(threads, num_tiles * steps1, [&](i64 task) {
     SCRATCH(scales);
     const Tile& tile = tiles[task / steps1];
@@ -116,7 +119,7 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
   });
   parallel(threads, steps2, [&](i64 task) {
     SCRATCH(scales);
-    i64 first = task * STEP, stop = first + STEP < x.C ? first + STEP : x.C;
+    i64 first = task * stretch, stop = first + stretch < x.C ? first + stretch : x.C;
     for (i64 t = 0; t < T; t++) memset(out + t * x.C + first, 0, (stop - first) * 4);
     for (i64 i = 0; i < num_tiles; i++) {
       Weight w = x.w2.part(tiles[i].expert);
@@ -142,8 +145,8 @@ template <class M> void fold_panel(V* z, i64 F, i64 words, int count, const Quan
         i64 stop = first + q.block < F ? first + q.block : F;
         V amax = {};
         for (i64 f = first; f < stop; f++) amax = vmax(vabs(z[f * count + j]), amax);
-        V scale = R::scale(amax), inverse = R::inverse(scale);
-        for (i64 f = first; f < stop; f++) z[f * count + j] = R::round(z[f * count + j], scale, inverse, q.to_bf16);
+        const typename R::Grid grid = R::grid(R::scale(amax));
+        for (i64 f = first; f < stop; f++) z[f * count + j] = R::round(z[f * count + j], grid, q.to_bf16);
       }
   };
   if (q.element) with_rounding(q, round_blocks);

@@ -215,6 +215,11 @@ template <class M, int F> INLINE void arrange(u32* row, i64 words) {
 #endif
 }
 
+// Rows lie one behind the other, but walked four at a time they are no pattern that the hardware recognises: asking for
+// what comes 4 KB later makes a thread up to twice as fast. Addresses behind the end are harmless.
+constexpr i64 AHEAD = 4096;
+INLINE void fetch_ahead(const u8* p) { __builtin_prefetch((const void*)((uintptr_t)p + AHEAD)); }
+
 // R rows of the weight times T arranged rows of x ([T][words / VL] vectors): out[r][t].
 template <class M, int F, int R, int T>
 static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x, i64 ldx, float (*out)[T]) {
@@ -226,6 +231,7 @@ static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x
   V acc[R][T] = {};
   auto step = [&](i64 c, int r, const u8* p, const u8* group_scales) __attribute__((always_inline)) {
     V value[C::VECS];
+    fetch_ahead(p);
 #if SG_PAIRS
     if constexpr (grouped) {  // scales meet the sums of a group, not its 32 values
       C::values(_mm512_loadu_si512(p), (__m512i*)value);
@@ -290,7 +296,7 @@ static void dot_rows(const Weight& w, i64 first, i64 stop, Factors<M>& factors, 
 
 INLINE u32* word_of_row(u32* rows, i64 cap, i64 row, i64 word) { return rows + (word / KB * cap + row) * LDW + word % KB; }
 
-// Rows first .. first + n of the weight into `rows`.
+// Rows first .. first + n of the weight into `rows`; the rows after them are fetched while these are multiplied.
 template <class M, int F>
 static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, u32* rows, i64 cap) {
   typedef Chunk<M, F> C;
@@ -312,6 +318,8 @@ static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, 
       step(whole, last);
     }
   }
+  const u8* next = w.data + (first + n) * w.row_bytes();
+  for (i64 i = 0; i < n * w.row_bytes() && i < 65536; i += 64) fetch_ahead(next + i - AHEAD);
 }
 
 // c[R][N] (+)= rows [R][steps] · lanes [steps][N vectors]

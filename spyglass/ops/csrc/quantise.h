@@ -8,36 +8,35 @@ struct Quant {
   int to_bf16 = 0;  // results are bf16 numbers; with power-of-two scales they are anyway
 };
 
-// To the nearest multiple of 2^(23 - n) by adding and subtracting 1.5 * 2^n; ties to even.
-INLINE V to_multiple(V x, float magic) { return (x + magic) - magic; }
 INLINE V with_sign(V size, V sign) { return (V)((VU)size | ((VU)sign & 0x80000000u)); }
-INLINE V round_e4m3(V x) {  // |x| <= 448 or NaN: three fraction bits, steps of 2^-9 below 2^-6
-  VU u = (VU)vabs(x);
-  V normal = (V)((u + 0x7ffff + ((u >> 20) & 1)) & ~0xfffffu);
-  return with_sign((V)u < 0x1p-6f ? to_multiple((V)u, 0x1.8p14f) : normal, x);
-}
-INLINE V round_e2m1(V x) {  // |x| <= 6: steps of 0.5 below 2, 1 below 4, 2 above
-  V a = vabs(x);
-  V low = a < 2.0f ? to_multiple(a, 0x1.8p22f) : to_multiple(a, 0x1.8p23f);
-  return with_sign(a < 4.0f ? low : to_multiple(a, 0x1.8p24f), x);
+
+// x to the grid of a small float format: `fraction` bits after the leading one, but no finer than at `low`, the smallest
+// power of two with that many. Adding and subtracting 1.5 * 2^23 grid steps rounds to nearest, ties to even; |x| < 2^100.
+template <int fraction> INLINE V to_grid(V x, V low) {
+  V power = vmax((V)((VU)x & 0x7f800000u), low);
+  V magic = (V)((VU)power + ((23 - fraction) << 23 | 0x400000));
+  return with_sign((x + magic) - magic, x);
 }
 
-// One way of rounding, known at compile time. Blocks of one scale are handled lane by lane.
+// One way of rounding, known at compile time. Blocks are handled lane by lane; `Grid` is what a block's scale comes to.
 template <int element, int e4m3_scale> struct Rounding {
-  static constexpr float TOP = element == E4M3 ? 448.0f : 6.0f;
+  static constexpr float TOP = element == E4M3 ? 448.0f : 6.0f, LOW = element == E4M3 ? 0x1p-6f : 1.0f;
   static constexpr float FLOOR = e4m3_scale ? 6 * 0x1p-9f : element == E4M3 ? 1e-4f : 6 * 0x1p-126f;
+  static constexpr int FRACTION = element == E4M3 ? 3 : 1;
+  struct Grid {
+    V top, low, scale;
+  };
   static INLINE V scale(V amax) {
     V bounded = amax < FLOOR ? splat(FLOOR) : amax;
-    if (e4m3_scale) return round_e4m3(vmin(bounded / 6.0f, splat(448.0f)));
+    if (e4m3_scale) return to_grid<3>(vmin(bounded / 6.0f, splat(448.0f)), splat(0x1p-6f));
     VU bits = (VU)(bounded * (1.0f / TOP));
     return (V)(((bits >> 23) - (VU)((VI)(bits & 0x7fffff) != 0)) << 23);  // a true comparison is -1
   }
-  // Dividing by a power of two is multiplying by the one with the opposite exponent.
-  static INLINE V inverse(V scale) { return e4m3_scale ? scale : (V)(splat_bits(254u << 23) - (VU)scale); }
-  static INLINE V round(V x, V scale, V inverse, int to_bf16) {
-    V code = e4m3_scale ? x / scale : x * inverse;
-    code = code > TOP ? splat(TOP) : code < -TOP ? splat(-TOP) : code;
-    V value = (element == E4M3 ? round_e4m3(code) : round_e2m1(code)) * scale;
+  static INLINE Grid grid(V scale) { return e4m3_scale ? Grid{splat(TOP), splat(LOW), scale} : Grid{scale * TOP, scale * LOW, scale}; }
+  static INLINE V round(V x, const Grid& g, int to_bf16) {
+    if (e4m3_scale) x = x / g.scale;  // by a power of two nothing need be divided: the grid is scaled instead
+    V value = to_grid<FRACTION>(vmin(g.top, vmax(-g.top, x)), g.low);  // NaN stays NaN
+    if (e4m3_scale) value *= g.scale;
     return to_bf16 ? round_bf16(value) : value;
   }
 };
@@ -48,20 +47,31 @@ template <class Run> INLINE void with_rounding(const Quant& q, Run run) {
   else q.e4m3_scale ? run(Rounding<E2M1, 1>()) : run(Rounding<E2M1, 0>());
 }
 
-// y = round(x) over n channels in blocks, the last one possibly shorter.
+// y = round(x) over n channels in blocks, the last one possibly shorter. The scales of many blocks are found first, so that
+// no block waits for its own.
 template <class In, class Out> inline void quantise_row(const In* x, Out* y, i64 n, const Quant& q) {
   with_rounding(q, [&](auto rounding) {
     typedef decltype(rounding) R;
+    constexpr i64 BLOCKS = 4 * VL;
     const i64 block = q.block;
     const int to_bf16 = q.to_bf16;
-    for (i64 first = 0; first < n; first += block) {
-      i64 count = n - first < block ? n - first : block;
-      V amax = {};
-      vectors(count, [&](i64 i, auto left) { amax = vmax(vabs(load_n(x + first + i, left)), amax); });
-      V scale = R::scale(top(amax)), inverse = R::inverse(scale);
-      vectors(count, [&](i64 i, auto left) {
-        store_n(y + first + i, R::round(load_n(x + first + i, left), scale, inverse, to_bf16), left);
-      });
+    float scales[BLOCKS] = {};
+    for (i64 start = 0; start < n; start += BLOCKS * block) {
+      i64 blocks = (n - start + block - 1) / block < BLOCKS ? (n - start + block - 1) / block : BLOCKS;
+      auto count = [&](i64 b) { return n - start - b * block < block ? n - start - b * block : block; };
+      for (i64 b = 0; b < blocks; b++) {
+        const In* from = x + start + b * block;
+        V amax = {};
+        vectors(count(b), [&](i64 i, auto left) { amax = vmax(vabs(load_n(from + i, left)), amax); });
+        scales[b] = top(amax)[0];
+      }
+      for (i64 b = 0; b < blocks; b += VL) store_v(scales + b, R::scale(load_v(scales + b)));
+      for (i64 b = 0; b < blocks; b++) {
+        const typename R::Grid grid = R::grid(splat(scales[b]));
+        const In* from = x + start + b * block;
+        Out* to = y + start + b * block;
+        vectors(count(b), [&](i64 i, auto left) { store_n(to + i, R::round(load_n(from + i, left), grid, to_bf16), left); });
+      }
     }
   });
 }

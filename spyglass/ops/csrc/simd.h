@@ -117,8 +117,13 @@ INLINE void put(bf16* p, float x) { *p = narrow1(x); }
   static constexpr name##Table name##Constant;                         \
   const VI name = load<VI>(name##Constant.at)
 
+#if defined(__AVX512F__)
+INLINE V vmax(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE V vmin(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE V vmax(V a, V b) { return a > b ? a : b; }
 INLINE V vmin(V a, V b) { return a < b ? a : b; }
+#endif
 INLINE V vabs(V a) { return (V)((VU)a & 0x7fffffffu); }
 // Neighbouring lanes of a, then of b, added pairwise within every four lanes: a0+a1 a2+a3 b0+b1 b2+b3.
 INLINE V add_pairs(V a, V b) {

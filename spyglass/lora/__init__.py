@@ -1,0 +1,1 @@
+"""Adapters: PEFT folders in and out, banks on the device, merging. Knows linear maps, not models."""

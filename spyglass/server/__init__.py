@@ -1,0 +1,1 @@
+"""HTTP: three chat protocols over one engine. No tensors here."""

@@ -1,0 +1,1 @@
+"""The serving model, driven by a loss."""
