@@ -33,6 +33,10 @@ class DeviceError(SpyglassError):
     """A device, dtype or op implementation that was asked for cannot run here."""
 
 
+class NotServedError(SpyglassError):
+    """A request names a model or adapter that is not served here."""
+
+
 class OverloadedError(SpyglassError):
     """The queue is full: the same request may be sent again. `retry_after_s` says when, in seconds."""
 

@@ -5,19 +5,42 @@ Transport (`app`) knows connections, limits and time; a protocol knows schemas. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
+from spyglass.prompt.decode import ImageLimits
+from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
+
+# Bytes of a remote picture by its address; raises PromptError. Made for one request, whose time and bytes it counts.
+Fetch = Callable[[str], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What protocols must know of the model that is served.
+
+    `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter.
+    `max_length` bounds prompt and answer together, `limits` the pictures of one request.
+    """
+
+    names: tuple[str, ...]
+    config: ModelConfig
+    tokenizer: PromptTokenizer | None
+    limits: ImageLimits
+    max_length: int
+    adapters: tuple[str, ...] = ()
 
 
 class Reply(Protocol):
     """Turns the deltas of one call into bytes of its protocol. Made by `parse`, used by one request, not shared.
 
-    `index` numbers the answers of a call (`n` of the OpenAI request). Every answer ends with a delta that carries
-    `output`; an output with `error` becomes the protocol's own error, in the stream or as the whole body.
+    `index` numbers the answers of a call (`n` of the OpenAI request). What several steps brought may come as one delta
+    (a slow reader). Every answer ends with a delta that carries `output`; an output with `error` becomes the protocol's
+    own error, in the stream or as the whole body.
     """
 
     def begin(self, request_id: str) -> bytes:
@@ -51,16 +74,25 @@ class Call:
     user_fields: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Immediate:
+    """An answer that needs no model: token counts."""
+
+    body: Mapping[str, Any]
+    status: int = 200
+
+
 class Endpoint(Protocol):
-    """One protocol: where it listens, how a body is read, how an error looks."""
+    """One protocol: where it listens (POST), how a body is read, how an error looks."""
 
     path: str
 
-    def parse(self, body: Mapping[str, Any]) -> Call:
-        """Read a request; runs off the event loop, since it decodes pictures.
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
+        """Read a request; runs off the event loop, since it decodes pictures. Without `fetch`, remote ones are refused.
 
         Raises:
             PromptError, CapacityError, AdapterError: the request cannot be honoured; the message names the field.
+            NotServedError: it names a model that is not served here.
         """
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
