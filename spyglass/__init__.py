@@ -6,14 +6,14 @@ The names below are looked up on first use, so that `import spyglass.prompt` or 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spyglass.engine import LLM, Patches, SamplingParams
+    from spyglass.engine import LLM, Patches, SamplingParams, Structured
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Patches", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Patches", "SamplingParams", "Structured", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "Patches", "SamplingParams"):
+    if name in ("LLM", "Patches", "SamplingParams", "Structured"):
         import spyglass.engine
 
         return getattr(spyglass.engine, name)

@@ -2,7 +2,17 @@
 
 from spyglass.engine.engine import Engine
 from spyglass.engine.llm import LLM
-from spyglass.engine.request import Delta, RequestOutput, SamplingParams, TokenLogprob, Usage
+from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Structured, TokenLogprob, Usage
 from spyglass.prompt.tokens import Patches
 
-__all__ = ["LLM", "Delta", "Engine", "Patches", "RequestOutput", "SamplingParams", "TokenLogprob", "Usage"]
+__all__ = [
+    "LLM",
+    "Delta",
+    "Engine",
+    "Patches",
+    "RequestOutput",
+    "SamplingParams",
+    "Structured",
+    "TokenLogprob",
+    "Usage",
+]

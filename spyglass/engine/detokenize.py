@@ -20,7 +20,7 @@ class TokenBytes:
     """Bytes of each token id, looked up once per id. Special tokens other than the grounding tags are empty."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._byte_of = _bytes_of_characters()
         self._known: dict[int, bytes] = {}
 
@@ -32,8 +32,8 @@ class TokenBytes:
         return known
 
     def _look_up(self, token: int) -> bytes:
-        text = self._tokenizer.spelling(token)
-        if text is None or (token in self._tokenizer.special_ids and text not in GROUNDING_TAGS):
+        text = self.tokenizer.spelling(token)
+        if text is None or (token in self.tokenizer.special_ids and text not in GROUNDING_TAGS):
             return b""
         try:
             return bytes(self._byte_of[character] for character in text)

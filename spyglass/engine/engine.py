@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
+from spyglass.engine.grammar import Form, Forms, Masks
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, TokenLogprob, Usage
 from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw, logprobs_of
@@ -33,7 +34,8 @@ class Engine:
     """Runs requests on a model. Not thread-safe: one thread calls it.
 
     `banned` ids are never drawn. `blocks` lays out the memory (tests pass their own). Without `token_bytes` (a folder
-    without a tokenizer) answers are ids only. `engram` brings the rows of models that have engram layers.
+    without a tokenizer) answers are ids only. `engram` brings the rows of models that have engram layers. `forms`
+    compiles what `structured` asks for; None = it is refused.
 
     Raises:
         ConfigError: a step is too small for the largest picture of the model.
@@ -52,6 +54,7 @@ class Engine:
         token_bytes: TokenBytes | None = None,
         blocks: Blocks | None = None,
         engram: EngramFeed | None = None,
+        forms: Forms | None = None,
     ) -> None:
         _check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
@@ -71,6 +74,7 @@ class Engine:
         self._runner = Runner(model, config, self.blocks, device, engram)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
+        self._forms, self._masks = forms, Masks(config.text.vocab_size)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
@@ -79,6 +83,11 @@ class Engine:
     def vocab_size(self) -> int:
         """Columns of the logits (V)."""
         return self._config.text.vocab_size
+
+    @property
+    def mask_hidden_share(self) -> float | None:
+        """Share of the work on next-token masks that was done while the model ran; None before there was any."""
+        return self._masks.hidden_share
 
     @property
     def has_work(self) -> bool:
@@ -102,6 +111,7 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             detokenizer=None if self._token_bytes is None else Detokenizer(self._token_bytes, params.stop),
             sink=sink,
+            form=self._form(params),
         )
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
@@ -137,10 +147,19 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
                 f"together is {self.max_length}; shorten it or raise max_length"
             )
-        if params.structured is not None:
-            raise PromptError("structured answers are not available in this engine yet; leave `structured` out")
+        self._form(params)
+        outside_bias = [token for token in params.logit_bias if token >= self.vocab_size]
+        if outside_bias:
+            raise PromptError(f"logit_bias holds {outside_bias[0]}; ids are 0 to {self.vocab_size - 1}")
         if self._token_bytes is None and params.stop:
             raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
+
+    def _form(self, params: SamplingParams) -> Form | None:
+        if params.structured is None:
+            return None
+        if self._forms is None:
+            raise PromptError("structured answers need a tokenizer, and this model folder has none; add tokenizer.json")
+        return self._forms.begin(params.structured)
 
     def abort(self, request_id: int) -> Delta | None:
         """End a request now and free everything it holds; its last delta, or None if it is not running."""
@@ -163,9 +182,10 @@ class Engine:
         deltas: list[Delta] = []
         try:
             with torch.inference_mode():
+                masks = self._begin_masks(chunks)
                 output = self._runner.run(chunks)
                 self._score(chunks, output)
-                self._draw(chunks, output, deltas)
+                self._draw(chunks, output, deltas, masks)
             done = True
         finally:
             if not done:
@@ -193,7 +213,17 @@ class Engine:
                 if sequence.params.prompt_logprobs is not None:
                     _keep_prompt_logprobs(sequence, start, logits_RV)
 
-    def _draw(self, chunks: Sequence[Chunk], output: StepOutput, deltas: list[Delta]) -> None:
+    def _begin_masks(self, chunks: Sequence[Chunk]) -> Callable[[], torch.Tensor] | None:
+        forms = _forms_of([chunk.sequence for chunk in chunks if chunk.draws])
+        return self._masks.begin([form for _, form in forms]) if forms else None
+
+    def _draw(
+        self,
+        chunks: Sequence[Chunk],
+        output: StepOutput,
+        deltas: list[Delta],
+        masks: Callable[[], torch.Tensor] | None,
+    ) -> None:
         """A token for every sequence whose tokens are all computed; those that only wanted their prompt run end."""
         drawing = [chunk.sequence for chunk in chunks if chunk.draws]
         closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
@@ -206,6 +236,8 @@ class Engine:
             seed_S=np.array([s.seed for s in drawing], np.uint64),
             position_S=np.array([s.length for s in drawing], np.uint64),
             used=[None if s.counts is None else s.counts.used for s in drawing],
+            form_rows=[row for row, _ in _forms_of(drawing)],
+            allowed=None if masks is None else masks(),
         )
         drawn = draw(logits_SV, step, self._banned)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
@@ -219,12 +251,17 @@ class Engine:
             sequence.logprobs.append(logprob)
         reason: FinishReason | None = None
         text = ""
+        wrong = None if sequence.form is None else sequence.form.push(token)
+        if wrong is not None:
+            return self._finish(sequence, "abort", (token,), "", error=wrong)
         if token in params.stop_token_ids or (token in self._config.eos_token_ids and not params.ignore_eos):
             reason = "stop"
         elif sequence.detokenizer is not None:
             text, stopped = sequence.detokenizer.push(token)
             if stopped:
                 return self._finish(sequence, "stop", (token,), text, flush=False)
+        if reason is None and sequence.form is not None and sequence.form.complete:
+            reason = "stop"
         if reason is None and len(sequence.answer) == sequence.limit:
             reason = "length"
         if reason is not None:
@@ -285,6 +322,11 @@ class Engine:
     def _drop(self, sequence: TokenSequence) -> None:
         if self._sequences.pop(sequence.request_id, None) is not None:
             self._scheduler.remove(sequence)
+
+
+def _forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
+    """Rows whose next token must follow a form, and the forms."""
+    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None and s.form.restricts]
 
 
 def _check_step_size(config: ModelConfig, options: EngineConfig) -> None:

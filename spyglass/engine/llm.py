@@ -17,6 +17,7 @@ from spyglass.config.engine import EngineConfig, read_engine_config
 from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
+from spyglass.engine.grammar import Forms
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
@@ -108,6 +109,7 @@ class LLM:
         )
         self.config: ModelConfig = self.loaded.config
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
+        token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self.engine = Engine(
             self.loaded.model,
             self.config,
@@ -115,7 +117,8 @@ class LLM:
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self._never_drawn(),
-            token_bytes=None if self.tokenizer is None else TokenBytes(self.tokenizer),
+            token_bytes=token_bytes,
+            forms=None if token_bytes is None else Forms(token_bytes, self.config),
             engram=self._open_engram(path),
         )
         self._mail: dict[int, deque[Delta]] = {}

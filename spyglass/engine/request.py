@@ -5,8 +5,9 @@ All values are checked when they are made, so that nothing inside the step loop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
 from typing import Any, Literal
 
 from spyglass.errors import PromptError
@@ -14,6 +15,9 @@ from spyglass.errors import PromptError
 FinishReason = Literal["stop", "length", "abort"]
 StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
 _SEEDS = 1 << 64
+_EXPECTED: Mapping[str, type | UnionType] = {
+    "json": NoneType, "json_schema": dict | bool, "regex": str, "choice": tuple, "grammar": str,
+}  # fmt: skip
 MOST_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
 
 
@@ -22,12 +26,26 @@ class Structured:
     """What every answer must look like. `value` by kind: "json" None (any JSON object), "json_schema" a schema as dict,
     "regex" a pattern of the whole answer, "choice" a tuple of texts, "grammar" a grammar in EBNF (GBNF or Lark).
 
-    With reasoning the rule holds after `</think>`: `after` is that text, None = from the first token on.
+    With reasoning the rule holds after `</think>`: `after` is that special token, None = from the first token on.
+
+    Raises:
+        PromptError: an unknown kind, or a value that is not of its kind. What it says is read by the engine.
     """
 
     kind: StructuredKind
     value: Any = None
     after: str | None = None
+
+    def __post_init__(self) -> None:
+        expected = _EXPECTED.get(self.kind)
+        if expected is None:
+            raise PromptError(f"structured is of the unknown kind {self.kind!r}; kinds are {', '.join(_EXPECTED)}")
+        if self.kind == "choice":
+            object.__setattr__(self, "value", _items("choice", self.value))
+            if not self.value or not all(isinstance(text, str) and text for text in self.value):
+                raise PromptError("a choice is a list of non-empty texts, one at least")
+        elif not isinstance(self.value, expected) or self.value == "":
+            raise PromptError(f"structured of kind {self.kind} has the value {self.value!r}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +60,8 @@ class SamplingParams:
     and are not part of its text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens`
     None = as long as the model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each
     chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the same for the prompt. Log-probabilities are
-    the model's own: before bans, penalties and temperature. `structured` restricts the answer to a form.
+    the model's own: before bans, biases, penalties and temperature. `logit_bias` is added to the logits of token ids,
+    -100 to 100, before penalties. `structured` restricts the answer to a form; the answer ends where the form does.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -62,6 +81,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +99,9 @@ class SamplingParams:
                 _require_count(name, getattr(self, name), most)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
             raise PromptError(f"seed is {_shown(self.seed)}, expected None or an integer from 0 to 2**64 - 1")
+        _require_biases(self.logit_bias)
+        if self.structured is not None and not isinstance(self.structured, Structured):
+            raise PromptError(f"structured is {self.structured!r}, expected a Structured or None")
         if not isinstance(self.ignore_eos, bool):
             raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
         for text in self.stop:
@@ -148,6 +171,15 @@ class Delta:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_biases(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise PromptError(f"logit_bias is {value!r}, expected token ids and what to add to their logits")
+    for token, bias in value.items():
+        if not _is_int(token) or token < 0:
+            raise PromptError(f"logit_bias holds {_shown(token)}, expected token ids (integers from 0)")
+        _require_number(f"logit_bias of {token}", bias, "from -100 to 100", lambda x: -100 <= x <= 100)
 
 
 def _items(name: str, value: object) -> tuple[Any, ...]:

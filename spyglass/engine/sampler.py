@@ -38,13 +38,16 @@ class UsedTokens:
 class DrawStep:
     """What the sampler must know of the S rows of one step. `used` is None for rows without penalties.
 
-    `seed_S`, `position_S` (of the token to be drawn) are uint64 and choose the random number of a row.
+    `allowed` bool [S', V] are the next tokens of the rows `form_rows`, whose answers follow a form. `seed_S`,
+    `position_S` (of the token to be drawn) are uint64 and choose the random number of a row.
     """
 
     params: Sequence[SamplingParams]
     seed_S: NDArray[np.uint64]
     position_S: NDArray[np.uint64]
     used: Sequence[UsedTokens | None]
+    form_rows: Sequence[int] = ()
+    allowed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +65,31 @@ def draw(logits_SV: torch.Tensor, step: DrawStep, banned: torch.Tensor) -> Drawn
     lse_S = torch.logsumexp(logits_SV, dim=-1) if any(top is not None for top in tops) else None
     raw_SV = logits_SV.clone() if lse_S is not None else logits_SV
     logits_SV.index_fill_(1, banned, float("-inf"))
+    if step.allowed is not None:
+        restrict(logits_SV, step.form_rows, step.allowed)
+    add_biases(logits_SV, step.params)
     penalise(logits_SV, step.params, step.used)
     ids_S = _choose(logits_SV, step).clamp(max=logits_SV.shape[1] - 1)
     sound = logits_SV.gather(1, ids_S[:, None])[:, 0].isfinite().tolist()
     if lse_S is None:
         return Drawn(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
     return Drawn(ids=ids_S.tolist(), logprobs=logprobs_of(raw_SV, lse_S, ids_S, tops), sound=sound)
+
+
+def restrict(logits_SV: torch.Tensor, rows: Sequence[int], allowed: torch.Tensor) -> torch.Tensor:
+    """Leave rows `rows` only the tokens that `allowed` bool [len(rows), V] names, in place."""
+    row_J = torch.as_tensor(rows, device=logits_SV.device)
+    logits_SV[row_J] = logits_SV[row_J].masked_fill_(~allowed.to(logits_SV.device), float("-inf"))
+    return logits_SV
+
+
+def add_biases(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """l <- l + bias of each token that a row's `logit_bias` names, in place."""
+    listed = [(s, token, bias) for s, p in enumerate(params) for token, bias in p.logit_bias.items()]
+    if listed:
+        row_J, id_J, bias_J = (torch.tensor(column, device=logits_SV.device) for column in zip(*listed, strict=True))
+        logits_SV[row_J, id_J] += bias_J.float()
+    return logits_SV
 
 
 def penalise(

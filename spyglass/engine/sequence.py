@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.engine.detokenize import Detokenizer
+from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
 from spyglass.prompt.tokens import Prompt, TokenKind
@@ -75,6 +76,7 @@ class TokenSequence:
         "computed",
         "counts",
         "detokenizer",
+        "form",
         "image_rows",
         "length",
         "limit",
@@ -101,8 +103,9 @@ class TokenSequence:
         detokenizer: Detokenizer | None,
         sink: torch.Tensor | None = None,
         adapter: AdapterUse = NO_ADAPTER,
+        form: Form | None = None,
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self.form = adapter, form
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
         self.length = len(prompt)

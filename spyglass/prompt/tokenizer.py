@@ -65,6 +65,11 @@ class PromptTokenizer:
         """Id of an added token by its exact spelling, None when this tokenizer has no such token."""
         return self._added.get(spelling)
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of every added token, those that count as text included."""
+        return frozenset(self._added.values())
+
     def spelling(self, token: int) -> str | None:
         """Spelling of an id in the vocabulary's own alphabet, None when there is no such id."""
         piece: str | None = self._full.id_to_token(token)

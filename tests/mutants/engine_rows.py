@@ -8,6 +8,7 @@ SAMPLER = "spyglass/engine/sampler.py"
 TEXT = "spyglass/engine/detokenize.py"
 BLOCKS = "spyglass/engine/blocks.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
+GRAMMAR = "spyglass/engine/grammar.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 RUNNER = "spyglass/engine/runner.py"
 ENGINE = "spyglass/engine/engine.py"
@@ -18,6 +19,7 @@ ON_TEXT = f"{UNIT}/test_detokenize.py"
 ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
+ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_LLM = f"{UNIT}/test_llm.py"
 
 ENGINE_ROWS: list[Mutant] = [
@@ -46,7 +48,7 @@ ENGINE_ROWS: list[Mutant] = [
            "step.position_S[: len(random)]", ON_SAMPLER, "random numbers by place in the batch"),
     Mutant(SAMPLER, "keepdim=True).clamp(min=1) - 1", "keepdim=True) - 1", ON_SAMPLER, "a row of NaN breaks the step"),
     Mutant(TEXT, " and text not in GROUNDING_TAGS", "", ON_TEXT, "grounding tags silent"),
-    Mutant(TEXT, "(token in self._tokenizer.special_ids", "(False", ON_TEXT, "special tokens spelled out"),
+    Mutant(TEXT, "(token in self.tokenizer.special_ids", "(False", ON_TEXT, "special tokens spelled out"),
     Mutant(TEXT, "keep = max(_overlap(text, stop) for stop in self._stop)", "keep = 0", ON_TEXT,
            "a begun stop string given out"),
     Mutant(TEXT, "text, self._held = text + self._held, \"\"", "self._held = \"\"", ON_TEXT, "held text lost at the end"),
@@ -105,4 +107,14 @@ ENGINE_ROWS: list[Mutant] = [
            "                        if delta.request_id == request:\n", ON_LLM, "what a step brings for others is lost"),
     Mutant(LLM, "[self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]", "self.tokenizer.encode_text(prompt)",
            ON_LLM, "text without BOS"),
+    Mutant(SAMPLER, "masked_fill_(~allowed", "masked_fill_(allowed", ON_FORMS, "exactly the wrong tokens allowed"),
+    Mutant(SAMPLER, "logits_SV[row_J, id_J] += bias_J.float()", "pass", ON_FORMS, "biases without effect"),
+    Mutant(GRAMMAR, "matcher.deep_copy()", "matcher", ON_FORMS, "answers share one place in their form"),
+    Mutant(GRAMMAR, "            if token == self._after:\n", "            if True:\n", ON_FORMS,
+           "a form that begins with the reasoning"),
+    Mutant(GRAMMAR, "if wrong or notes:", "if wrong:", ON_FORMS, "a part of a schema ignored"),
+    Mutant(GRAMMAR, "if token in added or", "if", ON_FORMS, "added tokens as text"),
+    Mutant(GRAMMAR, "self._after is None and self._matcher.is_stopped()", "False", ON_FORMS, "a form never ends an answer"),
+    Mutant(ENGINE, "form_rows=[row for row, _ in _forms_of(drawing)]", "form_rows=list(range(len(_forms_of(drawing))))",
+           ON_FORMS, "a mask on the wrong answer"),
 ]  # fmt: skip

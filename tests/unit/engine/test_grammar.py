@@ -1,0 +1,210 @@
+"""Structured answers: whatever the model would rather say, the answer has the form asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spyglass import LLM, SamplingParams, Structured
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.errors import PromptError
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "grün", "синий"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "note": {"type": "string", "maxLength": 6},
+    },
+    "required": ["colour", "count", "note"],
+    "additionalProperties": False,
+}
+EBNF = 'root ::= "<" [a-c]+ ">" | "none"'
+LARK = 'start: "(" INT ")"\nINT: /[0-9]{1,4}/'
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    new_checkpoint(folder, "tiny", seed=0)
+    return LLM(folder, device="cpu", dtype="float32", numerics="plain")
+
+
+def asked(kind: Any, value: Any = None, after: str | None = None, **more: Any) -> SamplingParams:
+    structured = Structured(kind=kind, value=value, after=after)
+    return SamplingParams(**{"structured": structured, "max_tokens": 96, "seed": 1, **more})
+
+
+def answers(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    return llm.generate([[0, 5, 6, 7]] * len(params), params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", r"(red|blue) [0-9]{2}[äß]", r"(red|blue) [0-9]{2}[äß]"),
+        ("choice", ["yes", "no", 'a "quote"\\', "naïve 图"], r'yes|no|a "quote"\\|naïve 图'),
+        ("grammar", EBNF, r"<[a-c]+>|none"),
+        ("grammar", LARK, r"\([0-9]{1,4}\)"),
+    ],
+)
+def test_an_answer_has_the_form_asked_for(llm: LLM, kind: str, value: Any, pattern: str) -> None:
+    outputs = answers(llm, [asked(kind, value, seed=seed) for seed in range(8)] + [asked(kind, value, temperature=0)])
+    done = [output for output in outputs if output.finish_reason == "stop"]
+    assert len(done) >= 5, "most of these forms end by themselves"
+    for output in done:
+        assert re.fullmatch(pattern, output.text), output.text
+
+
+def test_json_by_schema_parses_and_obeys_the_schema(llm: LLM) -> None:
+    params = [asked("json_schema", SCHEMA, seed=seed, logit_bias=no_blanks(llm)) for seed in range(6)]
+    for output in answers(llm, params):
+        assert output.finish_reason == "stop"
+        value = json.loads(output.text)
+        assert set(value) == {"colour", "count", "note"}
+        assert value["colour"] in SCHEMA["properties"]["colour"]["enum"]
+        assert 0 <= value["count"] <= 99 and len(value["note"]) <= 6
+
+
+def no_blanks(llm: LLM) -> dict[int, float]:
+    """A random model would fill up JSON with blanks until its tokens run out; a trained one does not."""
+    assert llm.tokenizer is not None
+    spelled = ((token, llm.tokenizer.spelling(token)) for token in range(llm.config.text.vocab_size))
+    return {token: -100.0 for token, text in spelled if text and set(text) <= set("ĠĊĉč")}
+
+
+def test_any_json_begins_an_object(llm: LLM) -> None:
+    for output in answers(llm, [asked("json", seed=seed, max_tokens=12) for seed in range(4)]):
+        assert output.text.lstrip()[:1] == "{"
+
+
+def test_a_free_string_never_holds_an_added_token(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    outputs = answers(llm, [asked("regex", "(?s:.{200,})", seed=seed, max_tokens=200) for seed in range(4)])
+    for output in outputs:
+        assert not set(output.token_ids) & llm.tokenizer.added_ids
+
+
+def test_an_answer_ends_where_its_form_does_even_without_end_of_text(llm: LLM) -> None:
+    (output,) = answers(llm, [asked("regex", "abc", ignore_eos=True)])
+    assert (output.text, output.finish_reason) == ("abc", "stop")
+    (output,) = answers(llm, [asked("choice", ["a", "ab"], temperature=0)])
+    assert output.text in ("a", "ab") and output.finish_reason == "stop"
+
+
+def test_a_form_that_is_cut_short_ends_by_length(llm: LLM) -> None:
+    (output,) = answers(llm, [asked("regex", "[a-z]{400}", max_tokens=3)])
+    assert output.finish_reason == "length" and re.fullmatch("[a-z]+", output.text)
+
+
+def test_a_form_holds_only_behind_the_token_it_follows(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    end = llm.tokenizer.special_id("</think>")
+    assert end is not None
+    params = asked("choice", ["blue"], after="</think>", seed=3, logit_bias={}, max_tokens=6)
+    (free,) = answers(llm, [params])
+    (plain,) = answers(llm, [SamplingParams(seed=3, max_tokens=6)])
+    assert free.token_ids == plain.token_ids, "nothing is restricted while the model reasons"
+    forced = asked("choice", ["blue"], after="</think>", temperature=0, logit_bias={end: 100.0}, max_tokens=40)
+    (output,) = answers(llm, [forced])
+    assert output.token_ids[0] == end and output.text == "</think>blue"
+
+
+def test_structured_and_free_answers_together_are_as_alone(llm: LLM) -> None:
+    params = [
+        asked("regex", "[a-f]{4,9}", seed=1),
+        SamplingParams(seed=2, max_tokens=9),
+        asked("json_schema", SCHEMA, seed=3, max_tokens=20),
+        SamplingParams(temperature=0, max_tokens=5),
+        asked("choice", ["one", "three"], temperature=0),
+    ]
+    together = answers(llm, params)
+    alone = [answers(llm, [each])[0] for each in params]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+def test_logprobs_are_the_models_own_under_a_form_and_a_bias(llm: LLM) -> None:
+    (free,) = answers(llm, [SamplingParams(temperature=0, max_tokens=1, logprobs=5)])
+    (bound,) = answers(llm, [asked("choice", ["blue"], temperature=0, max_tokens=1, logprobs=5)])
+    (biased,) = answers(llm, [SamplingParams(temperature=0, max_tokens=1, logprobs=5, logit_bias={77: 100.0})])
+    assert free.logprobs and bound.logprobs and biased.logprobs
+    assert bound.logprobs[0].top == free.logprobs[0].top == biased.logprobs[0].top
+    assert biased.token_ids == (77,) != free.token_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "(open"),
+        ("grammar", "start: missing_rule"),
+        ("grammar", "root ::= ("),
+        ("json_schema", {"type": "objekt"}),
+        ("json_schema", {"$ref": "#/nowhere"}),
+        ("json_schema", {"type": "string", "madeUpKeyword": 1, "format": "no-such-format"}),
+        ("json_schema", {"enum": []}),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_at_once(llm: LLM, kind: str, value: Any) -> None:
+    with pytest.raises(PromptError, match=kind):
+        answers(llm, [asked(kind, value)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("xml", "a"), ("regex", ""), ("regex", 3), ("choice", []), ("choice", [""]), ("json_schema", "{}"), ("json", 1)],
+)
+def test_a_value_that_is_not_of_its_kind_is_refused_by_name(kind: Any, value: Any) -> None:
+    with pytest.raises(PromptError, match=str(kind)):
+        Structured(kind=kind, value=value)
+
+
+def test_a_form_needs_a_tokenizer_with_its_tokens(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="no special token"):
+        answers(llm, [asked("choice", ["a"], after="<no such token>")])
+
+
+def test_a_bias_for_an_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="logit_bias"):
+        answers(llm, [SamplingParams(logit_bias={llm.config.text.vocab_size: 1.0})])
+    for bad in ({-1: 1.0}, {1: 101.0}, {1: float("nan")}, {"1": 1.0}, [1]):
+        with pytest.raises(PromptError, match="logit_bias"):
+            SamplingParams(logit_bias=bad)  # type: ignore[arg-type]
+
+
+def test_forms_are_compiled_from_several_threads_alike(llm: LLM) -> None:
+    found: list[object] = []
+
+    def compile_all() -> None:
+        for number in range(20):
+            try:
+                llm.engine.check(llm._prompt([0, 1]), asked("regex", f"a{{{number}}}b"))
+            except Exception as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=compile_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not found
+
+
+def test_masks_report_what_the_model_hid_of_them(llm: LLM) -> None:
+    answers(llm, [asked("regex", "[a-z]{20}", max_tokens=10)])
+    share = llm.engine.mask_hidden_share
+    assert share is not None and 0 <= share <= 1
+
+
+def test_a_folder_without_a_tokenizer_refuses_forms(llm: LLM, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    new_checkpoint(folder, "tiny", seed=0)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    bare = LLM(folder, device="cpu", dtype="float32", numerics="plain")
+    with pytest.raises(PromptError, match="tokenizer"):
+        answers(bare, [asked("choice", ["a"])])
