@@ -1,0 +1,119 @@
+"""What a run tells while it goes: a CSV file, TensorBoard events, a progress bar, and a plot of the loss at the end."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from spyglass.errors import ConfigError
+
+CSV_NAME, PLOT_NAME, EVENTS_NAME = "log.csv", "loss.png", "events"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One step. `loss` is nats per target token, `rate` the learning rate of the first group, `norm` that of the
+    gradient before clipping; `tokens` counts every row of the step, pictures included; `seconds` since the last row."""
+
+    step: int
+    loss: float
+    rate: float
+    norm: float
+    targets: int
+    tokens: int
+    pictures: int
+    seconds: float
+
+
+def require_plots() -> None:
+    """Raises ConfigError if what draws and logs is not installed, before any time is spent."""
+    missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"training logs need {' and '.join(missing)}; pip install 'spyglass[train]'")
+
+
+class TrainLog:
+    """Writes rows to `folder`; rows after `done` steps of an earlier run are dropped, since they will come again."""
+
+    def __init__(self, folder: Path, *, done: int, steps: int, progress: bool) -> None:
+        require_plots()
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._rows = [row for row in read_log(folder) if row.step <= done]
+        self._file = (folder / CSV_NAME).open("w", newline="", encoding="utf-8")
+        self._csv = csv.writer(self._file)
+        self._csv.writerow([item.name for item in fields(Row)])
+        self._csv.writerows(map(astuple, self._rows))
+        self._file.flush()
+        self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
+        self._bar = tqdm(total=steps, initial=done, unit="step", desc="training", disable=None if progress else True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Some steps, in order."""
+        for row in rows:
+            self._csv.writerow(astuple(row))
+            for name, value in (("loss", row.loss), ("rate", row.rate), ("norm", row.norm)):
+                self._board.add_scalar(name, value, row.step)
+            self._board.add_scalar("tokens per second", row.tokens / max(row.seconds, 1e-9), row.step)
+        self._file.flush()
+        self._rows += rows
+        if rows:
+            last, seconds = rows[-1], sum(row.seconds for row in rows)
+            rate = sum(row.tokens for row in rows) / max(seconds, 1e-9)
+            self._bar.set_postfix_str(
+                f"loss {last.loss:.4f}, rate {last.rate:.2e}, {rate:,.0f} tokens/s", refresh=False
+            )
+            self._bar.update(len(rows))
+
+    def close(self) -> None:
+        """Finish the files and draw the plot."""
+        self._bar.close()
+        self._board.close()
+        self._file.close()
+        if self._rows:
+            plot_loss(self._rows, self._folder / PLOT_NAME)
+
+
+def read_log(folder: Path) -> list[Row]:
+    """The rows of an earlier run; a last line that was cut off is left out."""
+    path = folder / CSV_NAME
+    if not path.exists():
+        return []
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for entry in csv.DictReader(file):
+            try:
+                values = {item.name: (int if item.type == "int" else float)(entry[item.name]) for item in fields(Row)}
+                rows.append(Row(**values))  # type: ignore[arg-type]  # each as its field's type says
+            except (TypeError, ValueError, KeyError):
+                break
+    return rows
+
+
+def plot_loss(rows: Sequence[Row], path: Path) -> None:
+    """Loss per step and its running mean, with the learning rate below, as a PNG."""
+    from matplotlib.figure import Figure
+
+    steps, losses = [row.step for row in rows], [row.loss for row in rows]
+    mean, smooth = losses[0], []
+    for loss in losses:
+        mean += (loss - mean) * 0.1
+        smooth.append(mean)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    top.plot(steps, losses, color="tab:blue", alpha=0.35, label="loss")
+    top.plot(steps, smooth, color="tab:blue", label="running mean (0.1)")
+    top.set_ylabel("nats per target token")
+    top.legend()
+    bottom.plot(steps, [row.rate for row in rows], color="tab:gray")
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    figure.savefig(path, dpi=120)

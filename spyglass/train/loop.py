@@ -1,0 +1,375 @@
+"""The training loop: micro-batches to gradients, gradients to a step; it can stop anywhere and go on as if it had not.
+
+One step is `accumulate` micro-batches over all processes. Their losses are sums over target tokens, and gradients are
+divided by the number of targets of the whole step: how a batch is cut changes nothing. A micro-batch is known by its
+number alone, and random numbers are seeded from it, so a run's state is its leaves, its optimisers and a step count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from spyglass.errors import ConfigError, SpyglassError
+from spyglass.parallel import Processes
+from spyglass.train.log import Row, TrainLog
+from spyglass.train.state import State, load_state, save_state
+
+Schedule = Literal["constant", "linear", "cosine"]
+ALONE = Processes()
+_MUST_AGREE = ("steps", "accumulate", "schedule", "warmup", "final", "clip", "seed")  # or a resumed run is another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """How to train. Rates are those of the optimisers, times a factor that `schedule` takes from 1 to `final`.
+
+    `warmup`: steps over which the factor rises to 1 first. `clip`: largest norm of a step's gradient, None = any.
+    `save_every`: steps between saved states (the last is always saved), `minutes`: save and stop after so long.
+    `log_every`: steps between reads of the loss from the device.
+    """
+
+    steps: int
+    accumulate: int = 1
+    schedule: Schedule = "cosine"
+    warmup: int = 0
+    final: float = 0.0
+    clip: float | None = 1.0
+    seed: int = 0
+    save_every: int = 100
+    minutes: float | None = None
+    log_every: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroLoss:
+    """Loss of one micro-batch: the sum over its target tokens, differentiable; how many they are; rows and pictures."""
+
+    loss: torch.Tensor
+    targets: torch.Tensor | int
+    tokens: int = 0
+    pictures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained.
+
+    `leaves` by name, all of which the optimisers hold between them; `loss(number)` runs micro-batch `number` forward.
+    `extra` tensors are saved and restored in place with the leaves; `after_step(step)` runs when leaves have changed,
+    `restored` when a saved state has been put into them.
+    """
+
+    leaves: Mapping[str, torch.Tensor]
+    optimisers: Sequence[torch.optim.Optimizer]
+    loss: Callable[[int], MicroLoss]
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    after_step: Callable[[int], None] | None = None
+    restored: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopResult:
+    """`step`s done; `finished` False if the run was interrupted and may be resumed. `loss` of the last step."""
+
+    step: int
+    finished: bool
+    loss: float
+
+
+def adamw(
+    groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
+) -> torch.optim.AdamW:
+    """AdamW over groups `{"params": leaves, "lr": peak rate, "weight_decay": x}`; one kernel per step on a GPU."""
+    on_gpu = all(leaf.device.type == "cuda" for group in groups for leaf in group["params"])
+    return torch.optim.AdamW([dict(group) for group in groups], betas=betas, eps=eps, fused=on_gpu or None)
+
+
+def train(
+    task: Task,
+    options: LoopOptions,
+    folder: Path,
+    *,
+    resume: bool = False,
+    processes: Processes = ALONE,
+    progress: bool = True,
+) -> LoopResult:
+    """Run to the end, to `options.minutes`, or until SIGINT or SIGTERM asks to stop; state and logs lie in `folder`.
+
+    The loop seeds torch's generators. `resume` goes on from the state in `folder`, or begins if there is none.
+
+    Raises:
+        ConfigError: options that contradict each other, the number of processes, or the run that is resumed.
+        CheckpointError: the saved state is damaged, or cannot be written.
+        SpyglassError: the loss or a gradient is no finite number; the last good state is kept.
+    """
+    check_options(options, processes)
+    done = _restore(task, options, folder, processes) if resume else 0
+    log = TrainLog(folder, done=done, steps=options.steps, progress=progress) if processes.rank == 0 else None
+    try:
+        return _Loop(task, options, folder, processes, log).run(done)
+    finally:
+        if log is not None:
+            log.close()
+
+
+def check_options(options: LoopOptions, processes: Processes = ALONE) -> None:
+    """Raises ConfigError for options that mean nothing."""
+    for name, least in (("steps", 1), ("accumulate", 1), ("log_every", 1), ("warmup", 0), ("save_every", 1)):
+        value = asdict(options)[name]
+        if value < least:
+            raise ConfigError(f"{name} is {value}, expected a whole number of at least {least}")
+    if options.clip is not None and not options.clip > 0:
+        raise ConfigError(f"clip is {options.clip}, expected a number above 0, or None for no clipping")
+    if options.accumulate % processes.count:
+        raise ConfigError(
+            f"accumulate is {options.accumulate} micro-batches a step, which {processes.count} processes cannot share; "
+            f"use a multiple of {processes.count}"
+        )
+
+
+def rate_factor(step: int, options: LoopOptions) -> float:
+    """What the peak rate is multiplied with in step `step` (from 0): a linear rise, then the schedule.
+
+    With x the share of the steps after the rise that are done: linear 1 - (1 - final) x, cosine
+    final + (1 - final) (1 + cos π x) / 2.
+    """
+    if step < options.warmup:
+        return (step + 1) / (options.warmup + 1)
+    x = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    if options.schedule == "constant":
+        return 1.0
+    share = 1 - x if options.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return options.final + (1 - options.final) * share
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    rate: float
+    loss: torch.Tensor
+    targets: torch.Tensor
+    norm: torch.Tensor
+    tokens: torch.Tensor
+    pictures: torch.Tensor
+
+
+class _Loop:
+    """One call of `train`."""
+
+    def __init__(
+        self, task: Task, options: LoopOptions, folder: Path, processes: Processes, log: TrainLog | None
+    ) -> None:
+        self._task, self._options, self._folder = task, options, folder
+        self._processes, self._log = processes, log
+        self._groups = [group for optimiser in task.optimisers for group in optimiser.param_groups]
+        self._peaks = [group["lr"] for group in self._groups]
+        self._pending: list[_Pending] = []
+        self._last = math.nan
+        self._since = time.perf_counter()
+
+    def run(self, done: int) -> LoopResult:
+        options, started = self._options, time.perf_counter()
+        with _asked_to_stop() as asked:
+            while done < options.steps:
+                self._pending.append(self._step(done))
+                done += 1
+                stop = self._any(asked.is_set() or _over(started, options.minutes))
+                if stop or done % options.save_every == 0 or done == options.steps:
+                    self._flush()
+                    self._save(done)
+                if stop:
+                    break
+                if done % options.log_every == 0:
+                    self._flush()
+        return LoopResult(step=done, finished=done == options.steps, loss=self._last)
+
+    def _step(self, step: int) -> _Pending:
+        task, options = self._task, self._options
+        factor = rate_factor(step, options)
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        loss, targets, tokens, pictures = self._gradients(step)
+        norm = self._scale_and_clip(targets)
+        for optimiser in task.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        if task.after_step is not None:
+            task.after_step(step)
+        rate = self._peaks[0] * factor
+        return _Pending(step + 1, rate, loss, targets, norm, tokens, pictures)
+
+    def _gradients(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the summed loss into the leaves; the sum, targets, rows and pictures over all processes."""
+        accumulate, count = self._options.accumulate, self._processes.count
+        device = next(iter(self._task.leaves.values())).device
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        for micro in range(self._processes.rank, accumulate, count):
+            number = step * accumulate + micro
+            torch.manual_seed(_seed(self._options.seed, number))
+            part = self._task.loss(number)
+            part.loss.backward()
+            sums[0] += part.loss.detach()
+            sums[1] += part.targets
+            sums[2] += part.tokens
+            sums[3] += part.pictures
+        sums = self._processes.total(sums)
+        return sums[0], sums[1], sums[2], sums[3]
+
+    def _scale_and_clip(self, targets: torch.Tensor) -> torch.Tensor:
+        """Sums become means over the step's targets; the result is the norm before clipping."""
+        grads = [leaf.grad for leaf in self._task.leaves.values() if leaf.grad is not None]
+        if not grads:
+            raise SpyglassError("no gradient reached anything that is trained; choose other targets")
+        torch._foreach_mul_(grads, (1 / targets).float())
+        norm = torch.nn.utils.get_total_norm(grads)
+        if self._options.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._task.leaves.values(), self._options.clip, norm)
+        return norm
+
+    def _any(self, stop: bool) -> bool:
+        """Whether any process has been asked to stop: all stop after the same step."""
+        if self._processes.count == 1:
+            return stop
+        return bool(self._processes.total(torch.tensor(float(stop))).item())
+
+    def _flush(self) -> None:
+        """Read the numbers of the steps behind us from the device, check and log them."""
+        now, count = time.perf_counter(), max(len(self._pending), 1)
+        seconds = (now - self._since) / count
+        rows = []
+        for step in self._pending:
+            total, targets, norm = float(step.loss), int(step.targets), float(step.norm)
+            if not (math.isfinite(total) and math.isfinite(norm)) or targets == 0:
+                raise SpyglassError(
+                    f"step {step.step}: the loss is {total} of {targets} target tokens, its gradient {norm}; training "
+                    "cannot go on from here. Lower the learning rate or lengthen the warm-up, and resume"
+                )
+            self._last = total / targets
+            rows.append(
+                Row(
+                    step=step.step,
+                    loss=self._last,
+                    rate=step.rate,
+                    norm=norm,
+                    targets=targets,
+                    tokens=int(step.tokens),
+                    pictures=int(step.pictures),
+                    seconds=seconds,
+                )
+            )
+        self._pending.clear()
+        self._since = now
+        if self._log is not None:
+            self._log.add(rows)
+
+    def _save(self, done: int) -> None:
+        tensors = state_tensors(self._task, self._processes)
+        if self._processes.rank == 0:
+            save_state(self._folder, State(step=done, tensors=tensors, facts=_facts(self._options)))
+
+
+def state_tensors(task: Task, processes: Processes = ALONE) -> dict[str, torch.Tensor]:
+    """Everything that a run changes, by name: `leaf.<name>`, `extra.<name>`, `optimiser.<key>.<name>`."""
+    out = {f"leaf.{name}": processes.whole(leaf.detach()) for name, leaf in task.leaves.items()}
+    out |= {f"extra.{name}": tensor for name, tensor in task.extra.items()}
+    for name, leaf in task.leaves.items():
+        for key, value in _optimiser_state(task, leaf).items():
+            out[f"optimiser.{key}.{name}"] = processes.whole(value)
+    return out
+
+
+def _optimiser_state(task: Task, leaf: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    for optimiser in task.optimisers:
+        if leaf in optimiser.state:
+            state: Mapping[str, torch.Tensor] = optimiser.state[leaf]
+            assert all(isinstance(value, torch.Tensor) for value in state.values()), "only tensors are saved"
+            return state
+    return {}
+
+
+@torch.no_grad()
+def _restore(task: Task, options: LoopOptions, folder: Path, processes: Processes) -> int:
+    """Put the saved state in place; the number of steps it has behind it."""
+    state = load_state(folder)
+    if state is None:
+        return 0
+    asked = _facts(options)
+    for name in _MUST_AGREE:
+        if state.facts.get(name) != asked[name]:
+            raise ConfigError(
+                f"{folder} holds a run with {name} {state.facts.get(name)}, this one has {asked[name]}; resume with "
+                "the options it was started with, or choose another folder"
+            )
+    expected = {f"leaf.{name}" for name in task.leaves} | {f"extra.{name}" for name in task.extra}
+    found = {name for name in state.tensors if not name.startswith("optimiser.")}
+    if found != expected:
+        odd = ", ".join(sorted(found ^ expected)[:5])
+        raise ConfigError(f"{folder} holds a run that trains something else ({odd}); choose another folder")
+    for kind, tensors in (("leaf", task.leaves), ("extra", task.extra)):
+        for name, tensor in tensors.items():
+            processes.fill(tensor, state.tensors[f"{kind}.{name}"])
+    _restore_optimisers(task, state, processes)
+    if task.restored is not None:
+        task.restored()
+    return state.step
+
+
+def _restore_optimisers(task: Task, state: State, processes: Processes) -> None:
+    saved: dict[str, dict[str, torch.Tensor]] = {name: {} for name in task.leaves}
+    for entry, tensor in state.tensors.items():
+        kind, _, rest = entry.partition(".")
+        if kind == "optimiser":
+            key, _, name = rest.partition(".")
+            saved[name][key] = processes.like(task.leaves[name], tensor)
+    names = {id(leaf): name for name, leaf in task.leaves.items()}
+    for optimiser in task.optimisers:
+        held = [leaf for group in optimiser.param_groups for leaf in group["params"]]
+        states = {index: saved[names[id(leaf)]] for index, leaf in enumerate(held) if saved[names[id(leaf)]]}
+        optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+def _facts(options: LoopOptions) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if name in _MUST_AGREE}
+
+
+def _seed(seed: int, number: int) -> int:
+    """A seed of its own for every micro-batch: neighbouring numbers, and neighbouring seeds, share no stream."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest())
+
+
+def _over(started: float, minutes: float | None) -> bool:
+    return minutes is not None and time.perf_counter() - started >= 60 * minutes
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Set by SIGINT or SIGTERM, which then no longer end the process at once; a second SIGINT does."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's own
+        yield asked
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
