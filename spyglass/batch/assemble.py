@@ -26,7 +26,8 @@ class SequenceStep:
     `ids_n` (-1 at pictures), `kinds_n` TokenKind, `visible_n2` extra keys left and right (Prompt.visible_T2),
     `image_index_n` row of this step's image rows or -1. `lookback_L` as a row of Batch.lookback_SL. `tables` hold the
     page of every logical page of each group, long enough for the rows after this step. `logit_rows` are offsets into
-    0..n-1.
+    0..n-1. `resumable` positions in (start, start + n]: un-pooled rows before each of them are kept too, so that what
+    is in memory after the step suffices to go on from there.
     """
 
     ids_n: NDArray[np.int32]
@@ -38,18 +39,28 @@ class SequenceStep:
     image_index_n: NDArray[np.int32] | None = None
     slot: int = 0
     lookback_L: NDArray[np.int32] | None = None
+    resumable: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """All rows of the step, packed: sequence, absolute position, and per sequence first row, start and stop
-    position."""
+    position; `resumable` (sequence, position) pairs."""
 
     seq_T: Ints
     position_T: Ints
     first_S: Ints
     start_S: Ints
     stop_S: Ints
+    resumable: Sequence[tuple[int, int]]
+
+    def before_stops(self, reach: int) -> NDArray[np.bool_]:
+        """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T]."""
+        kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
+        for seq, place in self.resumable:
+            offset = self.first_S[seq] - self.start_S[seq]
+            kept_T[offset + max(self.start_S[seq], place - reach) : offset + place] = True
+        return kept_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +151,14 @@ def _pack(steps: Sequence[SequenceStep]) -> _Rows:
     first_S = np.cumsum(count_S) - count_S
     seq_T = np.repeat(np.arange(len(steps)), count_S)
     position_T = np.arange(count_S.sum()) - first_S[seq_T] + start_S[seq_T]
-    return _Rows(seq_T=seq_T, position_T=position_T, first_S=first_S, start_S=start_S, stop_S=start_S + count_S)
+    return _Rows(
+        seq_T=seq_T,
+        position_T=position_T,
+        first_S=first_S,
+        start_S=start_S,
+        stop_S=start_S + count_S,
+        resumable=[(seq, place) for seq, step in enumerate(steps) for place in step.resumable],
+    )
 
 
 def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -185,7 +203,7 @@ def _pool(compressor: CompressorPlan, rows: _Rows, tables: _Tables) -> _Pool:
         seq_PB = np.broadcast_to(seq_P[:, None], token_PB.shape)
         group = f"state{ratio}"
         sources_PB[carried] = -2 - tables.flat(group, seq_PB[carried], token_PB[carried])
-        kept = rows.position_T >= rows.stop_S[rows.seq_T] - reach
+        kept = rows.before_stops(reach)
         state_write_T = np.full(len(kept), -1, np.int64)
         state_write_T[kept] = tables.flat(group, rows.seq_T[kept], rows.position_T[kept])
     else:

@@ -1,4 +1,4 @@
-"""Memory for rows: page pools per group, and which pages each running sequence holds. Knows groups, not models.
+"""Memory for rows: which pages of which group each running sequence holds. Knows groups, not models.
 
 A group is a set of row tensors with one page table. Groups that keep everything (pools) give a sequence one page after
 the other; groups with a retention (window, state) use a ring of table columns, and pages behind the retention go back.
@@ -15,123 +15,27 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
+from spyglass.engine.pages import Group, PagePool, groups_of
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
 
-_PAGE_ROWS = 64
-_POOL_PAGE_TOKENS = 2048  # a page of a strongly compressed pool is kept short: one page should not outlast a chat
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Tensors that share a page table. `page_bytes` counts one page of all of them."""
+class Snapshot:
+    """Memory of the first `tokens` tokens of some sequence, enough to go on behind them.
 
-    name: str
-    plans: tuple[CachePlan, ...]
-    page_rows: int
-    tokens_per_row: int
-    retention: int | None
-    page_bytes: int
-    carries: bool  # rows are written only if a later step reads them (state), not for the step itself (window)
+    `pages` of the pools by group, held; `rows` [W, row_dim] by (kind, layer): copies of what rings keep (CachePlan).
+    """
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold all complete rows of `tokens` tokens."""
-        return -(-(tokens // self.tokens_per_row) // self.page_rows)
+    tokens: int
+    pages: Mapping[str, NDArray[np.int32]]
+    rows: Mapping[tuple[str, int], torch.Tensor]
 
     @property
-    def kept_pages(self) -> int:
-        """Most pages that the rows kept between steps can touch."""
-        assert self.retention is not None
-        return -(-self.retention // self.page_rows) + 1
-
-
-def groups_of(
-    plans: Sequence[CachePlan], dtype: torch.dtype, page_rows: Mapping[str, int] | None = None
-) -> tuple[Group, ...]:
-    """The plans by group; `page_rows` overrides the rows per page by group name."""
-    named: dict[str, list[CachePlan]] = {}
-    for plan in plans:
-        named.setdefault(plan.group, []).append(plan)
-    return tuple(_group(name, tuple(members), dtype, page_rows or {}) for name, members in named.items())
-
-
-def _group(name: str, plans: tuple[CachePlan, ...], dtype: torch.dtype, page_rows: Mapping[str, int]) -> Group:
-    first = plans[0]
-    assert {(p.tokens_per_row, p.retention) for p in plans} == {(first.tokens_per_row, first.retention)}, name
-    if first.retention is not None:
-        rows = min(_PAGE_ROWS, max(1, first.retention))
-    else:
-        rows = max(1, min(_PAGE_ROWS, _POOL_PAGE_TOKENS // first.tokens_per_row))
-    rows = page_rows.get(name, rows)
-    row_bytes = sum(p.row_dim * _row_dtype(p, dtype).itemsize for p in plans)
-    return Group(
-        name=name,
-        plans=plans,
-        page_rows=rows,
-        tokens_per_row=first.tokens_per_row,
-        retention=first.retention,
-        page_bytes=rows * row_bytes,
-        carries=first.kind in ("state", "index_state"),
-    )
-
-
-def _row_dtype(plan: CachePlan, dtype: torch.dtype) -> torch.dtype:
-    return dtype if plan.dtype == "activation" else torch.float32
-
-
-class PagePool:
-    """All pages of one group: the tensors, and which pages are free. `limit` None = grows."""
-
-    def __init__(
-        self, group: Group, dtype: torch.dtype, device: torch.device, limit: int | None, fill: float | None
-    ) -> None:
-        self.group = group
-        self.limit = limit
-        self.capacity = 0
-        self._dtype, self._device, self._fill = dtype, device, fill
-        self._free: list[int] = []
-        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
-        self._resize(0 if limit is None else limit)
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be taken without growing."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Pages that sequences hold."""
-        return self.capacity - len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """`count` page numbers. Never fails for a growing pool; a fixed one must have been asked first."""
-        if count > len(self._free):
-            assert self.limit is None, f"group {self.group.name} has no {count} free pages; the scheduler must not ask"
-            self._resize(max(self.capacity + count - len(self._free), self.capacity * 3 // 2, 4))
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Return pages; with a `fill` their content is overwritten, so that a stale read shows."""
-        self._free.extend(pages)
-        if self._fill is not None and pages:
-            for tensor in self.tensors.values():
-                tensor[torch.as_tensor(pages, device=self._device)] = self._fill
-
-    @torch.inference_mode(False)  # pages outlive the step that makes them grow
-    def _resize(self, capacity: int) -> None:
-        for plan in self.group.plans:
-            shape = (capacity, self.group.page_rows, plan.row_dim)
-            grown = torch.empty(shape, dtype=_row_dtype(plan, self._dtype), device=self._device)
-            if self._fill is not None:
-                grown.fill_(self._fill)
-            if self.capacity:
-                grown[: self.capacity] = self.tensors[plan.kind, plan.layer]
-            self.tensors[plan.kind, plan.layer] = grown
-        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
-        self.capacity = capacity
+    def row_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(rows.nbytes for rows in self.rows.values())
 
 
 class Blocks:
@@ -159,6 +63,7 @@ class Blocks:
         fill: float | None = None,
     ) -> None:
         self.groups = groups_of(plans, dtype, page_rows)
+        self._device = device
         limits = _limits(self.groups, max_sequences, step_tokens, max_length, cache_bytes)
         try:
             self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}
@@ -212,12 +117,18 @@ class Blocks:
             self._promised[name][row] = pages
         return row
 
-    def extend(self, rows: Ints, start: Ints, stop: Ints) -> None:
-        """Give table rows `rows` the pages that a step over tokens [start, stop) reads and writes."""
+    def extend(self, rows: Ints, start: Ints, stop: Ints, resumable: Sequence[tuple[int, int]] = ()) -> None:
+        """Give table rows `rows` the pages that a step over tokens [start, stop) reads and writes.
+
+        `resumable` (table row, position in (start, stop]): a snapshot is to be taken there after the step.
+        """
         for group in self.groups:
             first = start if group.retention is None else np.maximum(start - group.retention, 0)
             write = np.maximum(start, stop - group.retention) if group.carries and group.retention else start
             self._hold(group, rows, first, write, stop)
+            if group.carries:
+                for row, place in resumable:
+                    self._fill_in(group, row, place)
 
     def settle(self, rows: Ints, stop: Ints) -> None:
         """Take back the pages behind the retention of sequences that now have `stop` tokens."""
@@ -228,6 +139,50 @@ class Blocks:
     def tables(self, row: int) -> dict[str, NDArray[np.int32]]:
         """Page tables of a sequence by group, equally wide for every sequence (logical page modulo width)."""
         return {name: table[row] for name, table in self._tables.items()}
+
+    def snapshot(self, row: int, tokens: int) -> Snapshot:
+        """What is needed to go on after the first `tokens` tokens of a sequence, until `forget`.
+
+        They end this step or are a resumable position of it, and `settle` has not been called since.
+        """
+        pages, rows = {}, {}
+        for group in self.groups:
+            pool = self.pools[group.name]
+            if group.retention is None:
+                pages[group.name] = self._tables[group.name][row, : group.pages_for(tokens)].copy()
+                pool.share(pages[group.name])
+            else:
+                place_W = self._kept_rows(group, row, tokens)
+                for key, tensor in pool.tensors.items():
+                    rows[key] = tensor.flatten(0, 1).index_select(0, place_W)
+        return Snapshot(tokens=tokens, pages=pages, rows=rows)
+
+    def restore(self, row: int, snapshot: Snapshot) -> None:
+        """Let an empty table row go on from a snapshot. Full pages are shared, one that will be written is copied."""
+        for group in self.groups:
+            pool, live = self.pools[group.name], self._live[group.name]
+            if group.retention is None:
+                whole, rest = divmod(snapshot.tokens // group.tokens_per_row, group.page_rows)
+                shared = snapshot.pages[group.name][:whole]
+                pool.share(shared)
+                self._widened(group, whole)[row, :whole] = shared
+                live[:, row] = 0, whole
+                if rest:
+                    self._add(group, row, whole, whole + 1)
+                    live[1, row] += 1
+                    pool.copy(int(snapshot.pages[group.name][whole]), int(self._tables[group.name][row, whole]), rest)
+            else:
+                first = max(0, snapshot.tokens - group.retention) // group.page_rows
+                live[:, row] = first, -(-snapshot.tokens // group.page_rows)
+                self._fill_in(group, row, snapshot.tokens)
+                place_W = self._kept_rows(group, row, snapshot.tokens)
+                for key, tensor in pool.tensors.items():
+                    tensor.flatten(0, 1).index_copy_(0, place_W, snapshot.rows[key])
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Take back the pages that a snapshot holds."""
+        for name, pages in snapshot.pages.items():
+            self.pools[name].give_back(pages)
 
     def release(self, row: int) -> None:
         """Take back all pages and the table row."""
@@ -255,12 +210,31 @@ class Blocks:
             table = self._widened(group, stop)
             table[row, np.arange(first, stop) % table.shape[1]] = self.pools[group.name].take(stop - first)
 
+    def _fill_in(self, group: Group, row: int, tokens: int) -> None:
+        """Pages, where there are none, for the rows that are kept behind position `tokens` of a ring."""
+        assert group.retention is not None
+        table = self._tables[group.name]
+        pages = np.arange(max(0, tokens - group.retention) // group.page_rows, -(-tokens // group.page_rows))
+        columns = pages % table.shape[1]
+        columns = columns[table[row, columns] < 0]
+        if len(columns):
+            table[row, columns] = self.pools[group.name].take(len(columns))
+
+    def _kept_rows(self, group: Group, row: int, tokens: int) -> torch.Tensor:
+        """Flat rows of the tokens that are kept behind position `tokens` of a ring, int64 [W]."""
+        assert group.retention is not None
+        token_W = np.arange(max(0, tokens - group.retention), tokens)
+        table = self._tables[group.name]
+        page_W = table[row, token_W // group.page_rows % table.shape[1]].astype(np.int64)
+        assert (page_W >= 0).all(), f"rows of group {group.name} before token {tokens} have been taken back"
+        return torch.from_numpy(page_W * group.page_rows + token_W % group.page_rows).to(self._device)
+
     def _drop(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:
             table = self._tables[group.name]
             columns = np.arange(first, stop) % table.shape[1]
             pages = table[row, columns]
-            self.pools[group.name].give_back(pages[pages >= 0].tolist())
+            self.pools[group.name].give_back(pages[pages >= 0])
             table[row, columns] = -1
 
     def _widened(self, group: Group, pages: int) -> NDArray[np.int32]:

@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 SAMPLER = "spyglass/engine/sampler.py"
 TEXT = "spyglass/engine/detokenize.py"
 BLOCKS = "spyglass/engine/blocks.py"
+ASSEMBLE = "spyglass/batch/assemble.py"
+PAGES = "spyglass/engine/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
 SEQUENCE = "spyglass/engine/sequence.py"
@@ -17,6 +19,7 @@ UNIT = "tests/unit/engine"
 ON_SAMPLER = f"{UNIT}/test_sampler.py"
 ON_TEXT = f"{UNIT}/test_detokenize.py"
 ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
+ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
@@ -62,12 +65,24 @@ ENGINE_ROWS: list[Mutant] = [
            "nothing given back behind the window"),
     Mutant(BLOCKS, "np.maximum(start, stop - group.retention) if group.carries and group.retention else start",
            "start", ON_BLOCKS, "state pages for rows that nobody keeps"),
-    Mutant(BLOCKS, "grown[: self.capacity] = self.tensors[plan.kind, plan.layer]", "pass", ON_BLOCKS,
+    Mutant(PAGES, "grown[: self.capacity] = self.tensors[plan.kind, plan.layer]", "pass", ON_BLOCKS,
            "growing forgets what was written"),
     Mutant(BLOCKS, "            self._live[group.name][:, row] = 0\n", "", ON_BLOCKS, "a reused row believes it has pages"),
     Mutant(BLOCKS, "            self._promised[name][row] = pages\n", "            pass\n", ON_BLOCKS,
            "memory promised twice"),
-    Mutant(BLOCKS, "self.pools[group.name].give_back(pages[pages >= 0].tolist())", "pass", ON_BLOCKS, "pages leak"),
+    Mutant(BLOCKS, "self.pools[group.name].give_back(pages[pages >= 0])", "pass", ON_BLOCKS, "pages leak"),
+    Mutant(PAGES, "free = pages[self._holders[pages] == 0].tolist()", "free = pages.tolist()", ON_SNAPSHOTS,
+           "a page is free although others hold it"),
+    Mutant(PAGES, "self._holders[pages] += 1", "pass", ON_SNAPSHOTS, "shared pages are not counted"),
+    Mutant(PAGES, "tensor[target, :rows] = tensor[source, :rows]", "pass", ON_SNAPSHOTS, "a page that grows is not copied"),
+    Mutant(BLOCKS, "if rest:", "if False:", ON_SNAPSHOTS, "the page that grows has no copy"),
+    Mutant(BLOCKS, "                    self._fill_in(group, row, place)\n", "                    pass\n", ON_SNAPSHOTS,
+           "no pages for rows before a resumable place"),
+    Mutant(BLOCKS, "            self.pools[name].give_back(pages)\n", "            pass\n", ON_SNAPSHOTS, "forgotten pages leak"),
+    Mutant(BLOCKS, "tensor.flatten(0, 1).index_copy_(0, place_W, snapshot.rows[key])", "pass", ON_SNAPSHOTS,
+           "kept rows are not brought back"),
+    Mutant(ASSEMBLE, "max(self.start_S[seq], place - reach)", "max(self.start_S[seq], place - reach + 1)",
+           "tests/unit/test_assemble.py", "one row too few kept before a resumable place"),
     Mutant(BLOCKS, "grown[:, : table.shape[1]] = table", "pass", ON_BLOCKS, "a widened table is empty"),
     Mutant(SCHEDULER, "sequence.cut_at_most(start + min(budget, sequence.pending))",
            "start + min(budget, sequence.pending)", ON_TURNS, "a span is cut"),

@@ -293,8 +293,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         ASSEMBLE,
-        "rows.stop_S[rows.seq_T] - reach",
-        "rows.stop_S[rows.seq_T] - reach + 2",
+        "self.stop_S[self.seq_T] - reach",
+        "self.stop_S[self.seq_T] - reach + 2",
         STEPS,
         "un-pooled rows lost",
     ),

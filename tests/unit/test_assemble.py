@@ -65,6 +65,7 @@ def _step(rng: np.random.Generator, start: int, count: int, visible: np.ndarray 
         group: rng.permutation(1000)[: (start + count) // rows + 1].astype(np.int32)
         for group, rows in PAGE_ROWS.items()
     }
+    resumable = (start + rng.integers(1, count + 1, rng.integers(0, 3))).tolist() if visible is None else []
     return SequenceStep(
         ids_n=rng.integers(0, 32, count).astype(np.int32),
         kinds_n=np.full(count, -1, np.int8),
@@ -72,6 +73,7 @@ def _step(rng: np.random.Generator, start: int, count: int, visible: np.ndarray 
         tables=tables,
         logit_rows=[count - 1],
         visible_n2=visible,
+        resumable=resumable,
     )
 
 
@@ -100,7 +102,7 @@ def test_every_index_of_a_step_follows_its_definition(seed: int) -> None:
                 pool = cache.pools[ratio]
                 assert pool.phase_T[t] == position % ratio
                 assert pool.visible_T[t] == sum((w + 1) * ratio <= position + 1 for w in range(position + 1))
-                kept = position >= stop - reach
+                kept = any(end - reach <= position < end for end in (stop, *step.resumable))
                 assert pool.state_write_T is not None
                 assert pool.state_write_T[t] == (_flat(step, f"state{ratio}", position) if kept else -1)
         for ratio, reach in ((4, 8), (16, 16)):

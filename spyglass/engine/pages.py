@@ -1,0 +1,144 @@
+"""Pages of one group: how large they are, the tensors they lie in, and who holds them. Knows groups, not models.
+
+A page may have several holders (sequences and snapshots that share a prefix); it is free when the last lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.config.cache import CachePlan
+
+_PAGE_ROWS = 64
+_POOL_PAGE_TOKENS = 2048  # a page of a strongly compressed pool is kept short: one page should not outlast a chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Tensors that share a page table. `page_bytes` counts one page of all of them."""
+
+    name: str
+    plans: tuple[CachePlan, ...]
+    page_rows: int
+    tokens_per_row: int
+    retention: int | None
+    page_bytes: int
+    carries: bool  # rows are written only if a later step reads them (state), not for the step itself (window)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold all complete rows of `tokens` tokens."""
+        return -(-(tokens // self.tokens_per_row) // self.page_rows)
+
+    @property
+    def kept_pages(self) -> int:
+        """Most pages that the rows kept between steps can touch."""
+        assert self.retention is not None
+        return -(-self.retention // self.page_rows) + 1
+
+
+def groups_of(
+    plans: Sequence[CachePlan], dtype: torch.dtype, page_rows: Mapping[str, int] | None = None
+) -> tuple[Group, ...]:
+    """The plans by group; `page_rows` overrides the rows per page by group name."""
+    named: dict[str, list[CachePlan]] = {}
+    for plan in plans:
+        named.setdefault(plan.group, []).append(plan)
+    return tuple(_group(name, tuple(members), dtype, page_rows or {}) for name, members in named.items())
+
+
+def _group(name: str, plans: tuple[CachePlan, ...], dtype: torch.dtype, page_rows: Mapping[str, int]) -> Group:
+    first = plans[0]
+    assert {(p.tokens_per_row, p.retention) for p in plans} == {(first.tokens_per_row, first.retention)}, name
+    assert {p.snapshot for p in plans} == {first.retention is not None}, f"{name}: rings are copied, pools shared"
+    if first.retention is not None:
+        rows = min(_PAGE_ROWS, max(1, first.retention))
+    else:
+        rows = max(1, min(_PAGE_ROWS, _POOL_PAGE_TOKENS // first.tokens_per_row))
+    rows = page_rows.get(name, rows)
+    row_bytes = sum(p.row_dim * _row_dtype(p, dtype).itemsize for p in plans)
+    return Group(
+        name=name,
+        plans=plans,
+        page_rows=rows,
+        tokens_per_row=first.tokens_per_row,
+        retention=first.retention,
+        page_bytes=rows * row_bytes,
+        carries=first.kind in ("state", "index_state"),
+    )
+
+
+def _row_dtype(plan: CachePlan, dtype: torch.dtype) -> torch.dtype:
+    return dtype if plan.dtype == "activation" else torch.float32
+
+
+class PagePool:
+    """All pages of one group: the tensors, and which pages are free. `limit` None = grows."""
+
+    def __init__(
+        self, group: Group, dtype: torch.dtype, device: torch.device, limit: int | None, fill: float | None
+    ) -> None:
+        self.group = group
+        self.limit = limit
+        self.capacity = 0
+        self._holders = np.zeros(0, np.int32)  # sequences and snapshots that hold a page
+        self._dtype, self._device, self._fill = dtype, device, fill
+        self._free: list[int] = []
+        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
+        self._resize(0 if limit is None else limit)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken without growing."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences and snapshots hold."""
+        return self.capacity - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` page numbers. Never fails for a growing pool; a fixed one must have been asked first."""
+        if count > len(self._free):
+            assert self.limit is None, f"group {self.group.name} has no {count} free pages; the scheduler must not ask"
+            self._resize(max(self.capacity + count - len(self._free), self.capacity * 3 // 2, 4))
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        self._holders[taken] = 1
+        return taken
+
+    def share(self, pages: NDArray[np.int32]) -> None:
+        """One more holder for each of these pages, all different. Whoever shares a page only reads it."""
+        self._holders[pages] += 1
+
+    def give_back(self, pages: NDArray[np.int32]) -> None:
+        """One holder less; without any a page is free, and with a `fill` overwritten, so that a stale read shows."""
+        self._holders[pages] -= 1
+        free = pages[self._holders[pages] == 0].tolist()
+        self._free.extend(free)
+        if self._fill is not None and free:
+            for tensor in self.tensors.values():
+                tensor[torch.as_tensor(free, device=self._device)] = self._fill
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` rows of a page into another."""
+        for tensor in self.tensors.values():
+            tensor[target, :rows] = tensor[source, :rows]
+
+    @torch.inference_mode(False)  # pages outlive the step that makes them grow
+    def _resize(self, capacity: int) -> None:
+        for plan in self.group.plans:
+            shape = (capacity, self.group.page_rows, plan.row_dim)
+            grown = torch.empty(shape, dtype=_row_dtype(plan, self._dtype), device=self._device)
+            if self._fill is not None:
+                grown.fill_(self._fill)
+            if self.capacity:
+                grown[: self.capacity] = self.tensors[plan.kind, plan.layer]
+            self.tensors[plan.kind, plan.layer] = grown
+        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
+        self._holders = np.append(self._holders, np.zeros(capacity - self.capacity, np.int32))
+        self.capacity = capacity
