@@ -147,6 +147,8 @@ def test_logprobs_are_the_models_own_under_a_form_and_a_bias(llm: LLM) -> None:
         ("json_schema", {"$ref": "#/nowhere"}),
         ("json_schema", {"type": "string", "madeUpKeyword": 1, "format": "no-such-format"}),
         ("json_schema", {"enum": []}),
+        ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        ("json_schema", {"x-guidance": {"lenient": True}, "not": {"type": "string"}}),
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused_at_once(llm: LLM, kind: str, value: Any) -> None:
