@@ -17,7 +17,7 @@ from PIL import Image
 
 from spyglass.config.model import ModelConfig, VisionConfig
 from spyglass.errors import PromptError
-from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, encode_chat, render_chat
+from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, RenderedChat, encode_chat, render_chat
 from spyglass.prompt.decode import (
     CHAT_RULES,
     PYTHON_LIMITS,
@@ -86,7 +86,22 @@ def build_prompt(
         response_format=response_format,
         without_vision=without_vision,
     )
-    rendered = render_chat(messages, config, options)
+    return prompt_from_chat(render_chat(messages, config, options), config, tokenizer, rules=rules, limits=limits)
+
+
+def prompt_from_chat(
+    rendered: RenderedChat,
+    config: ModelConfig,
+    tokenizer: PromptTokenizer | None,
+    *,
+    rules: PictureRules = CHAT_RULES,
+    limits: ImageLimits = PYTHON_LIMITS,
+) -> Prompt:
+    """Prompt of a rendered conversation.
+
+    Raises:
+        PromptError: a picture that cannot be used, no tokenizer, or one that does not fit the model.
+    """
     if tokenizer is None:
         raise PromptError("this checkpoint has no tokenizer.json, so it takes ids and pictures, not text; add the file")
     placeholder = resolve_placeholder(config, tokenizer)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = ("minimal", "low", "medium", "high", "xhigh", "max")
 WITHOUT_PICTURE = "[picture left out: this model takes none]"
-_PICTURE_ROLES = ("system", "user", "tool")
-_STUB = "data:image/png;base64,"
+PICTURE_ROLES = ("system", "user", "tool")
+STUB_URL = "data:image/png;base64,"
 _MODEL = "spyglass"
 
 
@@ -86,17 +86,97 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
     import deepseek_recipe
 
     check_options(options)
-    plain, pictures = _without_pictures(messages, config, options)
-    tokens = deepseek_recipe.SpecialTokens(image=SPELLING)
-    conversation = _convert(plain, options, tokens)
+    stubs = PictureStubs(config, options.without_vision)
+    given = {
+        "reasoning_effort": options.effort,
+        "tools": options.tools or None,
+        "tool_choice": options.tool_choice,
+        "response_format": options.response_format,
+    }
+    body: dict[str, Any] = {
+        "messages": _without_pictures(messages, stubs),
+        "thinking": {"type": "enabled" if options.thinking else "disabled"},
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    converted = convert_request(deepseek_recipe.ChatCompletionRequest, body)
+    return render_conversation(converted.conversation, stubs.pictures, config)
+
+
+def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.ConversationRequest:
+    """What the library makes of a request body, pictures in it being stubs. `protocol` is its class of request.
+
+    The version that is named decides only that pictures are kept; thinking is off unless the body turns it on.
+
+    Raises:
+        PromptError: the library refuses the body.
+    """
+    import deepseek_recipe
+
+    version = deepseek_recipe.ModelVersion.DeepseekV41Flash
+    conversion = (
+        deepseek_recipe.ConversionOptions(default_thinking_mode=False)
+        .with_special_tokens(_tokens())
+        .with_model_alias(_MODEL, version)
+    )
+    try:
+        return protocol({**_as_json(body), "model": _MODEL}).convert(conversion)  # type: ignore[dict-item]
+    except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PromptError(f"the messages cannot be rendered: {error}") from error
+
+
+def render_conversation(
+    conversation: deepseek_recipe.Conversation, pictures: Sequence[PictureRef], config: ModelConfig
+) -> RenderedChat:
+    """Render what any of the protocols was converted to; `pictures` are those behind the stubs, by number.
+
+    Raises:
+        PromptError: a picture stands where the library has no place for one.
+    """
+    import deepseek_recipe
+
     is_v41 = config.family == "deepseek_v41"
     encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
-    rendered = encoding.with_special_tokens(tokens).render_conversation(conversation)
+    rendered = encoding.with_special_tokens(_tokens()).render_conversation(conversation)
     order = [pictures[_stub_number(source)] for source in rendered.image_sources]
     found = sum(rendered.prompt[start:stop] == SPELLING for start, stop in rendered.special_ranges)
     if not found == len(order) == len(pictures):
         raise PromptError(f"the conversation has {len(pictures)} pictures, its rendering has room for {found}")
     return RenderedChat(_split(rendered.prompt, rendered.special_ranges, order))
+
+
+class PictureStubs:
+    """Pictures taken out of a request, each leaving a numbered stub that the library carries to its place.
+
+    `without_vision`: as in `ChatOptions`.
+    """
+
+    def __init__(self, config: ModelConfig, without_vision: Literal["refuse", "note"] = "refuse") -> None:
+        self._note = config.vision is None and without_vision == "note"
+        self._blind = config.vision is None
+        self.pictures: list[PictureRef] = []
+
+    def take(self, source: object, part: str, field: str = "") -> str | None:
+        """The base64 text that stands for a picture, to be sent as a PNG; None = a note goes there instead.
+
+        `part` and `field` within it say where the request had the picture.
+
+        Raises:
+            PromptError: the model takes no pictures, or this is none.
+        """
+        if self._note:
+            return None
+        if self._blind:
+            raise PromptError(f"{part} is a picture, and this model takes no pictures; use a vision checkpoint")
+        where = part + field
+        if isinstance(source, str) and not is_data_url(source):
+            raise PromptError(
+                f"{where} must be a data URL, not {source[:40]!r}; pictures are not fetched, and from Python a file is "
+                "passed as pathlib.Path"
+            )
+        if not isinstance(source, str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
+            raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL picture)")
+        self.pictures.append(PictureRef(source, where))
+        return base64.b64encode(str(len(self.pictures) - 1).encode()).decode()
 
 
 def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | PictureRef]:
@@ -139,13 +219,10 @@ def check_options(options: ChatOptions) -> None:
         raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
 
 
-def _without_pictures(
-    messages: Sequence[Mapping[str, Any]], config: ModelConfig, options: ChatOptions
-) -> tuple[list[dict[str, Any]], list[PictureRef]]:
-    """The messages with every picture replaced by a numbered stub, and the pictures in that order."""
+def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: PictureStubs) -> list[dict[str, Any]]:
+    """The messages with every picture replaced by its stub."""
     if not isinstance(messages, list | tuple):
         raise PromptError(f"messages must be a list of messages, not {type(messages).__name__}")
-    pictures: list[PictureRef] = []
     plain = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
@@ -154,24 +231,18 @@ def _without_pictures(
         content = message.get("content")
         if isinstance(content, list | tuple):
             role = message.get("role")
-            parts = [
-                _plain_part(part, f"{where}.content[{place}]", role, pictures, config, options)
-                for place, part in enumerate(content)
-            ]
+            parts = [plain_part(part, f"{where}.content[{place}]", role, stubs) for place, part in enumerate(content)]
             message = {**message, "content": parts}
         plain.append(dict(message))
-    return plain, pictures
+    return plain
 
 
-def _plain_part(
-    part: object,
-    where: str,
-    role: object,
-    pictures: list[PictureRef],
-    config: ModelConfig,
-    options: ChatOptions,
-) -> dict[str, Any]:
-    """One content part as JSON; a picture is moved to `pictures`."""
+def plain_part(part: object, where: str, role: object, stubs: PictureStubs) -> dict[str, Any]:
+    """One content part of an OpenAI message as JSON; a picture is moved to `stubs`.
+
+    Raises:
+        PromptError: an unknown kind of part, or a picture where none may be; named by `where`.
+    """
     if not isinstance(part, Mapping):
         raise PromptError(f"{where} must be an object with a type, not {type(part).__name__}")
     kind = part.get("type")
@@ -181,66 +252,29 @@ def _plain_part(
         return dict(part)
     if kind != "image_url":
         raise PromptError(f"{where} has the unknown type {kind!r}; parts are text or image_url")
-    if role not in _PICTURE_ROLES:
+    if role not in PICTURE_ROLES:
         raise PromptError(
-            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(_PICTURE_ROLES)}"
+            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(PICTURE_ROLES)}"
         )
-    if config.vision is None:
-        if options.without_vision == "note":
-            return {"type": "text", "text": WITHOUT_PICTURE}
-        raise PromptError(f"{where} is a picture, and this model takes no pictures; use a vision checkpoint")
-    pictures.append(_picture_ref(part.get("image_url"), where))
-    return {"type": "image_url", "image_url": {"url": _stub(len(pictures) - 1)}}
-
-
-def _picture_ref(value: object, where: str) -> PictureRef:
+    value = part.get("image_url")
     if isinstance(value, Mapping):
-        value, where = value.get("url"), f"{where}.image_url.url"
+        stub = stubs.take(value.get("url"), where, ".image_url.url")
     else:
-        where = f"{where}.image_url"
-    if isinstance(value, str) and not is_data_url(value):
-        raise PromptError(
-            f"{where} must be a data URL, not {value[:40]!r}; pictures are not fetched, and from Python a file is "
-            "passed as pathlib.Path"
-        )
-    if not isinstance(value, str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
-        raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL picture)")
-    return PictureRef(value, where)
-
-
-def _stub(number: int) -> str:
-    return _STUB + base64.b64encode(str(number).encode()).decode()
+        stub = stubs.take(value, where, ".image_url")
+    if stub is None:
+        return {"type": "text", "text": WITHOUT_PICTURE}
+    return {"type": "image_url", "image_url": {"url": STUB_URL + stub}}
 
 
 def _stub_number(source: deepseek_recipe.ImageSource) -> int:
     assert source.data_url is not None
-    return int(base64.b64decode(source.data_url.removeprefix(_STUB)))
+    return int(base64.b64decode(source.data_url.removeprefix(STUB_URL)))
 
 
-def _convert(
-    messages: list[dict[str, Any]], options: ChatOptions, tokens: deepseek_recipe.SpecialTokens
-) -> deepseek_recipe.Conversation:
-    """Let the library check and convert the request. The version decides only that pictures are kept, for both."""
+def _tokens() -> deepseek_recipe.SpecialTokens:
     import deepseek_recipe
 
-    given = {
-        "reasoning_effort": options.effort,
-        "tools": options.tools or None,
-        "tool_choice": options.tool_choice,
-        "response_format": options.response_format,
-    }
-    version = deepseek_recipe.ModelVersion.DeepseekV41Flash
-    conversion = deepseek_recipe.ConversionOptions().with_special_tokens(tokens).with_model_alias(_MODEL, version)
-    try:
-        body: dict[str, Any] = {
-            "model": _MODEL,
-            "messages": _as_json(messages),
-            "thinking": {"type": "enabled" if options.thinking else "disabled"},
-        }
-        body |= {name: _as_json(value) for name, value in given.items() if value is not None}
-        return deepseek_recipe.ChatCompletionRequest(body).convert(conversion).conversation
-    except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PromptError(f"the messages cannot be rendered: {error}") from error
+    return deepseek_recipe.SpecialTokens(image=SPELLING)
 
 
 def _as_json(value: object) -> object:
