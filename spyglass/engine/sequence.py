@@ -12,26 +12,11 @@ from spyglass.engine.detokenize import Detokenizer
 from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
 
 _ROOM = 256  # answer tokens a buffer has room for before it first grows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterUse:
-    """The adapter of a request: its slot in the banks (0 = none) and what caches must tell apart.
-
-    `text_digest` covers the weights, alpha and scale of everything that acts on tokens, `vision_digest` of everything
-    that acts on pictures (tower and aligner); empty = none.
-    """
-
-    slot: int = 0
-    text_digest: bytes = b""
-    vision_digest: bytes = b""
-
-
-NO_ADAPTER = AdapterUse()
 
 
 class TokenCounts:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from spyglass.errors import CheckpointError
+from spyglass.layers.adapted import ExpertsAdapter, ExpertStacks, adapted_experts
 from spyglass.layers.build import Build
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
@@ -24,8 +25,11 @@ Split = Literal["none", "rows", "columns", "groups", "experts"]
 class Adapter(Protocol):
     """What an adapter bank does for one linear map."""
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
-        """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `slot_T` (int32) is 0."""
+    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
+        """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `slot_T` (int32) is 0.
+
+        None where no row has anything to add.
+        """
         ...
 
 
@@ -58,7 +62,7 @@ class Linear(nn.Module):
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
         self.bias_O: torch.Tensor | None = None
-        self._build = build
+        self.build = build
         self._product = build.ops.linear_block
         self._rounding: FakeQuant | None = None
         self._out_dtype = torch.float32 if spec.fp32_out else build.dtype
@@ -73,12 +77,12 @@ class Linear(nn.Module):
 
     def _put(self, weight: Packed) -> None:
         self._rounding = self.spec.rounding if is_quantised(weight.format) else None
-        self.weight = self._build.hold(self.spec.name, weight)
+        self.weight = self.build.hold(self.spec.name, weight)
 
     def _put_bias(self, bias: Packed) -> None:
         # on a GPU the matrix product adds a bias of its own dtype at no cost; widening one loses nothing either way
-        on_gpu = self._build.device.type == "cuda"
-        self.bias_O = bias.data.to(self._build.device, bias.data.dtype if on_gpu else torch.float32)
+        on_gpu = self.build.device.type == "cuda"
+        self.bias_O = bias.data.to(self.build.device, bias.data.dtype if on_gpu else torch.float32)
 
     def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
@@ -102,7 +106,7 @@ class GroupedLinear(nn.Module):
         self.groups = groups
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
-        self._build = build
+        self.build = build
         self._product = build.ops.linear_grouped
 
     def slots(self) -> list[WeightSlot]:
@@ -110,7 +114,7 @@ class GroupedLinear(nn.Module):
         return [WeightSlot(self.spec.name, shape, "matrix", self._put)]
 
     def _put(self, weight: Packed) -> None:
-        self.weight = self._build.hold(self.spec.name, weight)
+        self.weight = self.build.hold(self.spec.name, weight)
 
     def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
@@ -138,7 +142,8 @@ class Experts(nn.Module):
         super().__init__()
         self.spec = spec
         self.stacks: dict[str, Packed] = {}
-        self._build = build
+        self.adapter: ExpertsAdapter | None = None
+        self.build = build
         self._product = build.ops.experts_grouped
         self._found: tuple[str, Format] | None = None
 
@@ -159,7 +164,7 @@ class Experts(nn.Module):
 
     def _place(self, name: str, expert: int, shape: tuple[int, int], format: Format) -> Packed | None:
         """The expert's part of the stack, for a loader to read into; None if the stack is not what the file holds."""
-        if self._build.device.type != "cpu" or self._build.expand:
+        if self.build.device.type != "cpu" or self.build.expand:
             return None
         if name not in self.stacks:
             self.stacks[name] = empty_packed(format, (self.spec.num_experts, *shape))
@@ -175,9 +180,9 @@ class Experts(nn.Module):
                 f"{full_name} is stored as {_describe(weight.format)} but {first_name} as {_describe(first_format)}; "
                 "all routed experts of a layer must have one format: convert them to one"
             )
-        held = self._build.hold(full_name, weight)
+        held = self.build.hold(full_name, weight)
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(held.format, (self.spec.num_experts, *held.shape), self._build.device)
+            self.stacks[name] = empty_packed(held.format, (self.spec.num_experts, *held.shape), self.build.device)
         stack = self.stacks[name][expert]
         if stack.data.data_ptr() == held.data.data_ptr():
             return  # it was read into its place
@@ -185,15 +190,39 @@ class Experts(nn.Module):
         if stack.scale is not None and held.scale is not None:
             stack.scale.copy_(held.scale)
 
-    def forward(self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32."""
-        assert self._found is not None
-        rounding = self.spec.rounding if is_quantised(self._found[1]) else None
+    def forward(
+        self,
+        x_TC: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        slot_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
+
+        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter are computed as if all were, so
+        that they get the same bits whoever else is in the step.
+        """
+        adapted_T = None if self.adapter is None or slot_T is None else self.adapter.adapted(slot_T)
+        if adapted_T is None or not adapted_T.any():
+            return self._plain(x_TC, ids_TK, weights_TK)
+        assert self.adapter is not None and slot_T is not None
+        experts = ExpertStacks(self.stacks, self.spec.limit, self._rounding(), self.build.ops.linear_block)
+        if adapted_T.all():
+            return adapted_experts(x_TC, ids_TK, weights_TK, slot_T, experts, self.adapter)
+        rows = adapted_T.nonzero()[:, 0]
+        own = (x_TC[rows], ids_TK[rows], weights_TK[rows], slot_T[rows])
+        return self._plain(x_TC, ids_TK, weights_TK).index_copy(0, rows, adapted_experts(*own, experts, self.adapter))
+
+    def _plain(self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
         out: torch.Tensor = self._product(
-            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.spec.limit, rounding=rounding
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.spec.limit, rounding=self._rounding()
         )
         return out
+
+    def _rounding(self) -> FakeQuant | None:
+        assert self._found is not None
+        return self.spec.rounding if is_quantised(self._found[1]) else None
 
 
 def is_quantised(format: Format) -> bool:

@@ -21,6 +21,7 @@ OPS = (
     "linear_block",
     "linear_grouped",
     "experts_grouped",
+    "lora_delta",
     "router_topk",
     "sparse_attention",
     "index_topk",
@@ -52,6 +53,7 @@ class Ops:
     linear_block: Callable[..., Any]
     linear_grouped: Callable[..., Any]
     experts_grouped: Callable[..., Any]
+    lora_delta: Callable[..., Any]
     router_topk: Callable[..., Any]
     sparse_attention: Callable[..., Any]
     index_topk: Callable[..., Any]

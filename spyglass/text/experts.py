@@ -64,5 +64,5 @@ class FeedForward(nn.Module):
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
         ids_TK, weights_TK = self.gate(x_TC, step)
-        routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK)
+        routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
         return (routed_TC + self.shared_experts(x_TC, step.batch.slot_T)).to(x_TC.dtype)

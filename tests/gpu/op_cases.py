@@ -73,6 +73,15 @@ def experts_grouped(source: Source, format: Format) -> Call:
     return Call(args=(source.normal(ROWS, 64), ids, weights, *stacks), options={"limit": 0.8, "rounding": rounding})
 
 
+def lora_delta(source: Source, groups: int) -> Call:
+    """Two adapters of ranks 3 and 4 in slots 2 and 5; some rows have none, some an adapter that owns nothing here."""
+    slots = torch.tensor([0, 2, 5, 4], dtype=torch.int32)[source.below(4, ROWS).long()]
+    owner = torch.tensor([2] * 3 + [5] * 4, dtype=torch.int32)
+    scale = torch.rand(7, generator=source.generator)
+    a, b = source.normal(7, 64, dtype=torch.float32), source.normal(7, groups, 40, dtype=torch.float32)
+    return Call(args=(source.normal(ROWS, groups, 64, scale=0.1), slots, a, b, owner, scale), options={})
+
+
 def router_topk(source: Source, *, pictures: bool, forced: bool) -> Call:
     options: dict[str, Any] = {"k": 3, "scale": 1.5, "bias_E": source.normal(9, dtype=torch.float32, scale=0.1)}
     if pictures:
@@ -199,6 +208,8 @@ CASES: dict[tuple[str, str], Builder] = {
     ("linear_grouped", "bf16"): linear_grouped,
     ("experts_grouped", "bf16"): lambda source: experts_grouped(source, BF16),
     ("experts_grouped", "fp4"): lambda source: experts_grouped(source, FP4),
+    ("lora_delta", "dense"): lambda source: lora_delta(source, 1),
+    ("lora_delta", "groups"): lambda source: lora_delta(source, 3),
     ("router_topk", "text"): lambda source: router_topk(source, pictures=False, forced=False),
     ("router_topk", "pictures"): lambda source: router_topk(source, pictures=True, forced=False),
     ("router_topk", "hashed"): lambda source: router_topk(source, pictures=True, forced=True),

@@ -14,6 +14,11 @@ def _hyper(op: str, old: str, new: str, fault: str) -> Mutant:
 
 
 OP_ROWS: list[Mutant] = [
+    _op("lora_delta", "a_RI.float().mT) * scale_R", "a_RI.float().mT)", "scale dropped"),
+    _op("lora_delta", "slot_T[:, None] == slot_R", "slot_T[:, None] != 0", "every adapter for every row"),
+    _op(
+        "lora_delta", "torch.where(own_TR[:, None], u_TGR, 0.0)", "u_TGR * own_TR[:, None]", "0 · inf of another's row"
+    ),
     _hyper("hyper_mix", "scale_3[0] + base_pre) + hc_eps", "scale_3[0] + base_pre)", "eps of pre dropped"),
     _hyper("hyper_mix", "2 * torch.sigmoid(post", "torch.sigmoid(post", "factor 2 of post dropped"),
     _hyper(

@@ -38,8 +38,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         LAYERS + "linear.py",
-        "rounding = self.spec.rounding if is_quantised(self._found[1]) else None",
-        "rounding = None",
+        "return self.spec.rounding if is_quantised(self._found[1]) else None",
+        "return None",
         "tests/unit/layers",
         "inputs of experts not rounded",
     ),

@@ -1,0 +1,63 @@
+"""An adapter in memory: one low-rank pair per native module, as files hold them and banks take them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spyglass.lora.names import VISION_GROUPS, Group, count_groups, group_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """W + scale · B A, scale = alpha / r (alpha / sqrt(r) with `rslora`).
+
+    `a_RI` [r, in], `b_OR` [out, r]. For the block-diagonal `wo_a`, in is that of one group, out that of all groups:
+    rows of B belong to their group, A is shared. An A of [groups · r, in] has rows of its own for each group.
+    """
+
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
+    alpha: float
+    rslora: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.b_OR.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFile:
+    """A whole adapter by native module name; a routed expert's matrix is a module (`layers.3.ffn.experts.7.w1`)."""
+
+    modules: Mapping[str, LowRank]
+
+    def counts(self) -> dict[Group, int]:
+        """Modules per group."""
+        return count_groups(self.modules)
+
+    def digests(self, factor: float = 1.0) -> tuple[bytes, bytes]:
+        """What acts on tokens and what acts on pictures, as hashes of names, values and scales; empty = nothing."""
+        seeing = [name for name in sorted(self.modules) if group_of(name) in VISION_GROUPS]
+        reading = [name for name in sorted(self.modules) if group_of(name) not in VISION_GROUPS]
+        return self._digest(reading, factor), self._digest(seeing, factor)
+
+    def _digest(self, names: Sequence[str], factor: float) -> bytes:
+        if not names:
+            return b""
+        content = hashlib.blake2b(digest_size=32)
+        for name in names:
+            pair = self.modules[name]
+            shapes = (tuple(pair.a_RI.shape), tuple(pair.b_OR.shape), str(pair.a_RI.dtype), str(pair.b_OR.dtype))
+            content.update(repr((name, shapes, pair.scale * factor)).encode())
+            for tensor in (pair.a_RI, pair.b_OR):
+                content.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+        return content.digest()

@@ -1,0 +1,156 @@
+"""A new adapter to train: its tensors want gradients and lie in the very banks that serve."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from spyglass.errors import AdapterError
+from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.names import Group, check_targets
+from spyglass.lora.places import Places, find_places
+
+MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
+TRAINED_SLOT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainableAdapter:
+    """`parameters` fp32 leaves by `<place>.lora_A` [R, in] and `<place>.lora_B` [R, out] (B transposed).
+
+    R is the rank; for the experts of a layer and one of their matrices (`layers.3.ffn.experts.w1`) it is experts times
+    rank, expert after expert. Rows of a step that shall use it carry slot `slot`. `counts`: modules per group.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    counts: Mapping[Group, int]
+    rank: int
+    alpha: float
+    rslora: bool
+    places: Places
+    slot: int = TRAINED_SLOT
+
+    def set_dropout(self, share: float) -> None:
+        """Share of the adapters' inputs that is dropped from now on: the one wanted before a step of training, 0 before
+        the model is evaluated."""
+        self.places.dropout.share = share
+
+    def file(self) -> AdapterFile:
+        """A copy of what was trained so far, on the host, one pair per native module."""
+        modules: dict[str, LowRank] = {}
+        with torch.no_grad():
+            for name, a_RI in self.parameters.items():
+                if not name.endswith(".lora_A"):
+                    continue
+                place = name.removesuffix(".lora_A")
+                b_RO = self.parameters[f"{place}.lora_B"]
+                pages = zip(
+                    _native_names(place, self.places), a_RI.split(self.rank), b_RO.split(self.rank), strict=True
+                )
+                for native, a_rI, b_rO in pages:
+                    modules[native] = LowRank(
+                        a_RI=a_rI.detach().cpu().clone(),
+                        b_OR=b_rO.detach().cpu().T.contiguous(),
+                        alpha=self.alpha,
+                        rslora=self.rslora,
+                    )
+        return AdapterFile(modules=modules)
+
+    def detach(self) -> None:
+        """Take it out of the model, which is then as it was."""
+        self.places.clear(self.slot)
+
+
+def new_adapter(
+    model: nn.Module,
+    targets: Iterable[str],
+    *,
+    rank: int,
+    alpha: float,
+    rslora: bool = False,
+    seed: int = 0,
+) -> TrainableAdapter:
+    """Put a fresh adapter beside every module of the groups `targets` (see `names.GROUPS`).
+
+    A is uniform in ±1/sqrt(in), B zero, as PEFT begins: the model computes what it did before. Values depend on seed
+    and module name alone.
+
+    Raises:
+        AdapterError: an unknown or untrainable group, a group of which the model has no module, a rank or alpha that
+            means nothing, or a model that already holds an adapter.
+    """
+    groups = check_targets(targets)
+    if not 1 <= rank <= MAX_RANK:
+        raise AdapterError(f"rank {rank} is outside 1 to {MAX_RANK}")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise AdapterError(f"alpha {alpha} must be a positive number")
+    places = find_places(model)
+    if any(place.adapter is not None for place in (*places.linears.values(), *places.experts.values())):
+        raise AdapterError("the model already holds an adapter; detach it before another is trained")
+    empty = [group for group in groups if not places.names(group)]
+    if empty:
+        raise AdapterError(
+            f"0 modules matched for {', '.join(empty)}: this model has none; leave them out of the targets"
+        )
+    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    parameters: dict[str, nn.Parameter] = {}
+    counts: dict[Group, int] = {}
+    for group in groups:
+        for name in places.names(group):
+            if group == "experts":
+                parameters |= _experts(places, name, rank, scale, seed)
+                counts[group] = counts.get(group, 0) + len(MATRICES) * places.experts[name].spec.num_experts
+            else:
+                parameters |= _linear(places, name, rank, scale, seed)
+                counts[group] = counts.get(group, 0) + 1
+    return TrainableAdapter(parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, places=places)
+
+
+def _linear(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+    shape = places.shape(name)
+    assert shape is not None
+    rows, leaves = _fresh(name, (rank, *shape[1:]), scale, seed, places.device(name))
+    places.linear_bank(name).put(TRAINED_SLOT, rows)
+    return leaves
+
+
+def _experts(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+    count = places.experts[name].spec.num_experts
+    parts: dict[str, ExpertRows] = {}
+    leaves: dict[str, nn.Parameter] = {}
+    for matrix in MATRICES:
+        shape = places.shape(f"{name}.0.{matrix}")
+        assert shape is not None
+        rows, found = _fresh(f"{name}.{matrix}", (count * rank, *shape[1:]), scale, seed, places.device(name))
+        parts[matrix] = ExpertRows(rows, (rank,) * count)
+        leaves |= found
+    places.experts_bank(name).put(TRAINED_SLOT, parts)
+    return leaves
+
+
+def _fresh(
+    name: str, shape: tuple[int, int, int], scale: float, seed: int, device: torch.device
+) -> tuple[Rows, dict[str, nn.Parameter]]:
+    """Rows of `shape` (R, in, out) and their leaves by name."""
+    num_rows, inner, outer = shape
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    a_RI = (torch.rand((num_rows, inner), generator=generator) * 2 - 1) / math.sqrt(inner)
+    a_leaf = nn.Parameter(a_RI.to(device))
+    b_leaf = nn.Parameter(torch.zeros((num_rows, outer), device=device))
+    rows = make_rows(a_leaf, b_leaf, [scale] * num_rows, TRAINED_SLOT)
+    return rows, {f"{name}.lora_A": a_leaf, f"{name}.lora_B": b_leaf}
+
+
+def _native_names(place: str, places: Places) -> list[str]:
+    """The modules whose rank rows a leaf holds, in order."""
+    layer, _, matrix = place.rpartition(".")
+    if layer not in places.experts:
+        return [place]
+    return [f"{layer}.{expert}.{matrix}" for expert in range(places.experts[layer].spec.num_experts)]

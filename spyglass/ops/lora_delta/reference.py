@@ -1,0 +1,25 @@
+"""What adapters add to a linear map: a low-rank product per row, each row by the adapter in its own slot (design 7)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def lora_delta(
+    x_TGI: torch.Tensor,
+    slot_T: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_RGO: torch.Tensor,
+    slot_R: torch.Tensor,
+    scale_R: torch.Tensor,
+) -> torch.Tensor:
+    """out_TGO (fp32) = sum_R [slot_R = slot_T] · scale_R · (sum_I x_TGI · a_RI) · b_RGO, from the un-rounded input.
+
+    The rank rows of all adapters lie in one bank, so ranks may differ: row R belongs to the adapter in slot `slot_R`
+    (int32, never 0), of which `scale_R` (fp32) is the factor. G = 1 for dense maps; a block-diagonal map shares `a_RI`
+    among its groups. A row in slot 0, or in a slot that owns nothing here, gets exactly 0.
+    """
+    u_TGR = (x_TGI.float() @ a_RI.float().mT) * scale_R
+    own_TR = slot_T[:, None] == slot_R
+    u_TGR = torch.where(own_TR[:, None], u_TGR, 0.0)
+    return torch.einsum("tgr,rgo->tgo", u_TGR, b_RGO.float())
