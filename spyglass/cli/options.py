@@ -1,30 +1,25 @@
-"""Command-line options made from `EngineConfig`, so that a field, its option and its help text are one thing."""
+"""Command-line options made from option dataclasses, so that a field, its option and its help text are one thing."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
+from spyglass.config.server import LEVELS, ServerConfig, read_server_config
+
+_CHOICES = {**CHOICES, "log_level": LEVELS}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One option per `EngineConfig` field; left out means the environment's value, then the default."""
-    group = parser.add_argument_group("how to run")
-    types = get_type_hints(EngineConfig)
-    for item in fields(EngineConfig):
-        option = "--" + item.name.replace("_", "-")
-        text = item.metadata["help"]
-        if type(item.default) is int:
-            text += f" (default: {item.default})"
-        if types[item.name] is bool:
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif item.name in CHOICES:
-            group.add_argument(option, choices=CHOICES[item.name], help=text)
-        else:
-            is_text = types[item.name] is str
-            group.add_argument(option, type=str if is_text else int, metavar=None if is_text else "N", help=text)
+    _add(parser.add_argument_group("how to run"), EngineConfig)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """One option per `ServerConfig` field, likewise."""
+    _add(parser.add_argument_group("how to serve"), ServerConfig)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -33,4 +28,37 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an option or `SPYGLASS_*` variable has a value that means nothing.
     """
-    return read_engine_config({item.name: getattr(args, item.name) for item in fields(EngineConfig)})
+    return read_engine_config(stated(args, EngineConfig))
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The `ServerConfig` that parsed options ask for.
+
+    Raises:
+        ConfigError: an option or `SPYGLASS_SERVER_*` variable has a value that means nothing.
+    """
+    values = stated(args, ServerConfig)
+    return read_server_config({name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def stated(args: argparse.Namespace, kind: type[EngineConfig] | type[ServerConfig]) -> dict[str, Any]:
+    """What the command line says of each field; None = nothing."""
+    return {item.name: getattr(args, item.name) for item in fields(kind)}
+
+
+def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerConfig]) -> None:
+    types = get_type_hints(kind)
+    for item in fields(kind):
+        option = "--" + item.name.replace("_", "-")
+        text = item.metadata["help"]
+        if type(item.default) is int:
+            text += f" (default: {item.default})"
+        if types[item.name] is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif item.name in _CHOICES:
+            group.add_argument(option, choices=_CHOICES[item.name], help=text)
+        elif types[item.name] == tuple[str, ...]:
+            group.add_argument(option, action="append", metavar="TEXT", help=text)
+        else:
+            is_text = types[item.name] is str
+            group.add_argument(option, type=str if is_text else int, metavar=None if is_text else "N", help=text)

@@ -44,7 +44,7 @@ class LLM:
 
     `path` is a checkpoint folder. The options are those of `EngineConfig`, which documents each; one left out (None)
     comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json serves token ids and pictures.
-    `threads` is set for the whole process. `progress` shows a bar on a terminal while loading.
+    `threads` is set for the whole process. `progress` shows a bar on a terminal while loading. `name` is the folder's.
 
     Raises:
         ConfigError: config.json or an option means nothing.
@@ -88,6 +88,7 @@ class LLM:
             "engram": engram,
             "threads": threads,
         }
+        self.name = Path(path).resolve().name
         self.options = options = read_engine_config(stated)
         if options.threads is not None:
             torch.set_num_threads(options.threads)

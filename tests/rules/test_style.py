@@ -17,7 +17,14 @@ MOST_KERNEL_LINES = 600
 VAGUE_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "base", "misc", "core"}
 READS_ENVIRONMENT = {"config/engine.py", "ops/build.py"}  # the latter only asks where a user's caches go
 # The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
-CATCHES_WHOLESALE = {"prompt/tokenizer.py", "engram/vocabulary.py"}
+# Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
+CATCHES_WHOLESALE = {
+    "prompt/tokenizer.py",
+    "engram/vocabulary.py",
+    "server/gate.py",
+    "server/stream.py",
+    "engine/worker.py",
+}
 PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")

@@ -1,0 +1,76 @@
+"""How a model is to be served: where, for whom, and how much of it. Variables are `SPYGLASS_SERVER_` and the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spyglass.config.engine import SERVER_PREFIX, about, read_options, require_count
+from spyglass.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Checked when made. Limits of bodies and pictures default to those of the model makers' own public service.
+
+    Raises:
+        ConfigError: a field has a value that means nothing; the message names it.
+    """
+
+    host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
+    port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one"))
+    api_key: tuple[str, ...] = field(default=(), metadata=about("key that clients must send; may be given repeatedly"))
+    model_name: tuple[str, ...] = field(
+        default=(), metadata=about("what clients call the model (default: its folder's name); may be given repeatedly")
+    )
+    max_waiting: int = field(
+        default=256, metadata=about("answers that may wait beyond those that run; more get status 429")
+    )
+    grace_seconds: int = field(default=30, metadata=about("how long answers may go on when the server is to stop"))
+    max_body_bytes: int = field(default=48 << 20, metadata=about("largest request body"))
+    max_image_bytes: int = field(default=32 << 20, metadata=about("largest picture file"))
+    max_total_image_bytes: int = field(default=64 << 20, metadata=about("most bytes of the pictures of a request"))
+    max_image_side: int = field(default=8192, metadata=about("most pixels of a picture's side (4096 from 15 on)"))
+    max_image_pixels: int = field(
+        default=256_000_000, metadata=about("most pixels of the pictures of a request when unpacked")
+    )
+    remote_images: bool = field(default=False, metadata=about("fetch pictures from http(s) addresses"))
+    fetch_seconds: int = field(default=60, metadata=about("most time to fetch the pictures of a request"))
+    cors_origin: tuple[str, ...] = field(
+        default=(), metadata=about("web origin whose pages may call the server, or *; may be given repeatedly")
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=about("how much to log"))
+
+    def __post_init__(self) -> None:
+        require_count("port", self.port, least=0, most=65_535)
+        for name in ("max_waiting", "grace_seconds"):
+            require_count(name, getattr(self, name), least=0)
+        for name in (
+            "max_body_bytes",
+            "max_image_bytes",
+            "max_total_image_bytes",
+            "max_image_side",
+            "max_image_pixels",
+            "fetch_seconds",
+        ):
+            require_count(name, getattr(self, name), least=1)
+        for name in ("api_key", "model_name", "cors_origin"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(isinstance(value, str) and value.strip() for value in values):
+                raise ConfigError(f"{name} is {values!r}, expected non-empty texts")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host is {self.host!r}, expected a name or an address")
+        if self.log_level not in LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}, expected {' or '.join(LEVELS)}")
+
+
+def read_server_config(stated: Mapping[str, Any] | None = None) -> ServerConfig:
+    """`stated` fields, then `SPYGLASS_SERVER_*` variables, then defaults. A stated None means "not stated".
+
+    Raises:
+        ConfigError: an unknown field or variable, or a value that means nothing.
+    """
+    return read_options(ServerConfig, SERVER_PREFIX, stated)

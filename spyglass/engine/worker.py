@@ -1,0 +1,347 @@
+"""One thread that owns an engine. Calls come from an event loop, what each step brings goes back to it.
+
+The thread never waits for a reader: deltas are put down for their event loop and the next step begins. A reader that
+is late finds them merged. A step that fails ends the requests of that step; the thread goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from spyglass.engine.request import Delta, SamplingParams
+from spyglass.errors import CapacityError, OverloadedError, SpyglassError
+from spyglass.prompt.tokens import Prompt
+
+_GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
+_POLL_S = 0.02
+_LOG = logging.getLogger(__name__)
+
+
+class StepLoop(Protocol):
+    """What the thread drives: an `Engine`, or in tests anything that answers like one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> int:
+        """Queue a request; returns its id."""
+
+    def step(self) -> list[Delta]:
+        """Run one step."""
+
+    def abort(self, request_id: int) -> Delta | None:
+        """End a request now."""
+
+
+class Submission:
+    """The answers of one call as they come. Belongs to the event loop that made it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
+        self.loop = loop
+        self.requests: list[int] = []  # the thread's: ids of answers that have not ended
+        self._open = answers
+        self._decided = False
+        self._error: Exception | None = None
+        self._deltas: list[tuple[int, Delta]] = []
+        self._arrived = asyncio.Event()
+
+    async def accepted(self) -> None:
+        """Returns when the engine has taken the call.
+
+        Raises:
+            PromptError, CapacityError: it was refused, as `Engine.add`.
+        """
+        while not self._decided:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    async def deltas(self) -> list[tuple[int, Delta]]:
+        """What has come since the last call: (number of the answer, delta), one for each; empty after the last.
+
+        Raises:
+            SpyglassError: the engine's thread has ended.
+        """
+        while not self._deltas and self._open:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        mail, self._deltas = self._deltas, []
+        self._open -= sum(delta.finish_reason is not None for _, delta in mail)
+        return mail if len(mail) < 2 else _merge(mail)
+
+    def decide(self, error: Exception | None) -> None:
+        """Called in the event loop: taken, or over with `error`."""
+        self._decided, self._error = True, error
+        self._arrived.set()
+
+    def receive(self, index: int, delta: Delta) -> None:
+        """Called in the event loop: what a step brought for one answer."""
+        self._deltas.append((index, delta))
+        self._arrived.set()
+
+    async def _wait(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """The state of the thread. `live` answers are queued or running; `step_s` is how long the present step has run.
+
+    `failed_steps` counts steps that raised since the start; `failing` says that the last ones did, with none between
+    them that worked.
+    """
+
+    live: int
+    steps: int
+    failed_steps: int
+    failing: bool
+    step_s: float
+
+
+class EngineWorker:
+    """Runs an engine in a thread of its own. Answers beyond `most_live` are refused until others end."""
+
+    def __init__(self, engine: StepLoop, *, most_live: int) -> None:
+        self._engine, self._most_live = engine, most_live
+        self._changed = threading.Condition()
+        self._orders: list[Callable[[], None]] = []
+        self._live = 0
+        self._accepting, self._running = True, True
+        self._tickets: dict[int, tuple[Submission, int]] = {}
+        self._steps = self._failed_steps = self._failures = 0
+        self._began: float | None = None
+        self._pace_s = 1.0  # between the ends of two answers, lately
+        self._last_end = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, prompt: Prompt, params: Sequence[SamplingParams]) -> Submission:
+        """Queue one call, an answer for each of `params`. Called in the event loop that will read the answers.
+
+        Raises:
+            OverloadedError: as many answers as may be are queued or running.
+            CapacityError: the call wants more answers than may ever be.
+        """
+        submission = Submission(asyncio.get_running_loop(), len(params))
+        with self._changed:
+            self._require_place(len(params))
+            self._live += len(params)
+            self._order(partial(self._admit, submission, prompt, params))
+        return submission
+
+    def cancel(self, submission: Submission) -> None:
+        """End what is left of a call, within one step; it brings nothing more. Any thread, any number of times."""
+        with self._changed:
+            self._order(partial(self._end, submission))
+
+    async def between_steps(self, work: Callable[[], None]) -> None:
+        """Run something in the engine's thread while no step runs. What it raises is raised here."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def order() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._call(loop, partial(done.set_exception, error))
+            else:
+                self._call(loop, partial(done.set_result, None))
+
+        with self._changed:
+            self._order(order)
+        await done
+
+    def stats(self) -> WorkerStats:
+        """How the thread is doing. Any thread."""
+        began = self._began
+        return WorkerStats(
+            live=self._live,
+            steps=self._steps,
+            failed_steps=self._failed_steps,
+            failing=self._failures >= _GIVE_UP_AFTER,
+            step_s=0.0 if began is None else time.monotonic() - began,
+        )
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, let answers end for `grace_s` seconds, then end the rest with an error that says so."""
+        self._accepting = False
+        until = time.monotonic() + grace_s
+        while self._live and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        with self._changed:
+            self._order(partial(self._end_all, "the server is shutting down"))
+
+    def stop(self, wait_s: float = 5.0) -> None:
+        """End the thread after the step it is in; returns after `wait_s` seconds at the latest."""
+        with self._changed:
+            self._accepting = self._running = False
+            self._changed.notify()
+        self._thread.join(wait_s)
+
+    def _require_place(self, answers: int) -> None:
+        if answers > self._most_live:
+            raise CapacityError(
+                f"the request wants {answers} answers, {self._most_live} may be under way; ask for fewer"
+            )
+        if not self._accepting:
+            raise OverloadedError("the server is shutting down; send the request to another one", 5.0)
+        if self._live + answers > self._most_live:
+            raise OverloadedError(
+                f"{self._live} answers are under way and waiting, {self._most_live} may be; send it again later",
+                max(1.0, self._pace_s * answers),
+            )
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Have the thread do something before its next step; with the lock held."""
+        self._orders.append(order)
+        self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                with self._changed:
+                    while self._running and not self._orders and not self._engine.has_work:
+                        self._changed.wait()
+                    orders, self._orders = self._orders, []
+                for order in orders:
+                    order()
+                if self._running and self._engine.has_work:
+                    self._step()
+        except Exception:
+            _LOG.exception("the engine's thread has ended")
+            self._failures = _GIVE_UP_AFTER
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Nobody may wait for a thread that is no more."""
+        with self._changed:
+            self._accepting = self._running = False
+            orders, self._orders = self._orders, []
+        for order in orders:
+            order()
+        error = SpyglassError("the engine has stopped; start the server again")
+        for submission, _ in self._tickets.values():
+            self._call(submission.loop, partial(submission.decide, error))
+
+    def _step(self) -> None:
+        self._began = time.monotonic()
+        try:
+            deltas = self._engine.step()
+        except Exception:
+            _LOG.exception("a step failed; its requests are over, the others go on")
+            self._failed_steps += 1
+            self._failures += 1
+            if self._failures % _GIVE_UP_AFTER == 0:
+                self._end_all("the engine failed")
+        else:
+            self._steps += 1
+            if any(delta.output is None or delta.output.error is None for delta in deltas):
+                self._failures = 0
+            self._deliver(deltas)
+        finally:
+            self._began = None
+
+    def _admit(self, submission: Submission, prompt: Prompt, params: Sequence[SamplingParams]) -> None:
+        refusal: Exception | None = None
+        try:
+            for index, each in enumerate(params):
+                request = self._engine.add(prompt, each)
+                submission.requests.append(request)
+                self._tickets[request] = submission, index
+        except Exception as error:  # ours are told to the client, others are faults and told as such: nobody may hang
+            refusal = error
+            self._forget(len(params) - len(submission.requests))
+            self._end(submission)
+        self._call(submission.loop, partial(submission.decide, refusal))
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        """Put deltas down for their event loops: one call for each loop, however many requests ran."""
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[Submission, int, Delta]]] = {}
+        for delta in deltas:
+            ticket = self._tickets.get(delta.request_id)
+            if ticket is None:
+                continue
+            submission, index = ticket
+            if delta.finish_reason is not None:
+                del self._tickets[delta.request_id]
+                submission.requests.remove(delta.request_id)
+                self._forget(1)
+            mail.setdefault(submission.loop, []).append((submission, index, delta))
+        for loop, letters in mail.items():
+            if not self._call(loop, partial(_hand_over, letters)):
+                for submission, _, _ in letters:
+                    self._end(submission)
+
+    def _end(self, submission: Submission) -> None:
+        """Abort what is left of a call; nothing of it is delivered."""
+        for request in submission.requests:
+            self._engine.abort(request)
+            del self._tickets[request]
+        self._forget(len(submission.requests))
+        submission.requests.clear()
+
+    def _end_all(self, why: str) -> None:
+        """End everything under way with an error that is delivered."""
+        deltas = [self._engine.abort(request) for request in list(self._tickets)]
+        self._deliver([_with_error(delta, why) for delta in deltas if delta is not None])
+
+    def _forget(self, answers: int) -> None:
+        """So many answers have ended."""
+        if not answers:
+            return
+        now = time.monotonic()
+        self._pace_s += 0.2 * (min((now - self._last_end) / answers, 30.0) - self._pace_s)
+        self._last_end = now
+        with self._changed:
+            self._live -= answers
+
+    def _call(self, loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> bool:
+        """Have an event loop do something; whether it still runs."""
+        try:
+            loop.call_soon_threadsafe(work)
+        except RuntimeError:  # closed
+            return False
+        return True
+
+
+def _hand_over(letters: Sequence[tuple[Submission, int, Delta]]) -> None:
+    for submission, index, delta in letters:
+        submission.receive(index, delta)
+
+
+def _merge(mail: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    """One delta for each answer, with everything that came for it."""
+    found: dict[int, list[Delta]] = {}
+    for index, delta in mail:
+        found.setdefault(index, []).append(delta)
+    return [(index, deltas[0] if len(deltas) == 1 else _joined(deltas)) for index, deltas in found.items()]
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    last = deltas[-1]
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(entry for entries in logprobs for entry in entries) if logprobs else None,
+    )
+
+
+def _with_error(delta: Delta, why: str) -> Delta:
+    assert delta.output is not None
+    return replace(delta, output=replace(delta.output, error=why))

@@ -1,0 +1,289 @@
+"""The HTTP application: routes, and what connects a request to the engine's thread. No protocol is known here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from spyglass import __version__
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.engine.worker import EngineWorker
+from spyglass.errors import NotServedError, OverloadedError
+from spyglass.prompt.decode import ImageLimits
+from spyglass.server.body import parse_json, read_body
+from spyglass.server.endpoints import make_endpoints
+from spyglass.server.exchange import Call, Endpoint, Immediate, Served
+from spyglass.server.gate import Gate
+from spyglass.server.log import Record
+from spyglass.server.metrics import Metrics
+from spyglass.server.readiness import Readiness
+from spyglass.server.stream import Watch, send_events, send_json, send_whole
+
+PAGE = Path(__file__).with_name("playground") / "index.html"
+_PARSERS = 16  # threads that read bodies, decode pictures and fetch them
+
+
+class Service:
+    """One model behind HTTP: the engine's thread, and what all requests share."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, worker: EngineWorker | None = None) -> None:
+        self.config = config
+        self.most_live = llm.options.max_sequences + config.max_waiting
+        self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
+        self.served = served_by(llm, config)
+        self.metrics = Metrics(self.served.names[0], self.worker.stats)
+        self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
+        self.parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parse")
+        self.stopping = False
+        self.calls = 0  # requests between their first byte and their last
+        self.started = int(time.time())
+
+    async def drain(self) -> None:
+        """Take nothing new; let streams end within the grace period, then end them."""
+        self.stopping = True
+        await self.worker.drain(self.config.grace_seconds)
+
+    @asynccontextmanager
+    async def life(self, app: Starlette) -> AsyncIterator[None]:
+        """Start the engine's thread, find out what works, and in the end stop."""
+        self.worker.start()
+        trying = asyncio.create_task(self.readiness.try_all())
+        try:
+            yield
+        finally:
+            self.stopping = True
+            trying.cancel()
+            self.parsers.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self.worker.stop)
+
+
+class EndpointRoute:
+    """Serves one protocol's path."""
+
+    def __init__(self, service: Service, endpoint: Endpoint) -> None:
+        self._service, self._endpoint = service, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read, parse, run, answer; all of it ends when the client goes away.
+
+        Raises:
+            SpyglassError, HTTPException: the request is refused; nothing has been sent.
+        """
+        service = self._service
+        if service.calls >= service.most_live:
+            raise OverloadedError(f"{service.calls} requests are under way, {service.most_live} may be; send it later")
+        service.calls += 1
+        try:
+            body = await read_body(Request(scope, receive), service.config.max_body_bytes)
+            answering = asyncio.create_task(self._answer(body, scope, send))
+            leaving = asyncio.create_task(_left(receive))
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            if not answering.done():
+                scope["record"].client_left = True
+                answering.cancel()
+            try:
+                await answering
+            except asyncio.CancelledError:
+                if not scope["record"].client_left:
+                    raise
+        finally:
+            service.calls -= 1
+
+    async def _answer(self, body: bytes, scope: Scope, send: Send) -> None:
+        record: Record = scope["record"]
+        call = await self._parse(body)
+        record.parse_s = time.monotonic() - scope["began"]
+        if isinstance(call, Immediate):
+            await send_json(call.status, call.body, send)
+            return
+        record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
+        record.pictures, record.ignored = call.pictures, call.user_fields
+        if call.adapter is not None:
+            raise NotServedError(f"adapter {call.adapter!r} is not served here")
+        submission = self._service.worker.submit(call.prompt, call.params)
+        watch = Watch(record, scope["began"])
+        try:
+            if call.stream:
+                await send_events(call, submission, watch, record.request_id, self._endpoint, send)
+            else:
+                await send_whole(call, submission, watch, record.request_id, send)
+        finally:
+            self._service.worker.cancel(submission)
+
+    async def _parse(self, body: bytes) -> Call | Immediate:
+        def parse() -> Call | Immediate:
+            return self._endpoint.parse(parse_json(body), None)
+
+        return await asyncio.get_running_loop().run_in_executor(self._service.parsers, parse)
+
+
+def create_app(
+    llm: LLM,
+    config: ServerConfig,
+    *,
+    worker: EngineWorker | None = None,
+    endpoints: Sequence[Endpoint] | None = None,
+) -> Starlette:
+    """The application that serves a model; `app.state.service` is its `Service`. Tests pass their own protocols.
+
+    The engine of `llm` belongs to the application's thread while it runs: `LLM` itself must not be asked meanwhile.
+    """
+    service = Service(llm, config, worker)
+    protocols = make_endpoints(service.served) if endpoints is None else endpoints
+    by_path = {endpoint.path: endpoint for endpoint in protocols}
+    routes = [Route(path, EndpointRoute(service, endpoint), methods=["POST"]) for path, endpoint in by_path.items()]
+    routes += [
+        Route("/health", partial(_health, service)),
+        Route("/metrics", partial(_metrics, service)),
+        Route("/v1/models", partial(_models, service)),
+        Route("/v1/models/{name:path}", partial(_model, service)),
+    ]
+    if PAGE.exists():
+        routes.append(Route("/", partial(_page, service)))
+    gate = Middleware(
+        Gate,
+        keys=config.api_key,
+        endpoint_of=partial(_endpoint_of, by_path),
+        metrics=service.metrics,
+        stopping=lambda: service.stopping,
+    )
+    app = Starlette(
+        routes=routes,
+        middleware=[*_cors(config), gate],
+        exception_handlers={HTTPException: _pass_on},
+        lifespan=service.life,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def served_by(llm: LLM, config: ServerConfig) -> Served:
+    """What protocols must know of a model."""
+    limits = ImageLimits(
+        file_bytes=config.max_image_bytes,
+        total_bytes=config.max_total_image_bytes,
+        side=config.max_image_side,
+        total_pixels=config.max_image_pixels,
+        images=llm.options.images or ImageLimits().images,
+    )
+    return Served(
+        names=config.model_name or (llm.name,),
+        config=llm.config,
+        tokenizer=llm.tokenizer,
+        limits=limits,
+        max_length=llm.engine.max_length,
+    )
+
+
+def describe(llm: LLM, served: Served) -> dict[str, Any]:
+    """What `/health` says about the model."""
+    loaded = llm.loaded
+    return {
+        "model": served.names[0],
+        "version": __version__,
+        "family": llm.config.family,
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "numerics": loaded.numerics,
+        "max_length": served.max_length,
+        "ops": dict(loaded.model.options.build.ops.chosen),
+    }
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _pass_on(request: Request, error: Exception) -> Response:
+    """Leave the wording to the gate; the router's own has no path and no advice."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        raise HTTPException(404, f"there is nothing at {where}", error.headers)
+    if error.status_code == 405:
+        raise HTTPException(405, f"{where} is not allowed; see the allow header", error.headers)
+    raise error
+
+
+async def _health(service: Service, request: Request) -> Response:
+    status, body = service.readiness.report()
+    return JSONResponse(body, status)
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _models(service: Service, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
+
+
+async def _model(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in _names(service):
+        raise NotServedError(f"model {name!r} is not served here; served are {', '.join(_names(service))}")
+    return JSONResponse(_card(service, name))
+
+
+async def _page(service: Service, request: Request) -> Response:
+    return FileResponse(PAGE, media_type="text/html")
+
+
+def _names(service: Service) -> tuple[str, ...]:
+    return service.served.names + service.served.adapters
+
+
+def _card(service: Service, name: str) -> Mapping[str, Any]:
+    """A model for both kinds of clients: what OpenAI's and Anthropic's lists hold."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.started))
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "spyglass",
+        "type": "model",
+        "display_name": name,
+        "created_at": created,
+        "max_model_len": service.served.max_length,
+        "parent": service.served.names[0] if name in service.served.adapters else None,
+    }
+
+
+def _endpoint_of(by_path: Mapping[str, Endpoint], path: str) -> Endpoint | None:
+    """The protocol whose errors a path's clients understand: its own, or that of the longest path before it."""
+    known = [route for route in by_path if path == route or path.startswith(route + "/")]
+    return by_path[max(known, key=len)] if known else None
+
+
+def _cors(config: ServerConfig) -> list[Middleware]:
+    if not config.cors_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    ]

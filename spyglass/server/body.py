@@ -1,0 +1,148 @@
+"""The body of a request: read no further than its limit, then JSON as the standard has it (RFC 8259), an object.
+
+What Python's reader lets through is refused: NaN and Infinity, numbers too large to be finite, lone surrogates, which
+no tokenizer can encode, and nesting without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from spyglass.errors import PromptError
+
+_READ_SECONDS = 120.0  # for a whole body
+_LINGER_SECONDS = 2.0  # a body that is too large is read a while, or its sender would never see the answer
+_DEEPEST = 100  # levels of nesting; a JSON schema has some twenty
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes.
+
+    Raises:
+        HTTPException: 413 too large, 415 not JSON by its headers, 408 not here in time.
+    """
+    _check_headers(request)
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > limit:
+        if int(stated) <= 2 * limit:
+            await _drop(request, limit)
+        _refuse_size(limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(_READ_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                chunks.append(chunk)
+                if size > limit:
+                    chunks.clear()
+                    break
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {_READ_SECONDS:.0f} seconds", _CLOSE) from None
+    if size > limit:
+        await _drop(request, limit)
+        _refuse_size(limit)
+    return b"".join(chunks)
+
+
+def parse_json(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        PromptError: it is none.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"the body is not UTF-8: byte {body[error.start]:#04x} at {error.start}") from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise PromptError(f"the body is nested more than {_DEEPEST} levels deep") from None
+    except ValueError as error:  # also integers of more than 4,300 digits
+        raise PromptError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PromptError(f"the body is {_kind(value)}, expected a JSON object")
+    _check_depth(value)
+    if "\\ud" in text.lower():
+        _check_surrogates(value)
+    return value
+
+
+_CLOSE = {"connection": "close"}
+
+
+def _check_headers(request: Request) -> None:
+    """A page of another origin can send anything but JSON without asking first, so nothing else is read."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        told = f"is {media_type[:80]!r}" if media_type else "is missing"
+        raise HTTPException(415, f"the content-type {told}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise HTTPException(415, f"the content-encoding is {encoding[:80]!r}; send the body as it is")
+
+
+async def _drop(request: Request, most: int) -> None:
+    """Read on without keeping anything, within reason."""
+    until = time.monotonic() + _LINGER_SECONDS
+    try:
+        async with asyncio.timeout(_LINGER_SECONDS):
+            async for chunk in request.stream():
+                most -= len(chunk)
+                if most < 0 or time.monotonic() > until:
+                    return
+    except TimeoutError:
+        return
+
+
+def _refuse_size(limit: int) -> NoReturn:
+    raise HTTPException(413, f"the body is larger than the {limit} bytes that it may have; send less", _CLOSE)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _check_depth(value: object) -> None:
+    """Breadth first, so that depth costs no stack."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise PromptError(f"the body is nested more than {_DEEPEST} levels deep")
+
+
+def _check_surrogates(value: object) -> None:
+    """`json` makes a character of a pair of escapes; half a pair stays what no text may hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise PromptError("the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "a list"
+    return "null" if value is None else f"a {type(value).__name__}"

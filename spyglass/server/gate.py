@@ -1,0 +1,102 @@
+"""What every request passes: its id, the key, the one place where errors become bodies, the log and the numbers."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from spyglass.server.exchange import Endpoint
+from spyglass.server.faults import error_body, fault_of
+from spyglass.server.log import REQUESTS, Record, log_request
+from spyglass.server.metrics import Metrics
+from spyglass.server.stream import send_json
+
+OPEN_PATHS = ("/", "/health")  # the page and the probe work without a key
+_GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Gate:
+    """Wraps the routes. `endpoint_of` finds the protocol of a path; `stopping` says that nothing new is taken."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        endpoint_of: Callable[[str], Endpoint | None],
+        metrics: Metrics,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._endpoint_of, self._metrics, self._stopping = endpoint_of, metrics, stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        record = Record(request_id=request_id, method=scope["method"], path=scope["path"])
+        scope["record"], scope["began"] = record, began
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                name = request_id.encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if record.status:  # too late for a body: a stream has its own way to tell
+                raise
+            await self._refuse(error, record, send_named)
+        finally:
+            record.total_s = time.monotonic() - began
+            self._metrics.count(record, self._route(scope))
+            log_request(record)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """Raises HTTPException: no key, or no time left."""
+        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+            told = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise HTTPException(401, f"the API key is missing or wrong; {told}", {"www-authenticate": "Bearer"})
+        if self._stopping() and path not in OPEN_PATHS:
+            raise HTTPException(503, "the server is shutting down; send the request again", {"retry-after": "5"})
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        sent = [token.strip()] if scheme.lower() == "bearer" else []
+        sent.append(headers.get("x-api-key", ""))
+        # every key is compared with everything sent, so that time tells nothing
+        matches = [hmac.compare_digest(key, given.encode("latin-1")) for key in self._keys for given in sent]
+        return any(matches)
+
+    async def _refuse(self, error: Exception, record: Record, send: Send) -> None:
+        fault = fault_of(error)
+        if not fault.known:
+            REQUESTS.error("request %s failed", record.request_id, exc_info=error)
+        record.error = fault.message
+        body = error_body(self._endpoint_of(record.path), fault)
+        await send_json(fault.status, body, send, _without_type(fault.headers))
+
+    def _route(self, scope: Scope) -> str:
+        """The path if a route took it: strangers may not make up names for numbers."""
+        return scope["path"] if "endpoint" in scope and not scope.get("path_params") else "other"
+
+
+def _without_type(headers: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: value for name, value in headers.items() if not name.lower().startswith("content-")}

@@ -1,0 +1,78 @@
+"""Structured logs: one JSON object a line on stderr, about requests, never with their contents."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+REQUESTS = logging.getLogger("spyglass.server")
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What the log says of one request; filled while it is served. Times in seconds since it began.
+
+    `ignored` names request fields without effect here. `client_left`: it did not wait for the end.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int = 0
+    model: str | None = None
+    stream: bool = False
+    answers: int = 0
+    pictures: int = 0
+    prompt_tokens: int = 0
+    picture_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    error: str | None = None
+    client_left: bool = False
+    parse_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
+
+
+class JsonLines(logging.Formatter):
+    """Every record as one line of JSON; a request's own fields beside the usual ones."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        extra = record.__dict__.get("request")
+        return json.dumps({**fields, **extra} if extra else fields, ensure_ascii=False)
+
+
+def log_request(record: Record) -> None:
+    """Log one request that has been answered; fields that say nothing are left out."""
+    level = logging.ERROR if record.status >= 500 else logging.INFO
+    if REQUESTS.isEnabledFor(level):
+        fields = {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in asdict(record).items()
+            if value not in (None, 0, False, (), "")
+        }
+        REQUESTS.log(level, "request", extra={"request": fields})
+
+
+def set_up_logs(level: str) -> None:
+    """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name in ("spyglass", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())

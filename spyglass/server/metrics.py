@@ -1,0 +1,90 @@
+"""Numbers for Prometheus, under vLLM's names where it has them, so that its dashboards work; ours begin `spyglass:`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from spyglass.engine.worker import WorkerStats
+from spyglass.server.log import Record
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """The numbers of one server, in a registry of its own. `read` gives the state of the engine's thread."""
+
+    def __init__(self, model: str, read: Callable[[], WorkerStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineNumbers(model, read))
+        self._model = model
+        self._first = self._times("vllm:time_to_first_token_seconds", "from request to first token", _SECONDS)
+        self._whole = self._times("vllm:e2e_request_latency_seconds", "from request to last token", _SECONDS)
+        self._pace = self._times("vllm:request_time_per_output_token_seconds", "mean of an answer", _TOKEN_SECONDS)
+        self._prompt = self._total("vllm:prompt_tokens", "tokens of prompts")
+        self._generated = self._total("vllm:generation_tokens", "tokens of answers")
+        self._pictures = self._total("spyglass:pictures", "pictures of answered requests")
+        self._picture_tokens = self._total("spyglass:picture_tokens", "tokens of pictures")
+        self._ended = Counter(
+            "vllm:request_success",
+            "answers by how they ended",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._requests = Counter(
+            "spyglass:http_requests", "requests by path and status", ("path", "status"), registry=self._registry
+        )
+
+    def _total(self, name: str, about: str) -> Counter:
+        return Counter(name, about, ("model_name",), registry=self._registry).labels(self._model)
+
+    def _times(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        found = Histogram(name, about, ("model_name",), registry=self._registry, buckets=buckets)
+        return found.labels(self._model)
+
+    def count(self, record: Record, path: str) -> None:
+        """Add one answered request; `path` is its route's, so that strangers cannot make up series."""
+        self._requests.labels(path, record.status).inc()
+        if not record.answers:
+            return
+        self._prompt.inc(record.prompt_tokens)
+        self._generated.inc(record.completion_tokens)
+        self._pictures.inc(record.pictures)
+        self._picture_tokens.inc(record.picture_tokens)
+        for reason in record.finish:
+            self._ended.labels(self._model, reason).inc()
+        self._whole.observe(record.total_s)
+        if record.first_token_s is not None:
+            self._first.observe(record.first_token_s)
+            each = record.completion_tokens / record.answers
+            if each > 1:
+                self._pace.observe((record.total_s - record.first_token_s) / (each - 1))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+
+class _EngineNumbers(Collector):
+    """What the engine counts itself, read when somebody asks."""
+
+    def __init__(self, model: str, read: Callable[[], WorkerStats]) -> None:
+        self._model, self._read = model, read
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        for name, help_text, value in (("spyglass:answers_under_way", "queued and running answers", stats.live),):
+            gauge = GaugeMetricFamily(name, help_text, labels=("model_name",))
+            gauge.add_metric((self._model,), value)
+            yield gauge
+        for name, help_text, value in (
+            ("spyglass:steps", "steps of the engine", stats.steps),
+            ("spyglass:failed_steps", "steps that failed", stats.failed_steps),
+        ):
+            counter = CounterMetricFamily(name, help_text, labels=("model_name",))
+            counter.add_metric((self._model,), value)
+            yield counter

@@ -1,0 +1,86 @@
+"""Ready means that it has answered: one real token with every feature that this model offers, through the whole engine.
+
+A feature that fails keeps `/health` at 503 and names itself; everything else goes on working.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.worker import EngineWorker
+from spyglass.errors import SpyglassError
+from spyglass.prompt.build import Part, prompt_from_parts
+
+STALL_S = 120.0  # a step that takes longer is taken for stuck
+_OK = "ok"
+_STARTING = "not tried yet"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    parts: list[Part]
+    params: SamplingParams
+
+
+class Readiness:
+    """What has been seen to work. `info` is what `/health` says besides."""
+
+    def __init__(self, llm: LLM, worker: EngineWorker, stopping: Callable[[], bool], info: Mapping[str, Any]) -> None:
+        self._config, self._worker, self._stopping, self._info = llm.config, worker, stopping, info
+        self._trials = _trials(llm)
+        self._seen = dict.fromkeys(self._trials, _STARTING)
+
+    async def try_all(self) -> None:
+        """Draw one token with each feature, one after the other."""
+        for feature, trial in self._trials.items():
+            self._seen[feature] = await self._try(trial)
+            if self._seen[feature] != _OK:
+                _LOG.error("%s does not work: %s", feature, self._seen[feature])
+
+    def report(self) -> tuple[int, dict[str, Any]]:
+        """Status and body of `/health`: 200 when everything works, else 503."""
+        stats = self._worker.stats()
+        state = "ok"
+        if self._stopping():
+            state = "stopping"
+        elif _STARTING in self._seen.values():
+            state = "starting"
+        elif stats.failing or any(seen != _OK for seen in self._seen.values()):
+            state = "failing"
+        elif stats.step_s > STALL_S:
+            state = f"stalled: one step has taken {stats.step_s:.0f} s"
+        return 200 if state == "ok" else 503, {"status": state, **self._info, "features": dict(self._seen)}
+
+    async def _try(self, trial: _Trial) -> str:
+        try:
+            prompt = prompt_from_parts(trial.parts, self._config)
+            submission = self._worker.submit(prompt, [trial.params])
+            await submission.accepted()
+            while mail := await submission.deltas():
+                output = mail[-1][1].output
+                if output is not None and (output.error or len(output.token_ids) != 1):
+                    return output.error or "no token was drawn"
+        except SpyglassError as error:
+            return str(error)
+        return _OK
+
+
+def _trials(llm: LLM) -> dict[str, _Trial]:
+    """The features that this model offers, each with the least that needs it."""
+    one = SamplingParams(max_tokens=1)
+    start = [llm.config.bos_token_id or 0]
+    trials = {"text": _Trial([start], one)}
+    if llm.config.vision is not None and llm.options.images:
+        trials["pictures"] = _Trial([start, Image.new("RGB", (64, 64), "grey")], one)
+    if llm.tokenizer is not None:
+        form = Structured(kind="regex", value="[a-z]+")
+        trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))
+    return trials

@@ -1,0 +1,113 @@
+"""One call on its way through the engine: its deltas as events while they come, or as one body in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from spyglass.engine.request import Delta
+from spyglass.engine.worker import Submission
+from spyglass.server.exchange import Call, Endpoint
+from spyglass.server.faults import error_body, fault_of
+from spyglass.server.log import Record
+
+_QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
+_ALIVE = b": alive\n\n"
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_LOG = logging.getLogger(__name__)
+
+
+class Watch:
+    """Notes in the log's record what comes of a call; `began` is when its request came, by `time.monotonic`."""
+
+    def __init__(self, record: Record, began: float) -> None:
+        self._record, self._began = record, began
+
+    def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
+        """Deltas that came."""
+        record = self._record
+        if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
+            record.first_token_s = time.monotonic() - self._began
+        for _, delta in mail:
+            if delta.output is not None:
+                usage = delta.output.usage
+                record.prompt_tokens, record.picture_tokens = usage.prompt_tokens, usage.picture_tokens
+                record.cached_tokens = usage.cached_tokens
+                record.completion_tokens += usage.completion_tokens
+                record.finish += (delta.output.finish_reason,)
+                record.error = delta.output.error or record.error
+
+
+async def send_whole(call: Call, submission: Submission, watch: Watch, request_id: str, send: Send) -> None:
+    """Wait for every answer, then send one JSON body.
+
+    Raises:
+        PromptError, CapacityError: the engine refuses the call; nothing has been sent.
+    """
+    await submission.accepted()
+    while mail := await submission.deltas():
+        watch.see(mail)
+        for index, delta in mail:
+            call.reply.push(index, delta)
+    status, body = call.reply.whole(request_id)
+    await send_json(status, body, send)
+
+
+async def send_events(
+    call: Call, submission: Submission, watch: Watch, request_id: str, endpoint: Endpoint, send: Send
+) -> None:
+    """Send events as deltas come. What goes wrong after the first byte becomes an error event.
+
+    Raises:
+        PromptError, CapacityError: the engine refuses the call; nothing has been sent.
+    """
+    await submission.accepted()
+    first = call.reply.begin(request_id)
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    try:
+        await _send_body(first, send)
+        while mail := await _next(submission, send):
+            watch.see(mail)
+            await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
+        last = call.reply.end()
+    except Exception as error:
+        _LOG.exception("a stream failed: request %s", request_id)
+        last = b"event: error\ndata: " + _json(error_body(endpoint, fault_of(error))) + b"\n\n"
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: Mapping[str, str] | None = None) -> None:
+    """Send a JSON body."""
+    content = _json(body)
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    lines += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def _next(submission: Submission, send: Send) -> list[tuple[int, Delta]]:
+    while True:
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                return await submission.deltas()
+        except TimeoutError:
+            await _send_body(_ALIVE, send)
+
+
+async def _send_body(chunk: bytes, send: Send) -> None:
+    if chunk:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,0 +1,32 @@
+"""One tiny model for all server tests, and a server of the tests' own protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.server.app import create_app
+from tests.server.parts import Live, plain, running
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    new_checkpoint(folder, "tiny", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llm(model_folder: Path) -> LLM:
+    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8)
+
+
+@pytest.fixture(scope="module")
+def live(llm: LLM) -> Iterator[Live]:
+    with running(create_app(llm, ServerConfig(grace_seconds=1), endpoints=[plain(llm)])) as server:
+        yield server

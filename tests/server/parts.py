@@ -1,0 +1,165 @@
+"""A protocol of the tests' own, the least there can be, and a server of it on a thread with a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2 as httpx
+import uvicorn
+from starlette.applications import Starlette
+
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import Delta, RequestOutput, SamplingParams
+from spyglass.errors import NotServedError, PromptError
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.chat import PictureRef
+from spyglass.server.exchange import Call, Fetch, Immediate, Served
+
+
+@dataclass
+class PlainReply:
+    """Events hold what a delta holds; the whole body holds every answer's ids."""
+
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+    def begin(self, request_id: str) -> bytes:
+        return event({"id": request_id})
+
+    def push(self, index: int, delta: Delta) -> bytes:
+        if delta.output is not None:
+            self.outputs[index] = delta.output
+        error = None if delta.output is None else delta.output.error
+        return event({"index": index, "ids": list(delta.token_ids), "finish": delta.finish_reason, "error": error})
+
+    def end(self) -> bytes:
+        return event({"done": True})
+
+    def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
+        outputs = [self.outputs[index] for index in sorted(self.outputs)]
+        errors = [output.error for output in outputs if output.error is not None]
+        body = {"id": request_id, "answers": [list(output.token_ids) for output in outputs], "errors": errors}
+        return 500 if errors else 200, body
+
+
+@dataclass
+class PlainEndpoint:
+    """`{"ids", "image", "max_tokens", "n", "stream", "model"}`; `{"count": true}` only counts."""
+
+    served: Served
+    path: str = "/plain"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
+        if body.get("model", self.served.names[0]) not in self.served.names:
+            raise NotServedError(f"model {body['model']!r} is not served here")
+        ids = body.get("ids", [0, 5, 6])
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise PromptError("ids must be a list of integers")
+        parts: list[Any] = [ids]
+        for image in body.get("images", []):
+            if not isinstance(image, str):
+                raise PromptError("images must be data URLs")
+            remote = image.startswith("http") and fetch is not None
+            parts.append(PictureRef(fetch(image) if remote and fetch is not None else image, "images"))
+        prompt = prompt_from_parts(parts, self.served.config, limits=self.served.limits)
+        if body.get("count"):
+            return Immediate(body={"tokens": len(prompt)})
+        params = SamplingParams(
+            temperature=body.get("temperature", 0), max_tokens=body.get("max_tokens", 4), ignore_eos=True, seed=0
+        )
+        return Call(
+            model=self.served.names[0],
+            prompt=prompt,
+            params=[params] * body.get("n", 1),
+            stream=body.get("stream", False),
+            reply=PlainReply(),
+            pictures=len(parts) - 1,
+            user_fields=tuple(name for name in ("user",) if name in body),
+        )
+
+    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+        return {"plain_error": {"status": status, "message": message}}
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; comments are no events."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def ids_of(stream: Sequence[Mapping[str, Any]], index: int = 0) -> list[int]:
+    """The tokens of one answer of a stream."""
+    return [token for item in stream if item.get("index") == index for token in item["ids"]]
+
+
+@dataclass
+class Live:
+    """A server that listens. `client` is patient; `service` its inside."""
+
+    url: str
+    app: Starlette
+    server: uvicorn.Server
+    client: httpx.Client
+
+    @property
+    def service(self) -> Any:
+        return self.app.state.service
+
+    def post(self, body: Any, path: str = "/plain", **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def wait_until_idle(self, seconds: float = 5.0) -> float:
+        """Seconds until nothing is under way; fails after `seconds`."""
+        began = time.monotonic()
+        while self.service.worker.stats().live or self.service.calls:
+            assert time.monotonic() - began < seconds, self.service.worker.stats()
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+
+@contextmanager
+def running(app: Starlette, *, ready: bool = True, grace_s: float = 5.0) -> Iterator[Live]:
+    """Serve an application on a thread until the block ends."""
+    from spyglass.server.run import make_server, serve
+
+    server = make_server(app, "127.0.0.1", 0, grace_s)
+    thread = threading.Thread(target=lambda: asyncio.run(serve(server, app)), daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, timeout=60) as client:
+        live = Live(url, app, server, client)
+        if ready:
+            wait_for(lambda: live.service.readiness.report()[1]["status"] != "starting", 30)
+        try:
+            yield live
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive(), "the server did not stop"
+
+
+def wait_for(fact: Any, seconds: float = 10.0) -> None:
+    """Until `fact()` is true."""
+    until = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+def plain(llm: LLM) -> Any:
+    """The tests' endpoint for a model, with the limits of a default server."""
+    from spyglass.config.server import ServerConfig
+    from spyglass.server.app import served_by
+
+    return PlainEndpoint(served_by(llm, ServerConfig()))
