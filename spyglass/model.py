@@ -22,7 +22,7 @@ from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
 from spyglass.layers.linear import Linear, LinearSpec
-from spyglass.ops.table import bind_ops
+from spyglass.ops.table import Which, bind_ops
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
@@ -180,7 +180,7 @@ def load_model(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     numerics: Literal["auto", "reference", "plain"] = "auto",
     images: bool = True,
-    ops: Literal["auto", "reference"] = "auto",
+    ops: Which = "auto",
     vision_graphs: Literal["auto", "on", "off"] = "auto",
     expand: bool = False,
     progress: bool = True,
@@ -189,9 +189,9 @@ def load_model(
 
     `dtype` of activations: "auto" is bfloat16, as released. `numerics`: "auto" is "reference" when any matrix is stored
     as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
-    takes the fastest implementation that runs here, "reference" the defining one. `vision_graphs`: pictures through
-    CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes packed weights while loading
-    (more memory, sometimes faster). `progress` shows a bar on a terminal.
+    takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
+    `vision_graphs`: pictures through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
+    packed weights while loading (more memory, sometimes faster). `progress` shows a bar on a terminal.
 
     Raises:
         ConfigError: config.json is missing, malformed or of an unknown family.

@@ -2,7 +2,8 @@
 
 `auto` takes what is there and usable on this device and dtype, else the reference; a named implementation that cannot
 run is an error. An implementation is a module `spyglass.ops.<op>.<name>` with a function named like the op and
-`usable(device_type, dtype_name) -> bool`, importable without building anything.
+`usable(device_type, dtype_name) -> bool`, importable without building anything. `training` takes what has a gradient:
+`training.py` where an op has that file, else the reference, which differentiates itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from spyglass.errors import DeviceError
 from spyglass.ops.build import prepare, usable, why_not
@@ -42,6 +43,7 @@ OPS = (
 # Device type -> implementation files, best first. `varlen` is torch's own variable-length attention, `cublas` its bf16
 # matrix product.
 _FASTER = {"cpu": ("cpu",), "cuda": ("triton", "cublas", "varlen")}
+Which = Literal["auto", "reference", "training"]
 # Attentions of the picture tower that a CUDA graph can hold; the reference asks the host where pictures end.
 GRAPHABLE_ATTENTION = ("triton", "varlen")
 
@@ -73,17 +75,19 @@ class Ops:
     chosen: Mapping[str, str]
 
 
-def describe(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> dict[str, str]:
+def describe(device_type: str, dtype: str, which: Which = "auto") -> dict[str, str]:
     """Implementation name per op for a device type ("cpu", "cuda") and dtype name ("float32", "bfloat16").
 
     Raises DeviceError for an unknown choice.
     """
-    if which not in ("auto", "reference"):
-        raise DeviceError(f"ops={which!r} is not known; use 'auto' or 'reference'")
+    if which not in get_args(Which):
+        raise DeviceError(f"ops={which!r} is not known; use 'auto', 'reference' or 'training'")
+    if which == "training":
+        return {op: "training" if _exists(op, "training") else "reference" for op in OPS}
     return {op: _choose(op, device_type, dtype) if which == "auto" else "reference" for op in OPS}
 
 
-def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] = "auto") -> Ops:
+def bind_ops(device_type: str, dtype: str, which: Which = "auto") -> Ops:
     """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`.
 
     Compiled kernels are built here if need be; where that fails the reference runs, and a warning says why.
@@ -97,10 +101,14 @@ def bind_ops(device_type: str, dtype: str, which: Literal["auto", "reference"] =
 
 def _choose(op: str, device_type: str, dtype: str) -> str:
     for name in _FASTER.get(device_type, ()):
-        if importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is None:
+        if not _exists(op, name):
             continue
         if name == "cpu":  # the same answer for all, and without loading torch
             return name if usable(device_type, dtype) else "reference"
         if importlib.import_module(f"spyglass.ops.{op}.{name}").usable(device_type, dtype):
             return name
     return "reference"
+
+
+def _exists(op: str, name: str) -> bool:
+    return importlib.util.find_spec(f"spyglass.ops.{op}.{name}") is not None

@@ -2,7 +2,8 @@
 
 score[t, p] = Σ_n relu(q_tn · k_p) · ω_tn. It only matters once more rows are visible than may be attended, but its keys
 are always written: by a compressor of their own (V4), or from the latents of the layer's compressor (V4.1). Layers
-above a candidate source choose among the blocks that its scores rank highest.
+above a candidate source choose among the blocks that its scores rank highest. A choice has no gradient, so no graph of
+it is kept.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Indexer(nn.Module):
         self._stepwise = parts.stepwise
         self._ops = build.ops
 
+    @torch.no_grad()
     def remember(
         self,
         x_TC: torch.Tensor,
@@ -86,6 +88,7 @@ class Indexer(nn.Module):
         key_PI = self._ops.rope_partial(self.k_norm(self.wk(latent_PD, slot_P)), *tables)
         self._ops.cache_write(cache.pages[self._keys], self._rounded(key_PI), pool.write_P)
 
+    @torch.no_grad()
     def picks(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep, cache: CacheView
     ) -> torch.Tensor | None:

@@ -21,7 +21,9 @@ def router_topk(
     Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
     take `forced_TK` when it is given (hash layers); weights come from s in every case. Ties go to the lowest expert id.
     """
-    scores_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT).sqrt()
+    square_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT)
+    # the root has no gradient at 0, where a very negative product underflows to
+    scores_TE = torch.where(square_TE > 0, square_TE, 1.0).sqrt().masked_fill(square_TE == 0, 0.0)
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if picture_T is not None:
         assert bias_picture_E is not None

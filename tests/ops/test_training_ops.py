@@ -1,0 +1,178 @@
+"""Ops written for training: the reference's values bit for bit, its gradients, and packed weights kept packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from spyglass.errors import DeviceError
+from spyglass.ops.table import OPS, bind_ops, describe
+from spyglass.quant.codec import decode, encode
+from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
+from spyglass.quant.packed import Packed
+from tests.gpu.op_cases import CASES, Source, run_call
+from tests.tolerance import OP_BFLOAT16, OP_FLOAT32, assert_close
+
+A8 = FakeQuant(element="e4m3", block=128)
+OURS = [(op, case) for op, case in CASES if describe("cpu", "float32", "training")[op] == "training"]
+TRAINING, REFERENCE = (bind_ops("cpu", "float32", which) for which in ("training", "reference"))  # type: ignore[arg-type]
+FORMATS = {"f32": F32, "bf16": BF16, "fp8": fp8((32, 32)), "fp4": FP4}
+
+
+def test_training_takes_its_own_implementation_or_the_reference() -> None:
+    chosen = describe("cuda", "bfloat16", "training")
+    assert set(chosen.values()) == {"training", "reference"} and set(chosen) == set(OPS)
+    with pytest.raises(DeviceError, match="'auto', 'reference' or 'training'"):
+        describe("cpu", "float32", "fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("op", "case"), OURS)
+def test_values_are_those_of_the_reference(op: str, case: str, dtype: torch.dtype) -> None:
+    call = CASES[op, case](Source(dtype))
+    tolerance = OP_FLOAT32 if dtype == torch.float32 else OP_BFLOAT16
+    want = run_call(getattr(REFERENCE, op), call, "cpu")
+    for result, expected in zip(run_call(getattr(TRAINING, op), call, "cpu"), want, strict=True):
+        assert result.dtype == expected.dtype
+        if op == "sparse_attention":
+            assert_close(result, expected, tolerance)
+        else:
+            assert torch.equal(result, expected)
+
+
+def gradients(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    out = run(*fresh)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+    return list(torch.autograd.grad((out * weight).sum(), fresh))
+
+
+def same_gradients(
+    ours: Callable[..., torch.Tensor], theirs: Callable[..., torch.Tensor], *leaves: torch.Tensor
+) -> None:
+    got, want = gradients(ours, list(leaves)), gradients(theirs, list(leaves))
+    for number, (gradient, expected) in enumerate(zip(got, want, strict=True)):
+        assert expected.any(), number
+        assert_close(gradient, expected, OP_FLOAT32, f"leaf {number}")
+
+
+def test_rounding_counts_as_the_identity() -> None:
+    """The definition of straight-through: d out / d x = 1, in channels that are rounded and in those that are not."""
+    for spec, dims, tail in [(A8, None, False), (A8, 128, True), (FakeQuant(element="e2m1", block=32), None, False)]:
+        x = torch.randn(5, 192, requires_grad=True)
+        out = TRAINING.fake_quant(x, spec, dims=dims, tail_bf16=tail)
+        assert not torch.equal(out, x)
+        weight = torch.randn(out.shape)
+        (gradient,) = torch.autograd.grad((out * weight).sum(), [x])
+        assert torch.equal(gradient, weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_gradient_of_a_product_is_that_of_the_decoded_weight(name: str) -> None:
+    weight = encode(torch.randn(40, 64), FORMATS[name])
+    plain = Packed(F32, decode(weight, torch.float32), None, weight.shape)
+    x, addend, bias = torch.randn(2, 3, 64), torch.randn(2, 3, 40), torch.randn(40)
+    rounding = None if FORMATS[name].block is None else A8
+    same_gradients(
+        lambda x, addend, bias: TRAINING.linear_block(x, weight, rounding=rounding, addend_TO=addend, bias_O=bias),
+        lambda x, addend, bias: REFERENCE.linear_block(x, plain, addend_TO=addend, bias_O=bias),
+        *(x, addend, bias),
+    )
+    x, addend = torch.randn(7, 2, 64), torch.randn(7, 2, 20)
+    same_gradients(
+        lambda x, addend: TRAINING.linear_grouped(x, weight, addend_TGO=addend),
+        lambda x, addend: REFERENCE.linear_grouped(x, plain, addend_TGO=addend),
+        *(x, addend),
+    )
+
+
+def test_plain_weights_may_be_trained() -> None:
+    def with_weight(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x, data: op(x, Packed(F32, data, None, tuple(data.shape)))
+
+    x, data = torch.randn(2, 3, 64), torch.randn(40, 64)
+    same_gradients(with_weight(TRAINING.linear_block), with_weight(REFERENCE.linear_block), x, data)
+    x = torch.randn(7, 2, 64)
+    same_gradients(with_weight(TRAINING.linear_grouped), with_weight(REFERENCE.linear_grouped), x, data)
+
+
+def expert_call(format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Packed]]:
+    source = Source(torch.float32)
+    ids = torch.stack([torch.randperm(6, generator=source.generator)[:2] for _ in range(19)]).to(torch.int32)
+    ids[4] = -1
+    ids[ids == 3] = 0  # an expert that nobody chose, and rows that chose one twice
+    stacks = [source.weight(6, *shape, format=format) for shape in ((32, 64), (32, 64), (64, 32))]
+    return source.normal(19, 64), ids, torch.rand(19, 2, generator=source.generator), stacks
+
+
+@pytest.mark.parametrize("name", ["f32", "fp4"])
+def test_the_gradient_of_experts_is_that_of_the_decoded_ones(name: str) -> None:
+    x, ids, weights, stacks = expert_call(FORMATS[name])
+    plain = [Packed(F32, decode(stack, torch.float32), None, stack.shape) for stack in stacks]
+    same_gradients(
+        lambda x, weights: TRAINING.experts_grouped(x, ids, weights, *stacks, limit=0.8),
+        lambda x, weights: REFERENCE.experts_grouped(x, ids, weights, *plain, limit=0.8),
+        *(x, weights),
+    )
+
+
+def test_plain_experts_may_be_trained() -> None:
+    x, ids, weights, stacks = expert_call(F32)
+
+    def run(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*data: torch.Tensor) -> torch.Tensor:
+            packed = [replace(stack, data=values) for stack, values in zip(stacks, data, strict=True)]
+            return op(x, ids, weights, *packed, limit=0.8)
+
+        return call
+
+    same_gradients(run(TRAINING.experts_grouped), run(REFERENCE.experts_grouped), *(stack.data for stack in stacks))
+
+
+def kept_bytes(run: Callable[[], torch.Tensor], but: set[int]) -> int:
+    """Bytes that autograd keeps for the backward, of memory that is not among `but`."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in but:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+def storages(*values: Any) -> set[int]:
+    tensors = [t for v in values for t in ((v.data, v.scale) if isinstance(v, Packed) else (v,)) if t is not None]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_packed_weights_stay_packed_between_the_passes() -> None:
+    x, weight = torch.randn(3, 512, requires_grad=True), encode(torch.randn(512, 512), FP4)
+    own = storages(x, weight)
+    assert kept_bytes(lambda: TRAINING.linear_block(x, weight, rounding=A8), own) < 512 * 512 // 8
+    assert kept_bytes(lambda: REFERENCE.linear_block(x, weight), own) >= 512 * 512 * 4
+    grouped = torch.randn(3, 2, 512, requires_grad=True)
+    assert kept_bytes(lambda: TRAINING.linear_grouped(grouped, weight), storages(grouped, weight)) < 512 * 512 // 8
+    stacks = [encode(torch.randn(4, 256, 256), FP4) for _ in range(3)]
+    ids, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    rows = torch.randn(3, 256, requires_grad=True)
+    own = storages(rows, weights, *stacks)
+    assert kept_bytes(lambda: TRAINING.experts_grouped(rows, ids, weights, *stacks, limit=1.0), own) < 256 * 256
+
+
+def test_a_router_score_that_underflows_has_a_finite_gradient() -> None:
+    x, weight = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[-200.0], [3.0], [2.0]])
+    ids, weights = TRAINING.router_topk(
+        x, weight, k=2, scale=1.0, bias_E=None, forced_TK=torch.tensor([[0, 1]], dtype=torch.int32)
+    )
+    assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.0, 1.0]]
+    (gradient,) = torch.autograd.grad(weights[0, 1] * 2 + weights[0, 0], [x])
+    assert gradient.isfinite().all()
