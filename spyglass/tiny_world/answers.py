@@ -1,0 +1,49 @@
+"""Reading answers: reasoning off, then every word must be the right one; a box may be off as far as eyes may be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from spyglass.tiny_world.cases import Case
+
+ENOUGH_OVERLAP = 0.5  # intersection over union of a right box: the usual criterion for pointing at things
+_BOX = re.compile(r"<｜box｜>\[\[(\d{1,3}), (\d{1,3}), (\d{1,3}), (\d{1,3})\]\]<｜/box｜>")
+_END_OF_REASONING = "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was said: the words, with a mark where a box stood, and the boxes in the models' coordinates."""
+
+    words: str
+    boxes: tuple[tuple[int, int, int, int], ...]
+
+
+def parse_answer(text: str) -> Answer:
+    """Take an answer apart; white space around it and between its words does not count.
+
+    A box is `<｜box｜>[[x1, y1, x2, y2]]<｜/box｜>` with whole numbers below 1,000; anything like it stays words.
+    """
+    said = " ".join(text.rpartition(_END_OF_REASONING)[2].split())
+    boxes = tuple((int(x1), int(y1), int(x2), int(y2)) for x1, y1, x2, y2 in _BOX.findall(said))
+    return Answer(words=_BOX.sub("<｜box｜>", said), boxes=boxes)
+
+
+def is_right(case: Case, text: str) -> bool:
+    """Whether `text` is the whole answer of a case: the same words, and boxes that overlap enough."""
+    said, right = parse_answer(text), parse_answer(case.answer)
+    return (
+        said.words == right.words
+        and len(said.boxes) == len(right.boxes)
+        and all(overlap(a, b) >= ENOUGH_OVERLAP for a, b in zip(said.boxes, right.boxes, strict=True))
+    )
+
+
+def overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
+    """Intersection over union of two boxes (x1, y1, x2, y2); 0 where either is turned inside out or empty."""
+    if min(a[2] - a[0], a[3] - a[1], b[2] - b[0], b[3] - b[1]) <= 0:
+        return 0.0
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(width, 0) * max(height, 0)
+    return shared / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared)

@@ -1,0 +1,211 @@
+"""One question about the tiny world: `make_case(seed, index)` makes any of them, alone and in any process.
+
+The splits are three disjoint streams of seeds. "train" and "test" never hold a thing of a colour and shape in
+`words.UNSEEN`; in "unseen" the thing that is asked about is one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from numpy.random import Generator, Philox, SeedSequence
+from PIL import Image
+
+from spyglass.errors import ConfigError
+from spyglass.tiny_world import phrasing
+from spyglass.tiny_world.asking import MAKERS, Draft, World
+from spyglass.tiny_world.phrasing import Noun
+from spyglass.tiny_world.pictures import draw, invert
+from spyglass.tiny_world.questions import KINDS, MANNERS, QUESTIONS, WITHOUT_PAIRS, Manner
+from spyglass.tiny_world.scene import Scene
+from spyglass.tiny_world.words import COUNTS, VARIANTS, Variant
+
+Split = Literal["train", "test", "unseen"]
+SPLITS: tuple[Split, ...] = ("train", "test", "unseen")
+EFFORT: Literal["low"] = "low"  # of cases with reasoning: the renderer adds no preamble to it
+THINKING_KINDS = ("colour", "shape", "count", "position")
+_THINKING = 0.15  # share of the cases of these kinds
+_EVERYDAY = (
+    *("colour", "shape", "count", "position", "number", "word", "compare", "grounding") * 3,
+    *("count", "position", "number", "number", "word", "word", "chat", "chat", "text"),
+)
+_VARIANT_KINDS: Mapping[Variant, tuple[str, ...]] = {
+    "roman": ("count", "number"),
+    "negative": ("colour", "colour", "colour", "count", "shape"),  # where colours decide
+    "french": _EVERYDAY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What is said in a case.
+
+    `turns`: the conversation up to the question, which comes last; the model's turns are every second one. `form`,
+    `template`, `manner`: how the question is worded. `reasoning` None = without thinking. `choice` is what someone who
+    knows the question but not the picture would have to guess. `pair` is the (colour, shape) asked about, if any.
+    """
+
+    kind: str
+    form: str
+    template: str
+    manner: Manner
+    turns: tuple[str, ...]
+    answer: str
+    reasoning: str | None
+    choice: str
+    pair: tuple[str, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A conversation that ends with a question, and its answer.
+
+    `messages` are in OpenAI form with PIL pictures, ready for `LLM.chat` (thinking at effort `EFFORT` where
+    `words.reasoning` is given); `scenes` say what the pictures show.
+    """
+
+    words: Words
+    pictures: tuple[Image.Image, ...]
+    scenes: tuple[Scene, ...]
+    messages: tuple[dict[str, Any], ...]
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.words.kind
+
+    @property
+    def question(self) -> str:
+        """The text of the last question."""
+        return self.words.turns[-1]
+
+    @property
+    def answer(self) -> str:
+        """The one right answer, without reasoning."""
+        return self.words.answer
+
+    @property
+    def reasoning(self) -> str | None:
+        """What is thought before answering; None = the case is without thinking."""
+        return self.words.reasoning
+
+    def dialogue(self) -> list[dict[str, Any]]:
+        """The messages with the answer as the last one, its reasoning as `reasoning_content`."""
+        thought = {} if self.reasoning is None else {"reasoning_content": self.reasoning}
+        return [*self.messages, {"role": "assistant", "content": self.answer, **thought}]
+
+
+def kinds_of(split: Split, variant: Variant | None = None) -> tuple[str, ...]:
+    """Kinds that a split of a variant has, in the order of `KINDS`."""
+    known = set(_everyday(split, variant))
+    return tuple(kind for kind in KINDS if kind in known)
+
+
+def make_case(
+    seed: int,
+    index: int,
+    split: Split = "train",
+    *,
+    kinds: Sequence[str] | None = None,
+    variant: Variant | None = None,
+) -> Case:
+    """Case number `index` of a seed (both from 0), drawn from `kinds` (repeated names come more often).
+
+    Variants are tasks for adapters: "roman" answers with Roman numerals, "negative" shows inverted pictures and answers
+    as for the originals, "french" answers in French.
+
+    Raises:
+        ConfigError: a split, kind or variant that does not exist.
+    """
+    words, scenes, rng = _make(seed, index, split, kinds, variant)
+    pictures = tuple(draw(scene, rng) for scene in scenes)
+    if variant == "negative":
+        pictures = tuple(invert(picture) for picture in pictures)
+    shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    first, *rest = words.turns
+    opening: dict[str, Any] = {"role": "user", "content": [*shown, {"type": "text", "text": first}] if shown else first}
+    roles = ("assistant", "user")
+    later = [{"role": roles[number % 2], "content": text} for number, text in enumerate(rest)]
+    return Case(words=words, pictures=pictures, scenes=scenes, messages=(opening, *later))
+
+
+def case_texts(seed: int, index: int, split: Split = "train", *, variant: Variant | None = None) -> list[str]:
+    """What is said in a case, the answer last, without drawing its pictures.
+
+    Raises:
+        ConfigError: as `make_case`.
+    """
+    words, _, _ = _make(seed, index, split, None, variant)
+    return [*words.turns, *([] if words.reasoning is None else [words.reasoning]), words.answer]
+
+
+def _make(
+    seed: int, index: int, split: Split, kinds: Sequence[str] | None, variant: Variant | None
+) -> tuple[Words, tuple[Scene, ...], Generator]:
+    _check(split, kinds, variant)
+    rng = Generator(Philox(SeedSequence([SPLITS.index(split), seed, index])))
+    pool = tuple(kinds) if kinds is not None else _everyday(split, variant)
+    kind = pool[rng.integers(len(pool))]
+    draft = MAKERS[kind](World(rng=rng, unseen=split == "unseen", variant=variant))
+    return _put_in_words(kind, draft, rng, variant), draft.scenes, rng
+
+
+def _put_in_words(kind: str, draft: Draft, rng: Generator, variant: Variant | None) -> Words:
+    template = _wording(draft.form, rng)
+    manner = _manner(draft.form, rng)
+    turns = [phrasing.ask(template, draft.meaning) + MANNERS[manner]]
+    if draft.before is not None:
+        form, meaning = draft.before
+        wording = _wording(form, rng)
+        turns = [phrasing.ask(wording, meaning), phrasing.answer(form, "plain", wording, meaning, variant), *turns]
+    thinks = variant is None and kind in THINKING_KINDS and draft.form != "side" and rng.random() < _THINKING
+    return Words(
+        kind=kind,
+        form=draft.form,
+        template=template,
+        manner=manner,
+        turns=tuple(turns),
+        answer=phrasing.answer(draft.answer_form, manner, template, draft.meaning, variant),
+        reasoning=_reasoning(kind, draft) if thinks else None,
+        choice=template if draft.form == "talk" else draft.choice,
+        pair=draft.pair,
+    )
+
+
+def _wording(form: str, rng: Generator) -> str:
+    return QUESTIONS[form][rng.integers(len(QUESTIONS[form]))]
+
+
+def _manner(form: str, rng: Generator) -> Manner:
+    if form in ("box", "talk"):
+        return "plain"
+    manners: tuple[Manner, ...] = ("plain", "plain", "sentence", "brief")
+    return manners[rng.integers(len(manners))]
+
+
+def _reasoning(kind: str, draft: Draft) -> str:
+    seen: list[Noun] = [(thing.colour, thing.shape) for thing in draft.scenes[0].things]
+    count = f" I count {COUNTS[draft.meaning.count]}." if kind == "count" else ""
+    return phrasing.sight(seen) + count
+
+
+def _everyday(split: Split, variant: Variant | None) -> tuple[str, ...]:
+    kinds = _EVERYDAY if variant is None else _VARIANT_KINDS[variant]
+    return kinds if split != "unseen" else tuple(kind for kind in kinds if kind not in WITHOUT_PAIRS)
+
+
+def _check(split: str, kinds: Sequence[str] | None, variant: str | None) -> None:
+    if split not in SPLITS:
+        raise ConfigError(f"there is no split {split!r}; the splits are {', '.join(SPLITS)}")
+    if variant is not None and variant not in VARIANTS:
+        raise ConfigError(f"there is no variant {variant!r}; the variants are {', '.join(VARIANTS)}")
+    known = [kind for kind in KINDS if split != "unseen" or kind not in WITHOUT_PAIRS]
+    for kind in kinds if kinds is not None else ():
+        if kind not in known:
+            raise ConfigError(
+                f"the split {split!r} has no questions of kind {kind!r}; its kinds are {', '.join(known)}"
+            )
+    if kinds is not None and not kinds:
+        raise ConfigError("the list of kinds is empty; leave it out for all of them")
