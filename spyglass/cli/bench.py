@@ -10,6 +10,7 @@ BENCHMARKS = {
     "image": "pictures to patches, beside a plain pipeline",
     "load": "files to memory, beside cat",
     "model": "decode and prefill, beside what the memory allows",
+    "serve": "a server under load, beside the engine alone",
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the picture tower on a GPU",

@@ -23,7 +23,7 @@ VERBS = {
     "inspect": "draw what the model sees of a picture: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
-    "bench": "measure one part beside its baseline: image, load, model, engram, vision",
+    "bench": "measure one part beside its baseline: image, load, model, serve, and others",
 }
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
