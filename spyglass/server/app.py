@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -32,10 +31,10 @@ from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.gate import Gate
 from spyglass.server.log import Record
 from spyglass.server.metrics import Metrics
+from spyglass.server.page import page_routes
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import Watch, send_events, send_json, send_whole
 
-PAGE = Path(__file__).with_name("playground") / "index.html"
 _PARSERS = 16  # threads that read bodies, decode pictures and fetch them
 
 
@@ -155,8 +154,7 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
     ]
-    if PAGE.exists():
-        routes.append(Route("/", partial(_page, service)))
+    routes += page_routes(service.served)
     gate = Middleware(
         Gate,
         keys=config.api_key,
@@ -243,10 +241,6 @@ async def _model(service: Service, request: Request) -> Response:
     if name not in _names(service):
         raise NotServedError(f"model {name!r} is not served here; served are {', '.join(_names(service))}")
     return JSONResponse(_card(service, name))
-
-
-async def _page(service: Service, request: Request) -> Response:
-    return FileResponse(PAGE, media_type="text/html")
 
 
 def _names(service: Service) -> tuple[str, ...]:
