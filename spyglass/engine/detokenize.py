@@ -42,13 +42,18 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of one answer. `stop` strings end it; they are found across token borders, earliest first."""
+    """The text of one answer. `stop` strings end it; they are found across token borders, earliest first.
 
-    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
+    With `after` they count only behind that text. `stopped_by` is the one that ended the answer.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = (), after: str | None = None) -> None:
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop = tuple(stop)
         self._held = ""
+        self._after, self._seen = after or "", ""
+        self.stopped_by: str | None = None
 
     def push(self, token: int) -> tuple[str, bool]:
         """Text that is now certain, and whether a stop string has ended the answer."""
@@ -63,14 +68,27 @@ class Detokenizer:
     def _release(self, fresh: str) -> tuple[str, bool]:
         if not self._stop:
             return fresh, False
+        if self._after:
+            return self._look_for_after(fresh)
         text = self._held + fresh
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for at, stop in ((text.find(stop), stop) for stop in self._stop) if at >= 0]
         if found:
+            at, self.stopped_by = min(found, key=lambda place: place[0])
             self._held = ""
-            return text[: min(found)], True
+            return text[:at], True
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
+
+    def _look_for_after(self, fresh: str) -> tuple[str, bool]:
+        seen = self._seen + fresh
+        before, after, rest = seen.partition(self._after)
+        if not after:
+            self._seen = before[max(0, len(before) - len(self._after) + 1) :]
+            return fresh, False
+        self._after = ""
+        text, stopped = self._release(rest)
+        return fresh[: len(fresh) - len(rest)] + text, stopped
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -109,7 +109,9 @@ class Engine:
             params,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            detokenizer=None if self._token_bytes is None else Detokenizer(self._token_bytes, params.stop),
+            detokenizer=None
+            if self._token_bytes is None
+            else Detokenizer(self._token_bytes, params.stop, params.stop_after),
             sink=sink,
             form=self._form(params),
         )
@@ -308,6 +310,7 @@ class Engine:
             logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
             error=error,
+            stopped_by=None if sequence.detokenizer is None else sequence.detokenizer.stopped_by,
         )
         last = tuple(sequence.logprobs[-len(tokens) :]) if tokens and params.logprobs is not None else None
         return Delta(

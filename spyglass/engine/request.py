@@ -57,11 +57,12 @@ class SamplingParams:
     keep tokens at least this times as likely as the likeliest. `repetition_penalty`, 0.01 to 100, divides positive and
     multiplies negative logits of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted
     once, `frequency_penalty` once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer
-    and are not part of its text; `stop_token_ids` end it too, as end-of-text ids do unless `ignore_eos`. `max_tokens`
-    None = as long as the model's limit allows; 0 = only the prompt is run. `logprobs` n = log-probability of each
-    chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the same for the prompt. Log-probabilities are
-    the model's own: before bans, biases, penalties and temperature. `logit_bias` is added to the logits of token ids,
-    -100 to 100, before penalties. `structured` restricts the answer to a form; the answer ends where the form does.
+    and are not part of its text, with `stop_after` only behind that text; `stop_token_ids` end it too, as end-of-text
+    ids do unless `ignore_eos`. `max_tokens` None = as long as the model's limit allows; 0 = only the prompt is run.
+    `logprobs` n = log-probability of each chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the
+    same for the prompt. Log-probabilities are the model's own: before bans, biases, penalties and temperature.
+    `logit_bias` is added to the logits of token ids, -100 to 100, before penalties. `structured` restricts the answer
+    to a form; the answer ends where the form does.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -76,6 +77,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] = ()
+    stop_after: str | None = None
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 256
     ignore_eos: bool = False
@@ -104,9 +106,9 @@ class SamplingParams:
             raise PromptError(f"structured is {self.structured!r}, expected a Structured or None")
         if not isinstance(self.ignore_eos, bool):
             raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
-        for text in self.stop:
+        for text in self.stop if self.stop_after is None else (*self.stop, self.stop_after):
             if not isinstance(text, str) or not text:
-                raise PromptError(f"stop holds {text!r}, expected non-empty strings")
+                raise PromptError(f"stop or stop_after holds {text!r}, expected non-empty strings")
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise PromptError(f"stop_token_ids holds {_shown(token)}, expected token ids (integers from 0)")
@@ -141,7 +143,7 @@ class RequestOutput:
     """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
 
     `prompt_logprobs` has one entry per prompt position; None for the first and for picture positions. `error` says why
-    the engine itself ended the answer ("abort").
+    the engine itself ended the answer ("abort"), `stopped_by` which stop string did.
     """
 
     request_id: int
@@ -152,6 +154,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

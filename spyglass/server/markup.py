@@ -5,9 +5,9 @@ Here a call is one only when its structure is there. What is recognised is respe
 contain, and only that is parsed by the library; everything else, broken markup included, stays text.
 
 The rules. A block `<｜DSML｜tool_calls>` (V4.1: `<｜DSML｜ calls>`) counts once its first call has begun; what it holds
-flows as it comes. A call without its block counts when it is closed, names a tool of the request and has that tool's required
-parameters. In reasoning a block counts if the answer ends with it; followed by more reasoning it was a quotation. An
-answer that ends of itself while still reasoning is given as content too.
+flows as it comes. A call without its block counts when it is closed, names a tool of the request and has that tool's
+required parameters. In reasoning a block counts if the answer ends with it; followed by more reasoning it was a
+quotation. An answer that ends of itself while still reasoning is given as content too.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Markup:
         return rest if cut or not answer.strip() else f"{rest}{self._spelling.think_end}{answer}"
 
     def _finish_value(self, rest: str, cut: bool) -> str:
-        """A value whose closing tag has all but come is whole; any other stays open, so that no one runs half a call."""
+        """A value whose closing tag has nearly come is whole; any other stays open, so that no one runs half a call."""
         half = overlap(rest, self._tags.end_value)
         begun = self._begin_parameter(self._parameter, "true") if self._state == "held" else ""
         if half <= len(MARK):

@@ -35,9 +35,11 @@ def token_bytes(tokenizer: PromptTokenizer) -> TokenBytes:
     return TokenBytes(tokenizer)
 
 
-def stream(token_bytes: TokenBytes, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+def stream(
+    token_bytes: TokenBytes, ids: list[int], stop: tuple[str, ...] = (), after: str | None = None
+) -> tuple[list[str], bool]:
     """Every piece, the rest included, and whether a stop string ended it."""
-    detokenizer = Detokenizer(token_bytes, stop)
+    detokenizer = Detokenizer(token_bytes, stop, after)
     pieces = []
     for token in ids:
         text, stopped = detokenizer.push(token)
@@ -130,3 +132,24 @@ def test_streaming_with_stop_strings_equals_searching_the_whole_text(
         expected = seen[: min(seen.find(s) for s in stop if s in seen)]
     assert stopped == bool(ends)
     assert "".join(pieces) == expected
+
+
+@given(before=st.text("ab<", max_size=12), text=st.text("ab<", max_size=12))
+def test_with_after_a_stop_string_counts_only_behind_that_text(
+    before: str, text: str, tokenizer: PromptTokenizer, token_bytes: TokenBytes
+) -> None:
+    ids = [token for letter in f"{before}</t>{text}" for token in tokenizer.encode_text(letter)]
+    pieces, stopped = stream(token_bytes, ids, ("ab", "a<"), "</t>")
+    ends = [at for at in (text.find(stop) for stop in ("ab", "a<")) if at >= 0]
+    assert "".join(pieces) == f"{before}</t>{text[: min(ends)] if ends else text}"
+    assert stopped == bool(ends)
+    never, stopped = stream(token_bytes, tokenizer.encode_text("ab a<"), ("ab", "a<"), "</t>")
+    assert "".join(never) == "ab a<" and not stopped
+
+
+def test_the_stop_string_that_ended_the_answer_is_told(tokenizer: PromptTokenizer, token_bytes: TokenBytes) -> None:
+    detokenizer = Detokenizer(token_bytes, ("zz", "b"))
+    assert not any(detokenizer.push(token)[1] for token in tokenizer.encode_text("a"))
+    assert detokenizer.stopped_by is None
+    assert detokenizer.push(tokenizer.encode_text("b")[0]) == ("", True)
+    assert detokenizer.stopped_by == "b"
