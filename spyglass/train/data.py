@@ -1,0 +1,235 @@
+"""Chats to learn from: JSONL in OpenAI form, checked line by line before anything is loaded, packed by token count.
+
+A line is `{"messages": [...]}`, and `"tools"` if it has some; the last message is the assistant's. Pictures are data
+URLs, or paths seen from the file's folder. Learnt are the tokens that the model would have drawn itself: all after
+`<｜Assistant｜>` and the mark that begins or skips reasoning, up to and with the end-of-sentence token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from spyglass.config.model import ModelConfig
+from spyglass.errors import PromptError
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.chat import ChatOptions, RenderedChat, SpecialPiece, encode_chat, render_chat
+from spyglass.prompt.data_url import is_data_url
+from spyglass.prompt.decode import CHAT_RULES, PYTHON_LIMITS
+from spyglass.prompt.placeholder import resolve_placeholder
+from spyglass.prompt.tokenizer import PromptTokenizer
+from spyglass.train.packing import Sample
+
+LossOn = Literal["assistant", "all"]
+_ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
+_KEYS = {"messages", "tools"}
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """How chats become samples: the model they are for, its tokenizer, and what is learnt."""
+
+    config: ModelConfig
+    tokenizer: PromptTokenizer
+    loss_on: LossOn = "assistant"
+
+    def sample(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sample:
+        """A whole chat; `reasoning_content` of its last message becomes reasoning before the answer.
+
+        Earlier reasoning is left out, as it is when the model answers.
+
+        Raises:
+            PromptError: malformed messages or pictures, or a chat that does not end with an answer.
+        """
+        parts, learnt = [], []
+        for piece, wanted in self._pieces(messages, tools):
+            part = encode_chat(RenderedChat((piece,)), self.tokenizer)
+            parts += part
+            learnt += [wanted] * sum(len(ids) for ids in part if isinstance(ids, list))
+        placeholder = resolve_placeholder(self.config, self.tokenizer)
+        prompt = prompt_from_parts(parts, self.config, rules=CHAT_RULES, limits=PYTHON_LIMITS, placeholder=placeholder)
+        learn_T = np.zeros(len(prompt), np.bool_)
+        learn_T[prompt.ids_T >= 0] = learnt
+        learn_T[0] = False
+        return Sample(prompt=prompt, learn_T=learn_T)
+
+    def _pieces(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[Any, bool]]:
+        """Pieces of the rendered chat, and whether their tokens are learnt."""
+        everything, answering, previous = self.loss_on == "all", False, ""
+        for piece in self._rendered(messages, tools):
+            spelling = piece.spelling if isinstance(piece, SpecialPiece) else ""
+            starts = previous == _ASSISTANT and spelling in (_THINK, _NO_THINK)
+            yield piece, everything or (answering and not starts)
+            if spelling == _ASSISTANT:
+                answering = True
+            elif spelling == _END:
+                answering = False
+            previous = spelling
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Pieces up to the end of the last answer. The renderer drops reasoning that is past, so the last one's is put
+        where the model would have written it."""
+        last = messages[-1] if messages else {}
+        if not isinstance(last, Mapping) or last.get("role") != "assistant":
+            raise PromptError("the last message must be the assistant's: it is what is learnt")
+        whole = list(render_chat(messages, self.config, ChatOptions(tools=tools)).pieces)
+        ends = [place for place, piece in enumerate(whole) if piece == SpecialPiece(_END)]
+        reasoning = last.get("reasoning_content")
+        if not reasoning:
+            return whole[: ends[-1] + 1]
+        starts = [place for place, piece in enumerate(whole[: ends[-1]]) if piece == SpecialPiece(_ASSISTANT)]
+        answer = whole[starts[-1] + 2 : ends[-1] + 1]
+        question = render_chat(messages[:-1], self.config, ChatOptions(thinking=True, tools=tools)).pieces
+        return [*question, reasoning, SpecialPiece(_NO_THINK), *answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """One line of the file: its number from 1, its content, and how many tokens it takes and teaches."""
+
+    line: int
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    tokens: int
+    targets: int
+
+
+def read_chats(
+    path: Path, learner: Learner, *, most_tokens: int, skip_bad: bool = False, progress: bool = True
+) -> tuple[list[Chat], list[str]]:
+    """The chats of a file, every one of them rendered and its pictures decoded once, and what is wrong with the others.
+
+    Empty lines are passed over. `most_tokens` a chat may have.
+
+    Raises:
+        PromptError: a line cannot be used and `skip_bad` is not set (the message lists all of them), no line can, or
+            the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path} cannot be read: {error}") from None
+    chats, faults = [], []
+    for number, text in enumerate(tqdm(lines, desc="checking", unit="line", disable=None if progress else True), 1):
+        if not text.strip():
+            continue
+        try:
+            chats.append(_chat(number, text, path.parent, learner, most_tokens))
+        except PromptError as error:
+            faults.append(f"line {number}: {error}")
+    if faults and not skip_bad:
+        total = len(chats) + len(faults)
+        listed = "\n  ".join(faults)
+        raise PromptError(
+            f"{path}: {len(faults)} of {total} lines cannot be used; mend them, or leave them out with --skip-bad\n"
+            f"  {listed}"
+        )
+    if not chats:
+        raise PromptError(f'{path} has no chat to learn from; it needs lines of the form {{"messages": [...]}}')
+    return chats, faults
+
+
+def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: int) -> Chat:
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"not JSON: {error}") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
+        raise PromptError('a line must be an object with a list "messages"')
+    if entry.keys() - _KEYS:
+        raise PromptError(
+            f"unknown key {sorted(entry.keys() - _KEYS)[0]!r}; a line has messages and, if need be, tools"
+        )
+    messages = [_with_paths(message, folder) for message in entry["messages"]]
+    tools = entry.get("tools", [])
+    sample = learner.sample(messages, tools)
+    tokens, targets = len(sample.prompt), len(sample.rows)
+    if tokens > most_tokens:
+        raise PromptError(f"{tokens} tokens, and a batch takes {most_tokens}; raise --batch-tokens or shorten the chat")
+    return Chat(line=number, messages=messages, tools=tools, tokens=tokens, targets=targets)
+
+
+def _with_paths(message: Any, folder: Path) -> Any:
+    """The message with picture paths, which a file may hold and a request may not, as `Path`s seen from `folder`."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_with_path(part, folder) for part in content]}
+
+
+def _with_path(part: Any, folder: Path) -> Any:
+    url = part.get("image_url") if isinstance(part, dict) else None
+    source = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(source, str) or is_data_url(source):
+        return part
+    if "://" in source:
+        raise PromptError(f"{source[:60]!r} is not a file; pictures are not fetched, save it and name its path")
+    return {**part, "image_url": {"url": folder / source}}
+
+
+class Batches:
+    """Which chats each micro-batch has: every epoch all of them, shuffled anew, filled up to `most_tokens` in order.
+
+    A function of the seed and the micro-batch's number alone, so a run that is resumed meets the same ones.
+    """
+
+    def __init__(self, tokens: Sequence[int], *, most_tokens: int, seed: int) -> None:
+        self._tokens, self._most, self._seed = tokens, most_tokens, seed
+        self._plan: list[list[int]] = []
+        self._epochs = 0
+
+    def __getitem__(self, number: int) -> list[int]:
+        while number >= len(self._plan):
+            self._add_epoch()
+        return self._plan[number]
+
+    def count(self, epochs: int) -> int:
+        """Micro-batches of the first epochs together."""
+        fresh = Batches(self._tokens, most_tokens=self._most, seed=self._seed)
+        for _ in range(epochs):
+            fresh._add_epoch()
+        return len(fresh._plan)
+
+    def _add_epoch(self) -> None:
+        order = np.random.default_rng([self._seed, self._epochs]).permutation(len(self._tokens))
+        self._epochs += 1
+        used = self._most + 1
+        for chat in order.tolist():
+            if used + self._tokens[chat] > self._most:
+                self._plan.append([])
+                used = 0
+            self._plan[-1].append(chat)
+            used += self._tokens[chat]
+
+
+class Feed:
+    """Samples by micro-batch number; those of the next are made by a thread while the model is busy with this one.
+
+    `stride`: how far apart the numbers are that this process asks for.
+    """
+
+    def __init__(self, chats: Sequence[Chat], batches: Batches, learner: Learner, *, stride: int = 1) -> None:
+        self._chats, self._batches, self._learner, self._stride = chats, batches, learner, stride
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
+        self._ahead: dict[int, Future[list[Sample]]] = {}
+
+    def __call__(self, number: int) -> list[Sample]:
+        """The samples of micro-batch `number`."""
+        made = self._ahead.pop(number, None)
+        samples = self._make(number) if made is None else made.result()
+        following = number + self._stride
+        self._ahead = {following: self._thread.submit(self._make, following)}
+        return samples
+
+    def _make(self, number: int) -> list[Sample]:
+        chats = [self._chats[index] for index in self._batches[number]]
+        return [self._learner.sample(chat.messages, chat.tools) for chat in chats]
