@@ -63,7 +63,7 @@ class EngineConfig:
     expand_weights: bool = field(
         default=False, metadata=about("widen packed FP8 and FP4 weights to the activation dtype when loading")
     )
-    images: int = field(default=16, metadata=about("most pictures in one prompt; 0 leaves the picture tower unloaded"))
+    images: int = field(default=600, metadata=about("most pictures in one prompt; 0 leaves the picture tower unloaded"))
     max_step_tokens: int = field(default=2048, metadata=about("most tokens of all sequences in one step"))
     max_sequences: int = field(default=64, metadata=about("most sequences running at a time"))
     max_length: int | None = field(

@@ -22,7 +22,13 @@ class ServerConfig:
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
     port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one"))
-    api_key: tuple[str, ...] = field(default=(), metadata=about("key that clients must send; may be given repeatedly"))
+    api_key: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            "key that clients must send; may be given repeatedly. Other users of the machine see a command line: "
+            "SPYGLASS_SERVER_API_KEY=key1,key2 is safer"
+        ),
+    )
     model_name: tuple[str, ...] = field(
         default=(), metadata=about("what clients call the model (default: its folder's name); may be given repeatedly")
     )

@@ -27,7 +27,8 @@ from spyglass.errors import NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.server.body import parse_json, read_body
 from spyglass.server.endpoints import make_endpoints
-from spyglass.server.exchange import Call, Endpoint, Immediate, Served
+from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate, Served
+from spyglass.server.fetch import RemoteImages
 from spyglass.server.gate import Gate
 from spyglass.server.log import Record
 from spyglass.server.metrics import Metrics
@@ -57,6 +58,12 @@ class Service:
         """Take nothing new; let streams end within the grace period, then end them."""
         self.stopping = True
         await self.worker.drain(self.config.grace_seconds)
+
+    def fetch(self) -> Fetch | None:
+        """What fetches the pictures of one request, if that is allowed."""
+        if not self.config.remote_images:
+            return None
+        return RemoteImages(seconds=self.config.fetch_seconds, limits=self.served.limits)
 
     @asynccontextmanager
     async def life(self, app: Starlette) -> AsyncIterator[None]:
@@ -128,7 +135,7 @@ class EndpointRoute:
 
     async def _parse(self, body: bytes) -> Call | Immediate:
         def parse() -> Call | Immediate:
-            return self._endpoint.parse(parse_json(body), None)
+            return self._endpoint.parse(parse_json(body), self._service.fetch())
 
         return await asyncio.get_running_loop().run_in_executor(self._service.parsers, parse)
 
@@ -153,8 +160,8 @@ def create_app(
         Route("/metrics", partial(_metrics, service)),
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
+        *page_routes(service.served),
     ]
-    routes += page_routes(service.served)
     gate = Middleware(
         Gate,
         keys=config.api_key,

@@ -89,7 +89,7 @@ class Gate:
         fault = fault_of(error)
         if not fault.known:
             REQUESTS.error("request %s failed", record.request_id, exc_info=error)
-        record.error = fault.message
+        record.error = type(error).__name__  # no more: a message may quote what the client sent
         body = error_body(self._endpoint_of(record.path), fault)
         await send_json(fault.status, body, send, _without_type(fault.headers))
 

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import uvicorn
 from starlette.applications import Starlette
+
+from spyglass.errors import ConfigError
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 5  # after the grace period: time to write what ends a stream
 
 
-def make_server(app: Starlette, host: str, port: int, grace_s: float) -> uvicorn.Server:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address and does not listen yet; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+    return found
+
+
+def make_server(app: Starlette, grace_s: float) -> uvicorn.Server:
     """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it."""
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -27,11 +44,11 @@ def make_server(app: Starlette, host: str, port: int, grace_s: float) -> uvicorn
     return uvicorn.Server(config)
 
 
-async def serve(server: uvicorn.Server, app: Starlette) -> None:
+async def serve(server: uvicorn.Server, app: Starlette, listening: socket.socket) -> None:
     """Serve until told to stop: no new connections, streams may end within the grace period, then they are ended."""
     ending = asyncio.create_task(_drain_at_exit(server, app))
     try:
-        await server.serve()
+        await server.serve([listening])
     finally:
         ending.cancel()
 

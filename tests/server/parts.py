@@ -15,12 +15,15 @@ import httpx2 as httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import PictureRef
+from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
+from spyglass.server.run import bind, make_server, serve
 
 
 @dataclass
@@ -129,14 +132,11 @@ class Live:
 @contextmanager
 def running(app: Starlette, *, ready: bool = True, grace_s: float = 5.0) -> Iterator[Live]:
     """Serve an application on a thread until the block ends."""
-    from spyglass.server.run import make_server, serve
-
-    server = make_server(app, "127.0.0.1", 0, grace_s)
-    thread = threading.Thread(target=lambda: asyncio.run(serve(server, app)), daemon=True)
+    server, listening = make_server(app, grace_s), bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=lambda: asyncio.run(serve(server, app, listening)), daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=60) as client:
         live = Live(url, app, server, client)
         if ready:
@@ -159,7 +159,4 @@ def wait_for(fact: Any, seconds: float = 10.0) -> None:
 
 def plain(llm: LLM) -> Any:
     """The tests' endpoint for a model, with the limits of a default server."""
-    from spyglass.config.server import ServerConfig
-    from spyglass.server.app import served_by
-
     return PlainEndpoint(served_by(llm, ServerConfig()))

@@ -1,0 +1,66 @@
+"""`spyglass serve`: load a checkpoint and answer HTTP clients until told to stop; logs are JSON lines on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from spyglass.cli.options import add_engine_options, add_server_options, engine_config, server_config
+from spyglass.config.engine import EngineConfig
+
+if TYPE_CHECKING:
+    from spyglass.config.server import ServerConfig
+    from spyglass.engine import LLM
+
+HELP = "Answer OpenAI and Anthropic clients over HTTP, streaming or not; a page to try it in a browser is at /."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options."""
+    parser.usage = "spyglass serve [options] MODEL"
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    add_server_options(parser)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; the result is the exit code."""
+    config = server_config(args)
+    engine_config(args)  # before anything heavy is loaded
+    from spyglass.server.run import bind
+
+    listening = bind(config.host, config.port)  # a port that is taken is told before minutes of loading
+    from spyglass.engine import LLM
+    from spyglass.server.app import create_app
+    from spyglass.server.log import set_up_logs
+    from spyglass.server.run import make_server, serve
+
+    set_up_logs(config.log_level)
+    engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    llm = LLM(args.model, progress=True, **engine)
+    app = create_app(llm, config)
+    print(banner(llm, config, listening.getsockname()[1], app.state.service.most_live), file=sys.stderr, flush=True)
+    asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
+    return 0
+
+
+def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
+    """What a person wants to know when a server has started."""
+    shown = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{shown}:{port}"
+    device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    pictures = "none (text-only)" if llm.config.vision is None else "data URLs"
+    if llm.config.vision is not None and config.remote_images:
+        pictures += " and http(s) addresses"
+    lines = [
+        ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
+        ("clients", f"{url}/v1  ({'with an' if config.api_key else 'no'} API key)"),
+        ("playground", f"{url}/"),
+        ("pictures", pictures),
+        ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
+                   f"{most_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
+    ]  # fmt: skip
+    return "\n".join(["Spyglass serves", *(f"  {name:<11}{text}" for name, text in lines)])
