@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,9 +36,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFile:
-    """A whole adapter by native module name; a routed expert's matrix is a module (`layers.3.ffn.experts.7.w1`)."""
+    """A whole adapter by native module name; a routed expert's matrix is a module (`layers.3.ffn.experts.7.w1`).
+
+    `stacked`: how many experts a layer has (`layers.3.ffn.experts`) where the file holds all of them in one tensor.
+    """
 
     modules: Mapping[str, LowRank]
+    stacked: Mapping[str, int] = field(default_factory=dict)
 
     def counts(self) -> dict[Group, int]:
         """Modules per group."""

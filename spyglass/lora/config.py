@@ -1,0 +1,134 @@
+"""`adapter_config.json` of a PEFT folder: what is honoured, and a refusal by name of everything that is not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spyglass.config.json_file import read_json_object
+from spyglass.errors import AdapterError, ConfigError
+
+CONFIG_NAME = "adapter_config.json"
+# fields that change nothing about what the tensors mean
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core", "peft_type",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+_HONOURED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
+# ways to begin that leave the base as it is; all others (PiSSA, OLoRA, ...) subtract something from it first
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_WHY = {
+    "use_dora": "DoRA also scales the rows of the weight",
+    "lora_bias": "a bias of B is not implemented",
+    "bias": "trained biases are not implemented",
+    "modules_to_save": "whole modules cannot be replaced; only low-rank pairs are read",
+    "fan_in_fan_out": "transposed weights do not occur in these models",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Ranks and factors. Patterns are regular expressions over the ends of module names, as in PEFT."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
+
+    def rank_of(self, name: str) -> int:
+        """Rank of a module (or parameter) by its name in the file."""
+        return next((rank for key, rank in self.rank_pattern.items() if _ends_in(key, name)), self.rank)
+
+    def alpha_of(self, name: str) -> float:
+        """Alpha of a module by its name in the file."""
+        return next((alpha for key, alpha in self.alpha_pattern.items() if _ends_in(key, name)), self.alpha)
+
+
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """Read and judge the config of a PEFT folder.
+
+    Raises:
+        AdapterError: it is missing, malformed, no LoRA, or asks for something that is not implemented (named).
+    """
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise AdapterError(f"{directory} is no adapter: it has no {CONFIG_NAME}; name the folder that PEFT saved")
+    try:
+        values = read_json_object(path)
+    except ConfigError as error:
+        raise AdapterError(str(error)) from error
+    if values.get("peft_type") != "LORA":
+        raise AdapterError(f"{path}: peft_type is {values.get('peft_type')!r}; only LORA adapters are read")
+    _refuse_the_rest(path, values)
+    return AdapterConfig(
+        rank=_rank(path, "r", values.get("r", 8)),
+        alpha=_alpha(path, "lora_alpha", values.get("lora_alpha", 8)),
+        rslora=_flag(path, values.get("use_rslora", False)),
+        rank_pattern={key: _rank(path, key, rank) for key, rank in _patterns(path, values, "rank_pattern").items()},
+        alpha_pattern={key: _alpha(path, key, a) for key, a in _patterns(path, values, "alpha_pattern").items()},
+        target_parameters=_names(path, values.get("target_parameters")),
+    )
+
+
+def _refuse_the_rest(path: Path, values: Mapping[str, Any]) -> None:
+    start = values.get("init_lora_weights", True)
+    if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
+        raise AdapterError(
+            f"{path}: init_lora_weights is {start!r}, which changes the base weights before training; convert the "
+            "adapter to a plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
+        )
+    for name, value in values.items():
+        off = value is None or value is False or value in ("none", 0, [], {}, "")
+        if off or name in _HARMLESS | _HONOURED | {"init_lora_weights"}:
+            continue
+        why = _WHY.get(name, "this is not implemented, and to ignore it could change the answers")
+        raise AdapterError(f"{path}: {name} is {str(value)[:80]!r}: {why}")
+
+
+def _rank(path: Path, name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise AdapterError(f"{path}: the rank {name} is {value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _alpha(path: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value == 0:
+        raise AdapterError(f"{path}: the alpha {name} is {value!r}; it must be a finite number, and 0 would do nothing")
+    return float(value)
+
+
+def _flag(path: Path, value: Any) -> bool:
+    if type(value) is not bool:
+        raise AdapterError(f"{path}: use_rslora is {value!r}; it must be true or false")
+    return value
+
+
+def _patterns(path: Path, values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name) or {}
+    if not isinstance(found, dict):
+        raise AdapterError(f"{path}: {name} must map module names to numbers")
+    for key in found:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise AdapterError(f"{path}: {name} has {key!r}, which is no regular expression: {error}") from error
+    return found
+
+
+def _names(path: Path, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise AdapterError(f"{path}: target_parameters must be a list of names")
+    return tuple(value)
+
+
+def _ends_in(pattern: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None

@@ -1,0 +1,212 @@
+"""PEFT folders in: every tensor becomes part of a pair of a native module, or the adapter is refused by name.
+
+Names may be official or Transformers', below any of the prefixes that trainers leave. A pair for stacked experts
+(`target_parameters`) holds all experts of a layer: A [experts · r, in] with the expert slowest, B [out, r · experts]
+with the expert fastest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from spyglass.checkpoint.names import STACKED, to_native
+from spyglass.checkpoint.safetensors import TensorHeader, list_names, read_header
+from spyglass.errors import AdapterError, CheckpointError
+from spyglass.lora.config import AdapterConfig, read_adapter_config
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.names import group_of, why_refused
+
+TENSORS_NAME = "adapter_model.safetensors"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_STACK = re.compile(r"layers\.\d+\.ffn\.experts")
+_STACK_PARTS = {stack: parts for stack, _, parts in STACKED.values()}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Two tensors of one module. `module` as in the file; `parameter` the stacked tensor it belongs to, if it does."""
+
+    module: str
+    native: str
+    parameter: str | None
+    a: TensorHeader
+    b: TensorHeader
+
+    @property
+    def name(self) -> str:
+        """What ranks and alphas are looked up by."""
+        return self.module if self.parameter is None else f"{_outer(self.module)}.{self.parameter}"
+
+
+@dataclass(slots=True)
+class _Found:
+    """Tensors of the file by module: the sides found so far."""
+
+    sides: dict[str, dict[str, TensorHeader]] = field(default_factory=dict)
+    strangers: list[str] = field(default_factory=list)
+
+
+def read_adapter(directory: str | Path) -> AdapterFile:
+    """Read a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`).
+
+    Everything that headers can tell is checked before memory is taken for values.
+
+    Raises:
+        AdapterError: the folder is no adapter, is damaged, asks for something that is not implemented, or has tensors
+            that belong to no module which takes an adapter ("k of N modules matched").
+    """
+    directory = Path(directory)
+    config = read_adapter_config(directory)
+    path = directory / TENSORS_NAME
+    if not path.is_file():
+        raise AdapterError(f"{directory} has no {TENSORS_NAME}; adapters in other files (.bin) are not read")
+    try:
+        headers = read_header(path)
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from error
+    pairs = _pairs(path, headers, config)
+    for pair in pairs:
+        _check_shapes(path, pair, config)
+    modules: dict[str, LowRank] = {}
+    stacked: dict[str, int] = {}
+    for pair in pairs:
+        rank, alpha = config.rank_of(pair.name), config.alpha_of(pair.name)
+        if pair.parameter is not None:
+            stacked[pair.native] = pair.a.shape[0] // rank
+        for name, a_rI, b_Or in _parts(pair, _read(pair.a), _read(pair.b), rank):
+            if name in modules:
+                raise AdapterError(f"{path} holds two pairs for one module: {name}, the second from {pair.module}")
+            modules[name] = LowRank(a_RI=a_rI, b_OR=b_Or, alpha=alpha, rslora=config.rslora)
+    return AdapterFile(modules=modules, stacked=stacked)
+
+
+def _pairs(path: Path, headers: Mapping[str, TensorHeader], config: AdapterConfig) -> list[_Pair]:
+    """Every tensor in a pair, every pair at a module that takes an adapter."""
+    found = _sort(headers)
+    if found.strangers:
+        raise AdapterError(
+            f"{path} holds tensors that are no lora_A or lora_B weight (DoRA, biases, embeddings or whole modules?): "
+            f"{list_names(found.strangers)}"
+        )
+    if not found.sides:
+        raise AdapterError(f"{path} holds no tensor: 0 of 0 modules matched")
+    halves = [f"{module} without lora_{'B' if 'A' in s else 'A'}" for module, s in found.sides.items() if len(s) < 2]
+    if halves:
+        raise AdapterError(f"{path} holds halves of pairs: {list_names(halves)}")
+    pairs: list[_Pair] = []
+    unmatched: list[str] = []
+    for module, sides in found.sides.items():
+        native, parameter = _place(module, found.sides, config)
+        if parameter is None and group_of(native) is None:
+            reason = why_refused(native)
+            unmatched.append(f"{module} ({reason})" if reason else module)
+        pairs.append(_Pair(module=module, native=native, parameter=parameter, a=sides["A"], b=sides["B"]))
+    if unmatched:
+        raise AdapterError(
+            f"{path}: {len(pairs) - len(unmatched)} of {len(pairs)} modules matched, and an adapter is used wholly or "
+            f"not at all; unmatched: {list_names(unmatched)}"
+        )
+    return pairs
+
+
+def _sort(headers: Mapping[str, TensorHeader]) -> _Found:
+    found = _Found()
+    for name, header in headers.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or match["side"] in found.sides.get(match["module"], {}):
+            found.strangers.append(name)
+        else:
+            found.sides.setdefault(match["module"], {})[match["side"]] = header
+    return found
+
+
+def _place(module: str, modules: Mapping[str, object], config: AdapterConfig) -> tuple[str, str | None]:
+    """The native module, and for stacked experts their layer and which of the two stacked tensors it is.
+
+    PEFT nests the pairs of one module: `gate_up_proj` lies inside (`.base_layer`) where both have one.
+    """
+    outer = _outer(module)
+    native = to_native(outer)
+    if not _STACK.fullmatch(native):
+        return to_native(module), None
+    if module != outer:
+        return native, "gate_up_proj"
+    if f"{outer}.base_layer" in modules:
+        return native, "down_proj"
+    named = [name for name in ("gate_up_proj", "down_proj") if _is_target(f"{outer}.{name}", config)]
+    if len(named) != 1:
+        raise AdapterError(
+            f"{module} holds one pair for stacked experts, and target_parameters {list(config.target_parameters)} name "
+            f"{len(named)} of gate_up_proj and down_proj there; they must say which one it is"
+        )
+    return native, named[0]
+
+
+def _outer(module: str) -> str:
+    return module.removesuffix(".base_layer")
+
+
+def _is_target(name: str, config: AdapterConfig) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters)
+
+
+def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:
+    """Ranks of both tensors and of the config agree; whether they fit the model is seen when they are attached."""
+    for header in (pair.a, pair.b):
+        if header.dtype not in _DTYPES or len(header.shape) != 2 or 0 in header.shape:
+            raise AdapterError(
+                f"{path}: {header.name} is {header.dtype} {list(header.shape)}; expected a matrix of "
+                f"{', '.join(_DTYPES)}"
+            )
+    rank, rows, columns = config.rank_of(pair.name), pair.a.shape[0], pair.b.shape[1]
+    if pair.parameter is not None:
+        sound = rows == columns and rows % rank == 0 and pair.b.shape[0] % _STACK_PARTS[pair.parameter] == 0
+    else:
+        own_for_each_group = pair.native.endswith(".wo_a") and rows % rank == 0
+        sound = columns == rank and (rows == rank or own_for_each_group)
+    if not sound:
+        raise AdapterError(
+            f"{path}: {pair.name} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, which is not the rank {rank} "
+            "that adapter_config.json gives it (r, rank_pattern)"
+        )
+
+
+def _parts(pair: _Pair, a: torch.Tensor, b: torch.Tensor, rank: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(native module, A [r, in], B [out, r]) of a pair: one, or every expert and matrix of a stack, as views."""
+    if pair.parameter is None:
+        return [(pair.native, a, b)]
+    experts = len(a) // rank
+    a_ErI, b_OrE = a.view(experts, rank, -1), b.view(len(b), rank, experts)
+    matrices = [(matrix, part, parts) for matrix, (stack, part, parts) in STACKED.items() if stack == pair.parameter]
+    return [
+        (f"{pair.native}.{expert}.{matrix}", a_ErI[expert], b_OrE.chunk(parts)[part][:, :, expert])
+        for expert in range(experts)
+        for matrix, part, parts in matrices
+    ]
+
+
+def _read(header: TensorHeader) -> torch.Tensor:
+    """A tensor of its own: the file may be overwritten or removed afterwards.
+
+    Raises:
+        AdapterError: the file cannot be read or has become shorter, or a value is not finite.
+    """
+    out = torch.empty(header.shape, dtype=_DTYPES[header.dtype])
+    view = out.view(torch.uint8).numpy().reshape(-1).data
+    try:
+        with open(header.file, "rb") as stream:
+            stream.seek(header.start)
+            done = stream.readinto(view)
+    except OSError as error:
+        raise AdapterError(f"{header.file} cannot be read: {error.strerror}") from error
+    if done != header.nbytes:
+        raise AdapterError(f"{header.file} ended inside {header.name!r}; it was changed while being read")
+    if not out.isfinite().all():
+        raise AdapterError(f"{header.file}: {header.name} holds a value that is no finite number; the file is damaged")
+    return out

@@ -1,0 +1,178 @@
+"""The adapters of a loaded model by name: attached, looked up and taken out again.
+
+Everything is validated before a bank is touched. Attaching and detaching are serialised; neither may run while a step
+is being computed with the adapter concerned (an engine refuses to detach one that a request uses), and a slot number is
+never given twice, so that nothing old can meet a new adapter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from spyglass.checkpoint.safetensors import list_names
+from spyglass.errors import AdapterError
+from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.names import Group, split_expert
+from spyglass.lora.new import MAX_RANK, TRAINED_SLOT
+from spyglass.lora.places import Places, find_places
+from spyglass.lora.use import AdapterUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """An adapter in the banks, and its modules per group."""
+
+    use: AdapterUse
+    counts: Mapping[Group, int]
+
+
+class AdapterPool:
+    """Adapters of one model. Its methods may be called from any thread."""
+
+    def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK) -> None:
+        self._places = find_places(model)
+        self._max_rank = max_rank
+        self._lock = threading.Lock()
+        self._attached: dict[str, Attached] = {}
+        self._next_slot = TRAINED_SLOT + 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the order they were attached."""
+        return tuple(self._attached)
+
+    def use(self, name: str) -> AdapterUse:
+        """What a request with this adapter carries.
+
+        Raises:
+            AdapterError: no adapter has this name; the known ones are listed.
+        """
+        return self[name].use
+
+    def __getitem__(self, name: str) -> Attached:
+        """Raises AdapterError as `use`."""
+        found = self._attached.get(name)
+        if found is None:
+            raise AdapterError(f"there is no adapter {name!r}; known are: {', '.join(self._attached) or 'none'}")
+        return found
+
+    def attach(self, name: str, adapter: AdapterFile, *, factor: float = 1.0) -> AdapterUse:
+        """Put an adapter into the banks; `factor` multiplies what it adds.
+
+        Raises:
+            AdapterError: the name is taken, the adapter does not fit the model, or a rank is above the limit. The
+                model is then as it was.
+        """
+        check_fit(adapter, self._places, self._max_rank)
+        text_digest, vision_digest = adapter.digests(factor)
+        with self._lock:
+            if name in self._attached:
+                raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
+            use = AdapterUse(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
+            self._next_slot += 1
+            _fill(self._places, use.slot, adapter, factor)
+            self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
+        return use
+
+    def detach(self, name: str) -> None:
+        """Take an adapter out of every bank and give its memory back.
+
+        Raises:
+            AdapterError: as `use`.
+        """
+        with self._lock:
+            slot = self.use(name).slot
+            self._attached = {other: found for other, found in self._attached.items() if other != name}
+            self._places.clear(slot)
+
+
+def check_fit(adapter: AdapterFile, places: Places, max_rank: int = MAX_RANK) -> None:
+    """Whether every pair has a module of its shape, and a rank within the limit.
+
+    Raises:
+        AdapterError: "k of N modules matched" with those that are not there, or the shapes that differ, or both ranks.
+    """
+    absent = [name for name in adapter.modules if places.shape(name) is None]
+    if absent:
+        count = len(adapter.modules)
+        raise AdapterError(
+            f"{count - len(absent)} of {count} modules of the adapter matched this model, and an adapter is used wholly "
+            f"or not at all; it has no {list_names(absent)}"
+        )
+    misfits = [text for name, pair in adapter.modules.items() if (text := _misfit(name, pair, places)) is not None]
+    misfits += [
+        f"{layer} has {places.experts[layer].spec.num_experts} experts, the adapter {count}"
+        for layer, count in adapter.stacked.items()
+        if count != places.experts[layer].spec.num_experts
+    ]
+    if misfits:
+        raise AdapterError(f"the adapter was made for another model: {list_names(misfits)}")
+    largest = max((pair.rank, name) for name, pair in adapter.modules.items())
+    if largest[0] > max_rank:
+        raise AdapterError(
+            f"{largest[1]} has rank {largest[0]}, the limit is {max_rank}; raise it or train a smaller one"
+        )
+
+
+def _misfit(name: str, pair: LowRank, places: Places) -> str | None:
+    shape = places.shape(name)
+    assert shape is not None
+    groups, inner, outer = shape
+    rows = (pair.rank, groups * pair.rank)
+    if pair.a_RI.shape[1] == inner and len(pair.b_OR) == outer and len(pair.a_RI) in rows:
+        return None
+    return (
+        f"{name} is {outer} x {inner}{f' in {groups} groups' if groups > 1 else ''}, the adapter's A "
+        f"{list(pair.a_RI.shape)} and B {list(pair.b_OR.shape)}"
+    )
+
+
+def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> None:
+    """Copy every pair into the bank of its module; nothing can fail here but memory, which leaves no trace."""
+    experts: dict[str, dict[str, dict[int, LowRank]]] = {}
+    try:
+        for name, pair in adapter.modules.items():
+            expert = split_expert(name)
+            if expert is not None:
+                experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair
+                continue
+            a_RI, b_RO = _shared(pair, places, name)
+            device = places.device(name)
+            rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
+            places.linear_bank(name).put(slot, rows)
+        for layer, matrices in experts.items():
+            count, device = places.experts[layer].spec.num_experts, places.device(layer)
+            parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
+            places.experts_bank(layer).put(slot, parts)
+    except (RuntimeError, MemoryError):
+        places.clear(slot)
+        raise
+
+
+def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank rows fp32 A [R, in] and B [R, out]. An A for each group is a shared one whose B is zero in other groups."""
+    a_RI, b_RO = pair.a_RI.float(), pair.b_OR.float().T.contiguous()
+    if len(a_RI) == pair.rank:
+        return a_RI, b_RO
+    shape = places.shape(name)
+    assert shape is not None
+    groups = shape[0]
+    eye_GG = torch.eye(groups)[:, None, :, None]
+    b_rGO = b_RO.view(pair.rank, groups, -1)
+    return a_RI, (eye_GG * b_rGO).reshape(len(a_RI), -1)
+
+
+def _stack(found: Mapping[int, LowRank], count: int, device: torch.device, slot: int, factor: float) -> ExpertRows:
+    """Rank rows of one matrix, expert after expert, in the dtype of the file: these may be gigabytes."""
+    present: Sequence[LowRank] = [found[expert] for expert in range(count) if expert in found]
+    ranks = tuple(found[expert].rank if expert in found else 0 for expert in range(count))
+    a_RI = torch.cat([pair.a_RI for pair in present]).to(device)
+    b_RO = torch.cat([pair.b_OR.T for pair in present]).to(device)
+    scales = [pair.scale * factor for pair in present for _ in range(pair.rank)]
+    return ExpertRows(make_rows(a_RI, b_RO, scales, slot), ranks)
