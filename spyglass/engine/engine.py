@@ -25,6 +25,7 @@ from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 
 _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
@@ -94,7 +95,14 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._sequences or self._lost)
 
-    def add(self, prompt: Prompt, params: SamplingParams, sink: torch.Tensor | None = None) -> int:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sink: torch.Tensor | None = None,
+        *,
+        adapter: AdapterUse = NO_ADAPTER,
+    ) -> int:
         """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
 
         Raises:
@@ -113,6 +121,7 @@ class Engine:
             if self._token_bytes is None
             else Detokenizer(self._token_bytes, params.stop, params.stop_after),
             sink=sink,
+            adapter=adapter,
             form=self._form(params),
         )
         self._scheduler.add(sequence)

@@ -103,6 +103,7 @@ class Runner:
             logit_rows=[stop - start - 1] if chunk.draws else [],
             visible_n2=visible,
             image_index_n=image_index_n,
+            slot=sequence.adapter.slot,
             lookback_L=None if engram is None else sequence.lookback(start, engram.lookback),
         )
 
@@ -136,6 +137,7 @@ class Runner:
             [len(sequence.prompt.spans[picture].order) for sequence, picture in wanted],
             self._config.vision,
             device=self._device,
+            slots=[sequence.adapter.slot for sequence, _ in wanted],
         )
         rows = self._model.encode_images(images)
         parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in wanted])

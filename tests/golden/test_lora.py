@@ -56,7 +56,9 @@ def test_what_peft_wrote_gives_its_logits(name: str, golden: Path) -> None:
 def test_what_peft_read_gives_the_logits_it_gives_here(name: str, golden: Path, tmp_path: Path) -> None:
     """All groups of transformers' text model, the block-diagonal map and two As per expert included; read back too."""
     theirs = stored(golden, f"ours-{name}")
-    write_adapter(tmp_path, our_adapter(SQUARE[name]), names="hf", num_experts=config(SQUARE[name]).text.n_routed_experts)
+    write_adapter(
+        tmp_path, our_adapter(SQUARE[name]), names="hf", num_experts=config(SQUARE[name]).text.n_routed_experts
+    )
     for adapter in (our_adapter(SQUARE[name]), read_adapter(tmp_path)):
         ours = logits(name, adapter)
         for length in theirs:
@@ -65,7 +67,9 @@ def test_what_peft_read_gives_the_logits_it_gives_here(name: str, golden: Path, 
 
 def test_what_we_write_is_what_peft_read(name: str, golden: Path, tmp_path: Path) -> None:
     """The file has changed since peft loaded it? Then make_lora.py must be run again."""
-    write_adapter(tmp_path, our_adapter(SQUARE[name]), names="hf", num_experts=config(SQUARE[name]).text.n_routed_experts)
+    write_adapter(
+        tmp_path, our_adapter(SQUARE[name]), names="hf", num_experts=config(SQUARE[name]).text.n_routed_experts
+    )
     with safe_open(tmp_path / "adapter_model.safetensors", "np") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}
     found = {"config": json.loads((tmp_path / "adapter_config.json").read_text()), "shapes": shapes}
