@@ -102,8 +102,8 @@ def check_fit(adapter: AdapterFile, places: Places, max_rank: int = MAX_RANK) ->
     if absent:
         count = len(adapter.modules)
         raise AdapterError(
-            f"{count - len(absent)} of {count} modules of the adapter matched this model, and an adapter is used wholly "
-            f"or not at all; it has no {list_names(absent)}"
+            f"{count - len(absent)} of {count} modules of the adapter matched, and an adapter is used wholly or not "
+            f"at all; this model has no {list_names(absent)}"
         )
     misfits = [text for name, pair in adapter.modules.items() if (text := _misfit(name, pair, places)) is not None]
     misfits += [
