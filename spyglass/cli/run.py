@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spyglass.cli.batch import output_path, run_file
 from spyglass.cli.options import add_engine_options, engine_config
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError, PromptError
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--thinking", choices=("on", "off"), default="off", help="reason before answering")
     parser.add_argument("--effort", metavar="LEVEL", help="how much to reason, with --thinking on: low, high, max")
     parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
+    parser.add_argument(
+        "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
+    )
     add_engine_options(parser)
 
 
@@ -55,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
     folder = _model_folder(args.model)
     _check(args, folder)
-    questions = _questions(args.question)
+    output = None if args.batch is None else output_path(args.batch, args.output)
+    questions = [] if args.batch else _questions(args.question)
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
     from spyglass.engine import LLM, SamplingParams
 
@@ -67,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         _note(f"{folder} has random weights: its words are noise")
     if llm.loaded.report.sparse_files:
         _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
+    if output is not None:
+        return run_file(llm, args.batch, output)
     talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
     for number, question in enumerate(questions):
         talk.ask(question, args.image if number == 0 else ())
@@ -80,6 +90,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
     from spyglass.prompt.decode import open_picture
 
     options = engine_config(args)
+    _check_batch(args)
     check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
     if args.image and read_model_config(folder).vision is None:
         raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
@@ -87,6 +98,22 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
         raise PromptError(f"{len(args.image)} pictures with --images {options.images}; name fewer, or raise --images")
     for image in args.image:
         open_picture(image, name=str(image))
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    """Lines of a batch state their own questions and options; what would have no effect is refused."""
+    if args.batch is None:
+        if args.output is not None:
+            raise ConfigError("--output goes with --batch; a single answer goes to standard output")
+        return
+    given = [name for name in _SAMPLING if getattr(args, name) is not None]
+    given += [name for name in ("question", "image", "effort", "no_stream") if getattr(args, name)]
+    given += ["thinking"] if args.thinking == "on" else []
+    if given:
+        shown = ", ".join("the question" if name == "question" else "--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{shown}: without effect with --batch; each line of the file states its own")
+    if not args.batch.is_file():
+        raise ConfigError(f"--batch {args.batch} is no file")
 
 
 class _Talk:

@@ -1,0 +1,55 @@
+"""`spyglass run --batch FILE`: what stands between the option and `spyglass.server.batch`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spyglass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spyglass.engine import LLM
+
+_SUFFIX = ".answers.jsonl"
+
+
+def output_path(batch: Path, output: Path | None) -> Path:
+    """Where the answers go.
+
+    Raises:
+        ConfigError: that is the file of the requests, or lies in no folder.
+    """
+    path = output or batch.with_name(batch.name.removesuffix(".jsonl") + _SUFFIX)
+    if path.resolve() == batch.resolve():
+        raise ConfigError(f"--output {path} is the file of the requests; name another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path} lies in a folder that does not exist")
+    return path
+
+
+def run_file(llm: LLM, batch: Path, output: Path) -> int:
+    """Answer the lines of a file that have no answer yet; 0 if all went well, 1 if some were refused.
+
+    Raises:
+        PromptError: the file of requests, or what stands in the file of answers, is not what it should be.
+    """
+    from tqdm import tqdm
+
+    from spyglass.config.server import ServerConfig
+    from spyglass.server.app import served_by
+    from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
+    from spyglass.server.endpoints import make_endpoints
+
+    endpoints = make_endpoints(served_by(llm, ServerConfig()))
+    urls = [endpoint.path for endpoint in endpoints]
+    total, done = check_batch(batch, urls), answered(output)
+    with (
+        open(output, "a", encoding="utf-8") as out,
+        tqdm(total=total, initial=len(done), unit="request", disable=not sys.stderr.isatty()) as bar,
+    ):
+        left = (line for line in batch_lines(batch, urls) if line.custom_id not in done)
+        good, bad = run_batch(llm, endpoints, left, out, lambda fine: bar.update())
+    earlier = f", {len(done)} had been answered before" if done else ""
+    print(f"spyglass: {good} answered, {bad} refused{earlier}: {output}", file=sys.stderr)
+    return 1 if bad else 0

@@ -1,0 +1,133 @@
+"""Offline batches: every line gets exactly one answer, the one it would get alone, however often the run is cut."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams
+from spyglass.errors import PromptError
+from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
+from tests.server.parts import plain
+
+
+def line(number: int, **body: Any) -> dict[str, Any]:
+    return {"custom_id": f"q{number}", "method": "POST", "url": "/plain", "body": body}
+
+
+def written(path: Path, *lines: object) -> Path:
+    texts = [text if isinstance(text, str) else json.dumps(text) for text in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def run(llm: LLM, path: Path, skip: set[str] | None = None) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    endpoint, out, notes = plain(llm), io.StringIO(), []
+    assert check_batch(path, [endpoint.path])
+    lines = (line for line in batch_lines(path, [endpoint.path]) if line.custom_id not in (skip or ()))
+    counts = run_batch(llm, [endpoint], lines, out, notes.append)
+    assert (sum(notes), len(notes) - sum(notes)) == counts
+    return [json.loads(text) for text in out.getvalue().splitlines()], counts
+
+
+def test_every_line_has_the_answer_it_has_alone(llm: LLM, tmp_path: Path) -> None:
+    questions = [[0, 5, 6 + n] for n in range(30)]
+    path = written(
+        tmp_path / "in.jsonl", *(line(n, ids=ids, max_tokens=3, n=1 + n % 2) for n, ids in enumerate(questions))
+    )
+    answers, counts = run(llm, path)
+    assert counts == (30, 0) and {a["custom_id"] for a in answers} == {f"q{n}" for n in range(30)}
+    for answer in answers:
+        number = int(answer["custom_id"][1:])
+        alone = llm.generate([questions[number]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
+        assert answer["response"]["status_code"] == 200 and answer["error"] is None
+        assert answer["response"]["body"]["answers"] == [list(alone.token_ids)] * (1 + number % 2)
+    assert not llm.engine.has_work
+
+
+def test_a_line_that_cannot_be_honoured_is_answered_with_its_reason_and_others_go_on(llm: LLM, tmp_path: Path) -> None:
+    most = llm.engine.max_length
+    path = written(
+        tmp_path / "in.jsonl",
+        line(0, max_tokens=2),
+        line(1, ids="no"),
+        line(2, ids=[1] * (most + 1)),
+        line(3, stream=True),
+        line(4, count=True),
+        line(5, model="another"),
+        line(6, max_tokens=2),
+    )
+    answers, counts = run(llm, path)
+    status = {a["custom_id"]: a["response"]["status_code"] for a in answers}
+    assert status == {"q0": 200, "q1": 400, "q2": 400, "q3": 400, "q4": 200, "q5": 404, "q6": 200}
+    assert counts == (3, 4)
+    assert all(a["response"]["body"]["plain_error"]["message"] for a in answers if status[a["custom_id"]] >= 400)
+
+
+def test_a_cut_run_goes_on_where_it_was_and_half_a_line_is_done_again(llm: LLM, tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", *(line(n, ids=[0, n], max_tokens=2) for n in range(6)))
+    whole, _ = run(llm, path)
+    out = tmp_path / "out.jsonl"
+    texts = [json.dumps(answer) for answer in whole]
+    out.write_text(texts[0] + "\n" + texts[1] + "\n" + texts[2][:20], encoding="utf-8")
+    done = answered(out)
+    assert done == {whole[0]["custom_id"], whole[1]["custom_id"]}
+    assert out.read_text(encoding="utf-8") == texts[0] + "\n" + texts[1] + "\n"
+    rest, counts = run(llm, path, done)
+    assert counts == (4, 0)
+    bodies = {a["custom_id"]: a["response"]["body"]["answers"] for a in whole}
+    assert {a["custom_id"]: a["response"]["body"]["answers"] for a in rest} == {
+        k: bodies[k] for k in bodies if k not in done
+    }
+    assert answered(tmp_path / "absent.jsonl") == set()
+
+
+def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "in.jsonl",
+        line(1),
+        "{broken",
+        [1],
+        {**line(2), "url": "/v1/embeddings"},
+        {**line(3), "extra": 1},
+        {**line(4), "body": "x"},
+        line(1),
+        {**line(5), "custom_id": ""},
+        {**line(6), "method": "GET"},
+    )
+    with pytest.raises(PromptError) as caught:
+        check_batch(path, ["/plain"])
+    for number in (2, 3, 4, 5, 6, 7, 8, 9):
+        assert f"line {number}:" in str(caught.value)
+    assert "line 1:" not in str(caught.value)
+    with pytest.raises(PromptError, match="no requests"):
+        check_batch(written(tmp_path / "empty.jsonl", ""), ["/plain"])
+    with pytest.raises(PromptError, match="cannot be read"):
+        check_batch(tmp_path / "absent.jsonl", ["/plain"])
+    (tmp_path / "other.txt").write_text("my notes\n", encoding="utf-8")
+    with pytest.raises(PromptError, match="no answer of a batch"):
+        answered(tmp_path / "other.txt")
+
+
+def test_a_failing_step_costs_its_own_requests_only(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "in.jsonl", *(line(n, ids=[0, n], max_tokens=4) for n in range(40)))
+    real, calls = llm.engine._runner.run, []
+
+    def fails_once(chunks: Any) -> Any:
+        calls.append([chunk.sequence.request_id for chunk in chunks])
+        if len(calls) == 3:
+            raise RuntimeError("made to fail")
+        return real(chunks)
+
+    monkeypatch.setattr(llm.engine._runner, "run", fails_once)
+    answers, (good, bad) = run(llm, path)
+    assert len({a["custom_id"] for a in answers}) == 40 and good + bad == 40
+    assert bad <= len(calls[2]) and good >= 40 - len(calls[2])
+    for answer in answers:
+        body = answer["response"]["body"]
+        assert (answer["response"]["status_code"] == 500) == bool(body["errors"])
