@@ -152,7 +152,7 @@ class _Batch:
         """One step of the engine; a failing one ends its requests, and the next call brings their last words."""
         try:
             deltas = self._engine.step()
-        except Exception:  # the top frame of the loop: whatever broke in a step concerns its requests only
+        except Exception:  # the top frame: whatever broke in a step concerns its requests only
             traceback.print_exc()
             return
         for delta in deltas:

@@ -24,6 +24,7 @@ CATCHES_WHOLESALE = {
     "server/gate.py",
     "server/stream.py",
     "engine/worker.py",
+    "server/batch.py",  # the loop that drives the engine when no thread does
 }
 PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms
