@@ -121,7 +121,7 @@ def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.C
     try:
         return protocol({**_as_json(body), "model": _MODEL}).convert(conversion)  # type: ignore[dict-item]
     except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PromptError(f"the messages cannot be rendered: {error}") from error
+        raise PromptError(f"the request cannot be rendered: {error}") from error
 
 
 def render_conversation(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
@@ -24,7 +24,8 @@ class Served:
     """What protocols must know of the model that is served.
 
     `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter.
-    `max_length` bounds prompt and answer together, `limits` the pictures of one request.
+    `max_length` bounds prompt and answer together, `limits` the pictures of one request. `without_vision`: what a
+    picture does to a model that takes none, as in `ChatOptions`.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,7 @@ class Served:
     limits: ImageLimits
     max_length: int
     adapters: tuple[str, ...] = ()
+    without_vision: Literal["refuse", "note"] = "refuse"
 
 
 class Reply(Protocol):
@@ -85,7 +87,9 @@ class Immediate:
 class Endpoint(Protocol):
     """One protocol: where it listens (POST), how a body is read, how an error looks."""
 
-    path: str
+    @property
+    def path(self) -> str:
+        """The path, from the root."""
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
         """Read a request; runs off the event loop, since it decodes pictures. Without `fetch`, remote ones are refused.

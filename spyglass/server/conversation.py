@@ -1,0 +1,134 @@
+"""What the three chat protocols share: a request body becomes a prompt, and what its answer may hold is known.
+
+Pictures are taken out before the library reads a body (`PictureStubs`) and come back where it puts their stubs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepseek_recipe
+
+from spyglass.errors import NotServedError, PromptError
+from spyglass.prompt.build import prompt_from_chat
+from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
+from spyglass.prompt.tokens import Prompt
+from spyglass.server.exchange import Fetch, Served
+from spyglass.server.markup import Expected
+
+_DEFAULT_TOKENS, _THINKING_TOKENS, _MOST_TOKENS = 8192, 65536, 131072  # the makers' own: without, with, with "max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversed:
+    """A converted request: the library's own form, the prompt it makes, and what its answer may hold."""
+
+    request: deepseek_recipe.ConversationRequest
+    prompt: Prompt
+    expected: Expected
+    thinking: bool
+
+    @property
+    def default_tokens(self) -> int:
+        """Length of an answer whose request states none; the engine cuts it to what the context leaves."""
+        if not self.thinking:
+            return _DEFAULT_TOKENS
+        return _MOST_TOKENS if self.request.conversation.reasoning_effort == "max" else _THINKING_TOKENS
+
+
+class Pictures:
+    """Takes the pictures of one request: data URLs and bytes as they are, remote ones through `fetch`."""
+
+    def __init__(self, served: Served, fetch: Fetch | None) -> None:
+        self.stubs = PictureStubs(served.config, served.without_vision)
+        self._fetch, self._limits = fetch, served.limits
+
+    def source(self, value: object, where: str) -> object:
+        """A picture's address, or its bytes if it is a remote one.
+
+        Raises:
+            PromptError: a remote picture that is not or cannot be fetched.
+        """
+        if not isinstance(value, str) or not value[:8].lower().startswith(("http://", "https://")):
+            return value
+        if len(value) > self._limits.url_chars:
+            raise PromptError(f"{where} has {len(value)} characters, an address may have {self._limits.url_chars}")
+        if self._fetch is None:
+            raise PromptError(f"{where} is a remote address; this server fetches no pictures, send it as a data URL")
+        try:
+            return self._fetch(value)
+        except PromptError as error:
+            raise PromptError(f"{where}: {error}") from error
+
+
+def converse(
+    served: Served,
+    protocol: Any,
+    body: Mapping[str, Any],
+    pictures: Pictures,
+    *,
+    changed: Mapping[str, Any] | None = None,
+    one_call: bool = False,
+) -> Conversed:
+    """Convert and render a request. `changed` are parts of the conversation that the library leaves out.
+
+    Raises:
+        PromptError: the library refuses the body, or a picture cannot be used.
+    """
+    request = convert_request(protocol, body)
+    if changed:
+        request = _with(request, changed)
+    conversation = request.conversation
+    prompt = prompt_from_chat(
+        render_conversation(conversation, pictures.stubs.pictures, served.config),
+        served.config,
+        served.tokenizer,
+        limits=served.limits,
+    )
+    stage = request.parsing_options.thinking_initial_stage
+    expected = Expected(
+        tools={tool.name: tool.parameters for tool in conversation.tools},
+        reasoning=stage is not None and stage.starts_in_reasoning(),
+        in_calls=conversation.tool_choice == "required",
+        one_call=one_call,
+    )
+    return Conversed(request=request, prompt=prompt, expected=expected, thinking=conversation.thinking_mode)
+
+
+def _with(
+    request: deepseek_recipe.ConversationRequest, changed: Mapping[str, Any]
+) -> deepseek_recipe.ConversationRequest:
+    old = request.conversation
+    same = {
+        "messages": old.messages,
+        "thinking_mode": old.thinking_mode,
+        "tools": old.tools,
+        "tool_choice": old.tool_choice,
+        "reasoning_effort": old.reasoning_effort,
+    }
+    made = deepseek_recipe.ConversationRequest(
+        deepseek_recipe.Conversation(**{**same, **changed}), request.model_version
+    )
+    return made
+
+
+def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The name to answer with, and the adapter it chooses; without a name the model itself.
+
+    Raises:
+        NotServedError: nothing is served under that name.
+    """
+    name = body.get("model", served.names[0])
+    if name in served.names:
+        return str(name), None
+    if name in served.adapters:
+        return str(name), str(name)
+    known = ", ".join((*served.names, *served.adapters))
+    raise NotServedError(f"model {str(name)[:200]!r} is not served here; served are {known}")
+
+
+def num_pictures(prompts: Sequence[Prompt]) -> int:
+    """Pictures of a request."""
+    return sum(len(prompt.plans) for prompt in prompts)
