@@ -74,7 +74,6 @@ class Blocks:
             width = 1 if group.retention is None else group.kept_pages + -(-step_tokens // group.page_rows)
             self._tables[group.name] = np.full((max_sequences, width), -1, np.int32)
         self._live = {g.name: np.zeros((2, max_sequences), np.int64) for g in self.groups}  # logical pages first, stop
-        self._promised = {g.name: np.zeros(max_sequences, np.int64) for g in self.groups}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
     @property
@@ -92,6 +91,19 @@ class Blocks:
         """Bytes of all row tensors."""
         return sum(pool.capacity * pool.group.page_bytes for pool in self.pools.values())
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the longest sequence that fits alone; None where memory grows."""
+        kept = [(g, self.pools[g.name].limit) for g in self.groups if g.retention is None]
+        each = [(limit * g.page_rows + 1) * g.tokens_per_row - 1 for g, limit in kept if limit is not None]
+        return min(each, default=None)
+
+    @property
+    def share_used(self) -> float:
+        """Pages held of the fullest pool, as a share of what it may have (or, where memory grows, of what it has)."""
+        pools = [self.pools[g.name] for g in self.groups if g.retention is None]
+        return max((pool.num_used / pool.capacity for pool in pools if pool.capacity), default=0.0)
+
     def refuse_if_never(self, tokens: int) -> None:
         """Raises CapacityError when a sequence of `tokens` tokens would not fit even alone."""
         for group in self.groups:
@@ -99,28 +111,37 @@ class Blocks:
             if group.retention is None and limit is not None and group.pages_for(tokens) > limit:
                 need, have = group.pages_for(tokens) * group.page_bytes, limit * group.page_bytes
                 raise CapacityError(
-                    f"a request of {tokens} tokens needs {need:,} bytes of {group.name} rows, the engine has {have:,}; "
-                    f"raise cache_bytes, shorten the prompt or lower max_tokens"
+                    f"a request of {tokens} tokens needs {need:,} bytes of {group.name} rows, the engine has {have:,}, "
+                    f"enough for {self.most_tokens} tokens; raise cache_bytes, shorten the prompt or lower max_tokens"
                 )
 
-    def admit(self, tokens: int) -> int | None:
-        """A table row for a sequence of at most `tokens` tokens, its pool pages promised to it; None = not now."""
-        if not self._free_rows:
-            return None
-        need = {g.name: g.pages_for(tokens) for g in self.groups if g.retention is None}
-        for name, pages in need.items():
-            limit = self.pools[name].limit
-            if limit is not None and self._promised[name].sum() + pages > limit:
-                return None
-        row = self._free_rows.pop()
-        for name, pages in need.items():
-            self._promised[name][row] = pages
-        return row
+    def has_room(self, tokens: Sequence[int]) -> bool:
+        """Whether sequences of so many tokens each fit together into the pools."""
+        pools = [(g, self.pools[g.name].limit) for g in self.groups if g.retention is None]
+        return all(limit is None or sum(group.pages_for(count) for count in tokens) <= limit for group, limit in pools)
+
+    def admit(self) -> int | None:
+        """A table row for one more sequence; None = all are taken."""
+        return self._free_rows.pop() if self._free_rows else None
+
+    def reserve(self, row: int, tokens: int) -> bool:
+        """Give table row `row` the pool pages of its first `tokens` tokens; False, and nothing taken, if there are too
+        few."""
+        pools = [(g, self.pools[g.name]) for g in self.groups if g.retention is None]
+        for group, pool in pools:
+            missing = group.pages_for(tokens) - int(self._live[group.name][1, row])
+            if pool.limit is not None and missing > pool.num_free:
+                return False
+        one, stop, start = np.array([row]), np.array([tokens]), np.zeros(1, np.int64)
+        for group, _ in pools:
+            self._hold(group, one, start, start, stop)
+        return True
 
     def extend(self, rows: Ints, start: Ints, stop: Ints, resumable: Sequence[tuple[int, int]] = ()) -> None:
         """Give table rows `rows` the pages that a step over tokens [start, stop) reads and writes.
 
-        `resumable` (table row, position in (start, stop]): a snapshot is to be taken there after the step.
+        A fixed memory has pages of rings for every step; those of pools must have been reserved. `resumable` (table
+        row, position in (start, stop]): a snapshot is to be taken there after the step.
         """
         for group in self.groups:
             first = start if group.retention is None else np.maximum(start - group.retention, 0)
@@ -190,7 +211,6 @@ class Blocks:
             first, stop = self._live[group.name][:, row].tolist()
             self._drop(group, row, first, stop)
             self._live[group.name][:, row] = 0
-            self._promised[group.name][row] = 0
         self._free_rows.append(row)
 
     def _hold(self, group: Group, rows: Ints, first_token: Ints, write_token: Ints, stop_token: Ints) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw, logprobs_of
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.stats import EngineStats
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
@@ -79,6 +81,7 @@ class Engine:
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
+        self._counted = EngineStats()
 
     @property
     def vocab_size(self) -> int:
@@ -95,6 +98,16 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._sequences or self._lost)
 
+    def stats(self) -> EngineStats:
+        """Counters and gauges of now; cheap enough for every step."""
+        return replace(
+            self._counted,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            cache_share=self.blocks.share_used,
+            preemptions=self._scheduler.preemptions,
+        )
+
     def add(
         self,
         prompt: Prompt,
@@ -105,17 +118,18 @@ class Engine:
     ) -> int:
         """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
 
+        Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
+
         Raises:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
             CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
         """
         self.check(prompt, params)
-        room = self.max_length - len(prompt)
         sequence = TokenSequence(
             self._next_id,
             prompt,
             params,
-            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            limit=self._answer_limit(prompt, params),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             detokenizer=None
             if self._token_bytes is None
@@ -127,6 +141,7 @@ class Engine:
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
         self._next_id += 1
+        self._counted = replace(self._counted, prompt_tokens=self._counted.prompt_tokens + len(prompt))
         return sequence.request_id
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
@@ -198,6 +213,7 @@ class Engine:
                 self._score(chunks, output)
                 self._draw(chunks, output, deltas, masks)
             done = True
+            self._count(chunks, deltas)
         finally:
             if not done:
                 self._lost = deltas + [
@@ -206,6 +222,23 @@ class Engine:
                     if chunk.sequence.request_id in self._sequences
                 ]
         return deltas
+
+    def _answer_limit(self, prompt: Prompt, params: SamplingParams) -> int:
+        """Most tokens of the answer."""
+        room = self.max_length - len(prompt)
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        most = self.blocks.most_tokens
+        return room if most is None else max(1, min(room, most - len(prompt)))
+
+    def _count(self, chunks: Sequence[Chunk], deltas: Sequence[Delta]) -> None:
+        counted = self._counted
+        self._counted = replace(
+            counted,
+            steps=counted.steps + 1,
+            computed_tokens=counted.computed_tokens + sum(chunk.stop - chunk.start for chunk in chunks),
+            generated_tokens=counted.generated_tokens + sum(len(delta.token_ids) for delta in deltas),
+        )
 
     def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spyglass.config.cache import CachePlan
 
 _PAGE_ROWS = 64
-_POOL_PAGE_TOKENS = 2048  # a page of a strongly compressed pool is kept short: one page should not outlast a chat
+_POOL_PAGE_TOKENS = 512  # a page of a strongly compressed pool is kept short: one page should not outlast a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,21 @@
 """Who runs in the next step, and how many tokens of each: a decision, as data.
 
-Law: whoever waits is admitted, in order, as soon as a table row and memory are free, and counts as served then.
-Sequences run in the order in which they were last served; among those served alike, single tokens (answers under way)
-come first, then the longer waiting. Each takes as much as the step's budget has left, down to a legal cut. The first in
-line has the whole budget, which holds the longest uncuttable piece, so nobody waits for ever.
+Admission. Requests are admitted in the order in which they came, as soon as a table row is free and the memory holds
+all that is known of them beside all that is known of those that run, and some tokens more of each.
+
+Shares. Half of a step belongs to all prompts under way alike (a *quantum* each), the rest to the longest waiting.
+Answers under way take one token each and come before prompts. Nobody is cut inside a span: one whose next piece exceeds
+the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
+
+Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
+preempted: it goes back to the front of the queue and is run again later, with all it has drawn.
+
+Laws, for at most half as many running requests as a step has tokens:
+- every answer under way, and every prompt whose next piece is within the quantum (text always is), gets tokens in one
+  of any two steps running; so a text prompt waits at most one step for its turn once it is admitted;
+- of the others, the one that waited longest gets its piece in one of any two steps, so each gets its turn;
+- the oldest running request is never preempted, and a request alone always fits, or it is refused when it comes: so the
+  oldest always finishes, and by induction so does everyone.
 """
 
 from __future__ import annotations
@@ -14,9 +26,11 @@ from spyglass.engine.blocks import Blocks
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError
 
+_GROWTH = 64  # tokens; steps that all can take before memory may be short again
+
 
 class Scheduler:
-    """Waiting and running sequences. `step_tokens` is the most tokens of one step."""
+    """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens."""
 
     def __init__(self, blocks: Blocks, step_tokens: int) -> None:
         self._blocks = blocks
@@ -24,6 +38,8 @@ class Scheduler:
         self._step = 0
         self._waiting: deque[TokenSequence] = deque()
         self._running: list[TokenSequence] = []
+        self._jumped = False  # a long piece went first in the last step
+        self.preemptions = 0
 
     @property
     def num_waiting(self) -> int:
@@ -51,18 +67,14 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty when there is nothing to do."""
+        """The chunks of the next step, their memory taken; empty when there is nothing to do."""
         self._step += 1
         self._admit()
-        budget = self._step_tokens
         chunks: list[Chunk] = []
-        for sequence in sorted(self._running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
-            start = sequence.computed
-            stop = sequence.cut_at_most(start + min(budget, sequence.pending))
-            if stop > start:
-                chunks.append(Chunk(sequence, start, stop))
-                sequence.served = self._step
-                budget -= stop - start
+        while self._running and not chunks:
+            chunks = self._with_memory(self._share())
+        for chunk in chunks:
+            chunk.sequence.served = self._step
         return chunks
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -78,8 +90,61 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            sequence.row = self._blocks.admit(sequence.length + sequence.limit)
+            lengths = [s.length + _GROWTH for s in (*self._running, sequence)]
+            if self._running and not self._blocks.has_room(lengths):
+                return
+            sequence.row = self._blocks.admit()
             if sequence.row is None:
                 return
             sequence.served = self._step - 1
             self._running.append(self._waiting.popleft())
+
+    def _share(self) -> list[Chunk]:
+        """Who gets how many tokens, as if memory were no matter; oldest first."""
+        prompts = sum(s.pending > 1 for s in self._running)
+        quantum = max(1, self._step_tokens // (2 * max(1, prompts)))
+        left = self._step_tokens
+        stops: dict[int, int] = {}
+        for sequence in self._line(quantum):
+            want = max(min(quantum, sequence.pending), sequence.next_piece())
+            stop = sequence.cut_at_most(sequence.computed + min(want, left))
+            stops[sequence.request_id] = stop
+            left -= stop - sequence.computed
+        chunks = []
+        for sequence in self._running:
+            before = stops[sequence.request_id]
+            stop = sequence.cut_at_most(min(before + left, sequence.length)) if left else before
+            left -= stop - before
+            if stop > sequence.computed:
+                chunks.append(Chunk(sequence, sequence.computed, stop))
+        return chunks
+
+    def _line(self, quantum: int) -> list[TokenSequence]:
+        """The order in which the running take their quantum or their next piece."""
+        easy: list[TokenSequence] = []
+        hard: list[TokenSequence] = []
+        for sequence in sorted(self._running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
+            (easy if sequence.next_piece() <= quantum else hard).append(sequence)
+        taken = sum(min(quantum, sequence.pending) for sequence in easy)
+        crowded = bool(hard) and taken + hard[0].next_piece() > self._step_tokens
+        self._jumped = crowded and not self._jumped
+        return [hard[0], *easy, *hard[1:]] if self._jumped else easy + hard
+
+    def _with_memory(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Take the pages of the chunks, oldest first; what is left of the chunks after preemptions."""
+        for chunk in chunks:
+            row = chunk.sequence.row
+            while row is not None and not self._blocks.reserve(row, chunk.stop):
+                self._preempt()
+                row = chunk.sequence.row
+        return [chunk for chunk in chunks if chunk.sequence.row is not None]
+
+    def _preempt(self) -> None:
+        """Send the youngest running sequence back to the front of the queue."""
+        assert len(self._running) > 1, "a sequence that does not fit alone was accepted"
+        sequence = self._running.pop()
+        assert sequence.row is not None
+        self._blocks.release(sequence.row)
+        sequence.restart()
+        self._waiting.appendleft(sequence)
+        self.preemptions += 1

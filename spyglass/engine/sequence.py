@@ -53,7 +53,7 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "_cut_before",
+        "_cuts",
         "_ids",
         "_kinds",
         "adapter",
@@ -106,7 +106,7 @@ class TokenSequence:
         room = min(limit, _ROOM)
         self._ids = np.concatenate([prompt.ids_T, np.zeros(room, np.int32)])
         self._kinds = np.concatenate([prompt.kinds_T, np.full(room, TokenKind.TEXT, np.int8)])
-        self._cut_before = _cut_before(prompt)
+        self._cuts = _cuts(prompt)
 
     @property
     def pending(self) -> int:
@@ -124,17 +124,27 @@ class TokenSequence:
         if self.counts is not None:
             self.counts.add(token)
 
+    def restart(self) -> None:
+        """Give up all rows in memory: prompt and answer so far are to be run again. What has been drawn stays."""
+        self.computed = 0
+        self.row = None
+        self.image_rows.clear()
+
     def cut_at_most(self, place: int) -> int:
         """The last legal end of a step at or before position `place`; never inside a span (spec v4 6.4)."""
-        if self._cut_before is None or place >= len(self._cut_before):
+        if self._cuts is None or place > self._cuts[-1]:
             return place
-        return int(self._cut_before[place])
+        return int(self._cuts[np.searchsorted(self._cuts, place, side="right") - 1])
+
+    def next_piece(self) -> int:
+        """Fewest tokens that a step can take from here on."""
+        if self._cuts is None or self.computed >= self._cuts[-1]:
+            return 1
+        return int(self._cuts[np.searchsorted(self._cuts, self.computed, side="right")]) - self.computed
 
     def longest_piece(self) -> int:
         """Tokens of the longest stretch that cannot be cut."""
-        if self._cut_before is None:
-            return 1
-        return int(np.diff(np.unique(self._cut_before)).max())
+        return 1 if self._cuts is None else int(np.diff(self._cuts).max())
 
     def ids(self, start: int, stop: int) -> NDArray[np.int32]:
         """Token ids, -1 at picture positions."""
@@ -165,9 +175,7 @@ class Chunk:
         return self.stop == self.sequence.length and len(self.sequence.answer) < self.sequence.limit
 
 
-def _cut_before(prompt: Prompt) -> NDArray[np.int64] | None:
-    """Last legal cut at or before each of 0..T; None when every cut is legal."""
+def _cuts(prompt: Prompt) -> NDArray[np.int64] | None:
+    """Legal cuts of 0..T, rising; None when every cut is legal."""
     legal = legal_cuts(prompt)
-    if legal.all():
-        return None
-    return np.maximum.accumulate(np.where(legal, np.arange(len(legal)), 0))
+    return None if legal.all() else np.flatnonzero(legal)

@@ -23,6 +23,7 @@ ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
+ON_PREEMPTION = "tests/laws/test_preemption.py"
 ON_LLM = f"{UNIT}/test_llm.py"
 
 ENGINE_ROWS: list[Mutant] = [
@@ -69,8 +70,6 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(PAGES, "grown[: self.capacity] = self.tensors[plan.kind, plan.layer]", "pass", ON_BLOCKS,
            "growing forgets what was written"),
     Mutant(BLOCKS, "            self._live[group.name][:, row] = 0\n", "", ON_BLOCKS, "a reused row believes it has pages"),
-    Mutant(BLOCKS, "            self._promised[name][row] = pages\n", "            pass\n", ON_BLOCKS,
-           "memory promised twice"),
     Mutant(BLOCKS, "self.pools[group.name].give_back(pages[pages >= 0])", "pass", ON_BLOCKS, "pages leak"),
     Mutant(PAGES, "free = pages[self._holders[pages] == 0].tolist()", "free = pages.tolist()", ON_SNAPSHOTS,
            "a page is free although others hold it"),
@@ -84,14 +83,29 @@ ENGINE_ROWS: list[Mutant] = [
            "kept rows are not brought back"),
     Mutant(ASSEMBLE, "max(self.start_S[seq], place - reach)", "max(self.start_S[seq], place - reach + 1)",
            "tests/unit/test_assemble.py", "one row too few kept before a resumable place"),
+    Mutant(BLOCKS, "if pool.limit is not None and missing > pool.num_free:", "if False:", ON_BLOCKS,
+           "more pages given than there are"),
+    Mutant(BLOCKS, "group.pages_for(count) for count in tokens) <= limit", "group.pages_for(count) for count in tokens[:1]) <= limit",
+           ON_BLOCKS, "room for one taken for room for all"),
     Mutant(BLOCKS, "grown[:, : table.shape[1]] = table", "pass", ON_BLOCKS, "a widened table is empty"),
-    Mutant(SCHEDULER, "sequence.cut_at_most(start + min(budget, sequence.pending))",
-           "start + min(budget, sequence.pending)", ON_TURNS, "a span is cut"),
+    Mutant(SCHEDULER, "sequence.cut_at_most(sequence.computed + min(want, left))",
+           "(sequence.computed + min(want, left))", ON_TURNS, "a span is cut"),
     Mutant(SCHEDULER, "(s.served, s.pending > 1, s.request_id)", "(s.pending > 1, s.request_id)", ON_TURNS,
            "whoever was left out waits on"),
-    Mutant(SCHEDULER, "(s.served, s.pending > 1, s.request_id)", "(s.served, s.request_id)", ON_TURNS,
-           "long prompts before answers under way"),
-    Mutant(SCHEDULER, "budget -= stop - start", "budget -= 0", ON_TURNS, "no budget"),
+    Mutant(SCHEDULER, "(easy if sequence.next_piece() <= quantum else hard)", "easy", ON_TURNS, "pictures crowd text out"),
+    Mutant(SCHEDULER, "self._jumped = crowded and not self._jumped", "self._jumped = crowded", ON_TURNS,
+           "long pieces first in every step"),
+    Mutant(SCHEDULER, "self._jumped = crowded and not self._jumped", "self._jumped = False", ON_TURNS,
+           "a long piece that never fits waits for ever"),
+    Mutant(SCHEDULER, "self._step_tokens // (2 * max(1, prompts))", "self._step_tokens", ON_TURNS,
+           "the first prompt takes the whole step"),
+    Mutant(SCHEDULER, "left -= stop - sequence.computed", "left -= 0", ON_TURNS, "no budget"),
+    Mutant(SCHEDULER, "sequence = self._running.pop()", "sequence = self._running.pop(0)", ON_PREEMPTION,
+           "the oldest is preempted"),
+    Mutant(SCHEDULER, "self._waiting.appendleft(sequence)", "self._waiting.append(sequence)", ON_PREEMPTION,
+           "a preempted request goes to the end of the queue"),
+    Mutant(SEQUENCE, "        self.computed = 0\n        self.row = None", "        self.row = None", ON_PREEMPTION,
+           "a preempted request believes its rows are there"),
     Mutant(SCHEDULER, "if piece > self._step_tokens:", "if piece > self._step_tokens + 1:", ON_TURNS,
            "a piece that never fits is accepted"),
     Mutant(SEQUENCE, "ids = np.unique(prompt_ids[prompt_ids >= 0])", "ids = np.unique(prompt_ids[:0])", ON_LOOP,

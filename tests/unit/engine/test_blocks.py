@@ -65,7 +65,7 @@ def needed(start: int, stop: int) -> dict[str, set[int]]:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, STEP)), min_size=1, max_size=40))
 def test_every_needed_row_has_a_page_of_its_own_that_stays(moves: list[tuple[int, int]]) -> None:
     blocks = make_blocks()
-    rows = [blocks.admit(2000) for _ in range(3)]
+    rows = [blocks.admit() for _ in range(3)]
     place = [0, 0, 0]
     held: dict[tuple[int, str, int], int] = {}
     for who, count in moves:
@@ -97,7 +97,7 @@ def test_every_needed_row_has_a_page_of_its_own_that_stays(moves: list[tuple[int
 
 def test_pages_behind_the_window_go_back_while_a_sequence_grows() -> None:
     blocks = make_blocks()
-    row = blocks.admit(2000)
+    row = blocks.admit()
     assert row is not None
     most: dict[str, int] = {}
     for start in range(0, 1000, 10):
@@ -113,7 +113,7 @@ def test_pages_behind_the_window_go_back_while_a_sequence_grows() -> None:
 
 def test_a_long_step_takes_state_pages_only_for_rows_that_stay() -> None:
     blocks = make_blocks(step_tokens=1500)
-    row = blocks.admit(2000)
+    row = blocks.admit()
     assert row is not None
     step(blocks, [row], [0], [1500])
     assert used(blocks)["state4"] == -(-8 // PAGE_ROWS["state4"])
@@ -123,7 +123,7 @@ def test_a_long_step_takes_state_pages_only_for_rows_that_stay() -> None:
 
 def test_growing_keeps_what_was_written() -> None:
     blocks = make_blocks(fill=None)
-    row = blocks.admit(2000)
+    row = blocks.admit()
     assert row is not None
     step(blocks, [row], [0], [20])
     key = ("pool", 1)
@@ -137,7 +137,7 @@ def test_growing_keeps_what_was_written() -> None:
 
 def test_returned_pages_are_poisoned_when_asked() -> None:
     blocks = make_blocks()
-    row = blocks.admit(2000)
+    row = blocks.admit()
     assert row is not None
     step(blocks, [row], [0], [40])
     for pages in blocks.pages.values():
@@ -146,27 +146,60 @@ def test_returned_pages_are_poisoned_when_asked() -> None:
     assert all(pages.isnan().any() for pages in blocks.pages.values() if len(pages))
 
 
-def test_a_fixed_memory_stays_within_its_bytes_and_promises_only_what_it_has() -> None:
+def test_a_fixed_memory_stays_within_its_bytes_and_gives_out_only_what_it_has() -> None:
     budget = 620_000
     blocks = make_blocks(cache_bytes=budget)
     before = blocks.bytes_allocated
     assert budget * 0.9 < before <= budget
-    admitted = []
-    while (row := blocks.admit(900)) is not None:
-        admitted.append(row)
-    assert 1 <= len(admitted) < 4
-    for row in admitted:
-        for start in range(0, 900, STEP):
-            step(blocks, [row], [start], [start + STEP])
-            settle(blocks, [row], [start + STEP])
+    rows = [blocks.admit() for _ in range(4)]
+    longest = blocks.most_tokens
+    assert longest is not None and 900 < longest < 2000
+    ends = []
+    for row in rows:
+        assert row is not None
+        place = 0
+        while place < 900 and blocks.reserve(row, place + STEP):
+            step(blocks, [row], [place], [place + STEP])
+            settle(blocks, [row], [place + STEP])
+            place += STEP
+        ends.append(place)
+    assert ends[0] == 900 and 0 < sum(ends[1:]) < longest and ends[-1] < 900
     assert blocks.bytes_allocated == before
-    blocks.release(admitted[0])
-    assert blocks.admit(900) is not None
+    held = used(blocks)
+    assert not blocks.reserve(rows[-1] or 0, ends[-1] + STEP)
+    assert used(blocks) == held, "a refused reservation takes nothing"
+    assert max(blocks.pools[name].num_free for name in ("pool4", "pool128")) >= 0 and blocks.share_used == 1.0
+    blocks.release(rows[0] or 0)
+    assert blocks.reserve(rows[-1] or 0, ends[-1] + STEP)
+
+
+def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
+    blocks = make_blocks(cache_bytes=620_000)
+    longest = blocks.most_tokens
+    assert longest is not None
+    row = blocks.admit()
+    assert row is not None
+    blocks.refuse_if_never(longest)
+    assert not blocks.reserve(row, longest + 1)
+    assert blocks.reserve(row, longest)
+    with pytest.raises(CapacityError, match=f"{longest + 1} tokens needs .* enough for {longest} tokens"):
+        blocks.refuse_if_never(longest + 1)
+    assert make_blocks().most_tokens is None
+
+
+def test_room_for_several_is_room_for_their_pages() -> None:
+    blocks = make_blocks(cache_bytes=620_000)
+    limits = {name: blocks.pools[name].limit or 0 for name in ("pool4", "pool128")}
+    for tokens in ([300], [300, 300], [400, 500], [100] * 4, [900, 10], [2000], [800, 800]):
+        pages = {r: [-(-(count // r) // PAGE_ROWS[f"pool{r}"]) for count in tokens] for r in (4, 128)}
+        assert blocks.has_room(tokens) == all(sum(pages[r]) <= limits[f"pool{r}"] for r in (4, 128))
+    assert blocks.has_room([300, 300]) and not blocks.has_room([800, 800])
+    assert make_blocks().has_room([10**6] * 4)
 
 
 def test_sequences_that_all_step_at_once_fit_the_rings_of_a_fixed_memory() -> None:
     blocks = make_blocks(cache_bytes=2_000_000)
-    rows = [blocks.admit(400) for _ in range(4)]
+    rows = [blocks.admit() for _ in range(4)]
     place = np.zeros(4, np.int64)
     random = np.random.default_rng(0)
     while place.min() < 350:
@@ -194,4 +227,4 @@ def test_memory_that_the_device_does_not_have_is_refused_at_the_start() -> None:
 
 def test_no_more_sequences_are_admitted_than_there_are_table_rows() -> None:
     blocks = make_blocks()
-    assert [blocks.admit(10) for _ in range(5)].count(None) == 1
+    assert [blocks.admit() for _ in range(5)].count(None) == 1

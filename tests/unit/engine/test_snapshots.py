@@ -29,7 +29,7 @@ class Writer:
     """A sequence that writes its name and the row's number into every row, as a model would its values."""
 
     def __init__(self, blocks: Blocks, name: int) -> None:
-        row = blocks.admit(2000)
+        row = blocks.admit()
         assert row is not None
         self.blocks, self.row, self.names, self.name, self.place = blocks, row, dict[tuple[str, int], int](), name, 0
 

@@ -1,0 +1,31 @@
+"""What an engine can tell about itself, for metrics and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges of now, and counters since the engine was made.
+
+    `cache_share` pages held of the fullest pool of rows, 0 to 1. `prompt_tokens` of requests taken, `computed_tokens`
+    run through the model (more after preemptions, fewer after cache hits), `cached_tokens` taken from the prefix cache.
+    `*_queries` and `*_hits` count tokens of prompts looked up for the prefix cache, pictures for the image cache.
+    `mask_share` is the part of the time for grammar masks that went by during forward passes; 0 without any.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_share: float = 0.0
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    image_queries: int = 0
+    image_hits: int = 0
+    mask_share: float = 0.0
