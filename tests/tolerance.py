@@ -29,6 +29,7 @@ PLAIN_LOGITS = Tolerance(absolute=1e-4, why="fp32 plain against transformers, lo
 GOLDEN_LOGITS = Tolerance(absolute=5e-4, why="fp32 plain against an engine that sums in another order")
 GOLDEN_SPARSE_LOGITS = Tolerance(absolute=2e-3, why="the same with odd constants that amplify")
 ROUNDED_LOGITS = Tolerance(absolute=1e-3, why="rounded arithmetic, as long as no code flips")
+MERGED_OF_MAX = 5e-5  # an adapter beside its weights = merged into them: every merged weight is rounded once more
 LAW_OF_MAX = 1e-5  # chunked = whole, batched = alone, fp32 plain: the same sums in another order
 
 # Ops against the reference in float64
@@ -82,6 +83,12 @@ def assert_law(actual: torch.Tensor | Any, expected: torch.Tensor | Any, label: 
     """The bound of the equivalence laws: largest difference at most LAW_OF_MAX of the largest expected magnitude."""
     scale = float(np.abs(_as_float64(expected)).max())
     assert_close(actual, expected, Tolerance(absolute=LAW_OF_MAX * scale, why="equivalence law"), label)
+
+
+def assert_merged(actual: torch.Tensor | Any, expected: torch.Tensor | Any, label: str = "") -> None:
+    """The bound of an adapter against the dense-merged model (fp32, plain): MERGED_OF_MAX of the largest magnitude."""
+    scale = float(np.abs(_as_float64(expected)).max())
+    assert_close(actual, expected, Tolerance(absolute=MERGED_OF_MAX * scale, why="merged into fp32 weights"), label)
 
 
 def _as_float64(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
