@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
 from spyglass.config.server import LEVELS, ServerConfig, read_server_config
+from spyglass.config.shipped import find_model, shipped_models
+from spyglass.errors import ConfigError
 
 _CHOICES = {**CHOICES, "log_level": LEVELS}
+_WITHOUT_SHIPPED = "demo-model"
+
+
+def default_model() -> str:
+    """What is run when no model is named: the first that comes with the package, else the demo's folder."""
+    return next(iter(shipped_models()), _WITHOUT_SHIPPED)
+
+
+def model_folder(stated: str | None, option: str = "--model DIR") -> Path:
+    """The folder of a model named by path or by its shipped name, or of the default one.
+
+    Raises:
+        ConfigError: none was named, and the default one is not there; `option` is how to name one.
+    """
+    folder = find_model(stated or default_model())
+    if stated is None and not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} here; name a checkpoint folder with {option}")
+    return folder
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

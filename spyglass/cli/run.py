@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.batch import output_path, run_file
-from spyglass.cli.options import add_engine_options, engine_config
+from spyglass.cli.options import add_engine_options, default_model, engine_config, model_folder
 from spyglass.config.engine import EngineConfig
-from spyglass.errors import ConfigError, PromptError
+from spyglass.errors import PromptError
 
 if TYPE_CHECKING:
     from spyglass.engine import LLM, Delta, RequestOutput, SamplingParams
 
 HELP = "Ask a checkpoint about pictures, or talk to it: with a question once, without one as a chat."
-_DEFAULT_MODEL = "demo-model"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -27,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.usage = "spyglass run [options] [question]"  # all of them would hide the error they are printed above
     parser.add_argument("question", nargs="?", help="left out: standard input, or a chat on a terminal")
-    parser.add_argument("--model", metavar="DIR", help=f"checkpoint folder (default: {_DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="DIR", help=f"checkpoint folder or shipped model (default: {default_model()})"
+    )
     parser.add_argument(
         "--image",
         metavar="PHOTO",
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
-    folder = _model_folder(args.model)
+    folder = model_folder(args.model)
     _check(args, folder)
     output = None if args.batch is None else output_path(args.batch, args.output)
     questions = [] if args.batch else _questions(args.question)
@@ -159,13 +160,6 @@ def _numbers(output: RequestOutput, images: int, started: float, times: Sequence
     if len(times) > 1:
         told += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
     return told
-
-
-def _model_folder(stated: str | None) -> Path:
-    folder = Path(stated or _DEFAULT_MODEL)
-    if stated is None and not folder.is_dir():
-        raise ConfigError(f"there is no folder {_DEFAULT_MODEL} here; name a checkpoint folder with --model DIR")
-    return folder
 
 
 def _questions(stated: str | None) -> Iterable[str]:

@@ -10,6 +10,7 @@ from spyglass.config import read_v4, read_v41
 from spyglass.config.fields import Fields
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
+from spyglass.config.shipped import shipped_models
 from spyglass.errors import ConfigError
 
 # `model_type` -> reader. Whole names only: "deepseek_v41" begins with "deepseek_v4" and is another family.
@@ -29,7 +30,9 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """
     path = Path(folder)
     if not os.path.isdir(path):  # unlike pathlib, also says no to a name that is too long or may not be looked up
-        raise ConfigError(f"{path}: not a folder; give the folder that holds the checkpoint's config.json")
+        named = f"{path}: not a folder; give the folder that holds the checkpoint's config.json"
+        shipped = ", ".join(shipped_models())
+        raise ConfigError(named + (f", or the name of a shipped model ({shipped})" if shipped else ""))
     official, reference = path / "config.json", path / "inference" / "config.json"
     found = official if os.path.lexists(official) or not os.path.lexists(reference) else reference
     return parse_model_config(read_json_object(found), str(found))

@@ -15,6 +15,7 @@ import torch
 
 from spyglass.config.engine import EngineConfig, read_engine_config
 from spyglass.config.model import ModelConfig
+from spyglass.config.shipped import find_model
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.grammar import Forms
@@ -42,9 +43,10 @@ _PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictu
 class LLM:
     """A model with its tokenizer and engine.
 
-    `path` is a checkpoint folder. The options are those of `EngineConfig`, which documents each; one left out (None)
-    comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json serves token ids and pictures.
-    `threads` is set for the whole process. `progress` shows a bar on a terminal while loading. `name` is the folder's.
+    `path` is a checkpoint folder, or the name of a model that comes with the package. The options are those of
+    `EngineConfig`, which documents each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A
+    folder without tokenizer.json serves token ids and pictures. `threads` is set for the whole process. `progress`
+    shows a bar on a terminal while loading. `name` is the folder's.
 
     Raises:
         ConfigError: config.json or an option means nothing.
@@ -88,7 +90,8 @@ class LLM:
             "engram": engram,
             "threads": threads,
         }
-        self.name = Path(path).resolve().name
+        path = find_model(path)
+        self.name = path.resolve().name
         self.options = options = read_engine_config(stated)
         if options.threads is not None:
             torch.set_num_threads(options.threads)

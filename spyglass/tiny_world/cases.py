@@ -7,7 +7,7 @@ The splits are three disjoint streams of seeds. "train" and "test" never hold a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from numpy.random import Generator, Philox, SeedSequence
@@ -98,7 +98,12 @@ class Case:
 
 
 def kinds_of(split: Split, variant: Variant | None = None) -> tuple[str, ...]:
-    """Kinds that a split of a variant has, in the order of `KINDS`."""
+    """Kinds that a split of a variant has, in the order of `KINDS`.
+
+    Raises:
+        ConfigError: a split or variant that does not exist.
+    """
+    _check(split, None, variant)
     known = set(_everyday(split, variant))
     return tuple(kind for kind in KINDS if kind in known)
 
@@ -123,22 +128,37 @@ def make_case(
     pictures = tuple(draw(scene, rng) for scene in scenes)
     if variant == "negative":
         pictures = tuple(invert(picture) for picture in pictures)
+    return Case(words=words, pictures=pictures, scenes=scenes, messages=_messages(words, pictures))
+
+
+def with_pictures(case: Case, pictures: Sequence[Image.Image]) -> Case:
+    """The same conversation about other pictures, as many as it had. `scenes` still tell of the old ones."""
+    assert len(pictures) == len(case.pictures), (len(pictures), len(case.pictures))
+    return replace(case, pictures=tuple(pictures), messages=_messages(case.words, tuple(pictures)))
+
+
+def _messages(words: Words, pictures: tuple[Image.Image, ...]) -> tuple[dict[str, Any], ...]:
     shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
     first, *rest = words.turns
     opening: dict[str, Any] = {"role": "user", "content": [*shown, {"type": "text", "text": first}] if shown else first}
     roles = ("assistant", "user")
-    later = [{"role": roles[number % 2], "content": text} for number, text in enumerate(rest)]
-    return Case(words=words, pictures=pictures, scenes=scenes, messages=(opening, *later))
+    return opening, *({"role": roles[number % 2], "content": text} for number, text in enumerate(rest))
 
 
-def case_texts(seed: int, index: int, split: Split = "train", *, variant: Variant | None = None) -> list[str]:
-    """What is said in a case, the answer last, without drawing its pictures.
+def case_words(
+    seed: int,
+    index: int,
+    split: Split = "train",
+    *,
+    kinds: Sequence[str] | None = None,
+    variant: Variant | None = None,
+) -> Words:
+    """What is said in a case, without drawing its pictures.
 
     Raises:
         ConfigError: as `make_case`.
     """
-    words, _, _ = _make(seed, index, split, None, variant)
-    return [*words.turns, *([] if words.reasoning is None else [words.reasoning]), words.answer]
+    return _make(seed, index, split, kinds, variant)[0]
 
 
 def _make(

@@ -1,0 +1,72 @@
+"""`spyglass eval`: ask a model fresh questions about the tiny world, print its accuracy kind by kind."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from spyglass.cli.options import add_engine_options, default_model, engine_config, model_folder
+from spyglass.config.engine import EngineConfig
+from spyglass.errors import ConfigError
+
+HELP = "Ask a model fresh questions about pictures of simple things; the last line printed is its overall accuracy."
+_SPLITS = ("train", "test", "unseen")
+_CONTROLS = ("shuffled", "grey")
+_VARIANTS = ("roman", "negative", "french")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options."""
+    parser.usage = "spyglass eval [options] [model]"
+    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.add_argument("--num", type=int, metavar="N", default=200, help="questions to ask (default: 200)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="another seed asks other questions (default: 0)"
+    )
+    parser.add_argument(
+        "--split",
+        choices=_SPLITS,
+        default="test",
+        help="questions of training, fresh ones, or fresh ones about colours and shapes never trained together",
+    )
+    parser.add_argument(
+        "--control", choices=_CONTROLS, help="show the pictures of another question, or grey ones: must do badly"
+    )
+    parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
+    parser.add_argument("--batch", type=int, metavar="N", default=32, help="questions asked together (default: 32)")
+    parser.add_argument("--sheet", metavar="FILE", type=Path, help="write a contact sheet of right and wrong answers")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, print the table, write the sheet; the result is the exit code."""
+    folder = model_folder(args.model)
+    engine_config(args)
+    for name in ("num", "batch"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it is at least 1")
+    if args.sheet is not None and not args.sheet.parent.is_dir():
+        raise ConfigError(f"--sheet {args.sheet}: there is no folder {args.sheet.parent}")
+    if args.seed < 0:
+        raise ConfigError(f"--seed is {args.seed}; it is at least 0")
+    from spyglass.engine import LLM
+    from spyglass.tiny_world.evaluate import evaluate
+    from spyglass.tiny_world.sheet import contact_sheet
+
+    engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    report = evaluate(
+        LLM(folder, progress=True, **engine),
+        args.num,
+        args.seed,
+        split=args.split,
+        control=args.control,
+        variant=args.variant,
+        batch=args.batch,
+        progress=True,
+    )
+    if args.sheet is not None:
+        contact_sheet(report.verdicts).save(args.sheet, format="PNG")
+    print(report.table())
+    return 0

@@ -1,0 +1,174 @@
+"""Ask a model fresh questions about the tiny world and count the right answers, kind by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from PIL import Image, ImageOps
+
+from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.errors import ConfigError
+from spyglass.prompt.chat import Effort
+from spyglass.tiny_world.answers import is_right
+from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_pictures
+from spyglass.tiny_world.questions import WITHOUT_PICTURE
+from spyglass.tiny_world.words import Variant
+
+Control = Literal["shuffled", "grey"]
+CONTROLS: tuple[Control, ...] = ("shuffled", "grey")
+_GREY = (128, 128, 128)
+_THUMBNAIL = (168, 126)
+_MOST_TOKENS = 128  # of an answer with reasoning; right ones are much shorter
+
+
+class Answerer(Protocol):
+    """What is asked: an `LLM`, or a part of one that answers lists of conversations."""
+
+    def chat(
+        self,
+        messages: Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams,
+        *,
+        thinking: bool,
+        effort: Effort | None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One question and how it was answered. `thumbnails` are its pictures, made small."""
+
+    kind: str
+    pair: tuple[str, str] | None
+    question: str
+    expected: str
+    said: str
+    right: bool
+    thumbnails: tuple[Image.Image, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All verdicts of an evaluation, in the order of the questions."""
+
+    verdicts: tuple[Verdict, ...]
+    by_pair: bool = False
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers, 0 to 1."""
+        return sum(verdict.right for verdict in self.verdicts) / len(self.verdicts)
+
+    def table(self) -> str:
+        """Right answers by kind and, of unseen combinations, by pair; the last line is the overall figure."""
+        rows = _grouped(self.verdicts, lambda verdict: verdict.kind)
+        if self.by_pair:
+            rows |= _grouped(self.verdicts, lambda verdict: " ".join(verdict.pair or ()))
+        rows["overall"] = list(self.verdicts)
+        width = max(map(len, rows))
+        lines = [f"{'':<{width}}  right  asked  accuracy"]
+        for name, verdicts in rows.items():
+            right = sum(verdict.right for verdict in verdicts)
+            lines.append(f"{name:<{width}}  {right:>5}  {len(verdicts):>5}  {100 * right / len(verdicts):>6.1f} %")
+        return "\n".join(lines)
+
+
+def evaluate(
+    llm: Answerer,
+    num: int,
+    seed: int = 0,
+    *,
+    split: Split = "test",
+    control: Control | None = None,
+    variant: Variant | None = None,
+    kinds: Sequence[str] | None = None,
+    batch: int = 32,
+    progress: bool = False,
+) -> Report:
+    """Ask `num` questions, the kinds in turn, greedily, `batch` at a time.
+
+    Controls show whether the pictures are looked at: "shuffled" asks about the pictures of another question of the same
+    kind, "grey" about uniform ones of the same sizes. Kinds without pictures are left out of both. `progress` shows a
+    bar on a terminal.
+
+    Raises:
+        ConfigError: a split, control, variant or kind that does not exist, or no questions asked for.
+    """
+    if num < 1:
+        raise ConfigError(f"{num} questions are none; ask at least one")
+    if control is not None and control not in CONTROLS:
+        raise ConfigError(f"there is no control {control!r}; the controls are {', '.join(CONTROLS)}")
+    asked = kinds_of(split, variant) if kinds is None else tuple(kinds)
+    if control is not None:
+        asked = tuple(kind for kind in asked if kind not in WITHOUT_PICTURE)
+    if not asked:
+        raise ConfigError("the list of kinds is empty, or holds none with pictures; leave it out for all of them")
+    verdicts: list[Verdict] = []
+    with _bar(num, progress) as bar:
+        for first in range(0, num, batch):
+            numbers = range(first, min(first + batch, num))
+            cases = [
+                _case(seed, number, num, asked[number % len(asked)], split, control, variant) for number in numbers
+            ]
+            verdicts += _answered(llm, cases)
+            bar.update(len(cases))
+    return Report(verdicts=tuple(verdicts), by_pair=split == "unseen")
+
+
+def _bar(total: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=" questions", disable=None if shown else True)
+
+
+def _case(
+    seed: int, number: int, num: int, kind: str, split: Split, control: Control | None, variant: Variant | None
+) -> Case:
+    case = make_case(seed, number, split, kinds=(kind,), variant=variant)
+    if control == "grey":
+        return with_pictures(case, [Image.new("RGB", picture.size, _GREY) for picture in case.pictures])
+    if control == "shuffled":
+        other = number + num
+        while True:
+            donor = make_case(seed, other, split, kinds=(kind,), variant=variant)
+            if len(donor.pictures) == len(case.pictures):
+                return with_pictures(case, donor.pictures)
+            other += num
+    return case
+
+
+def _answered(llm: Answerer, cases: Sequence[Case]) -> list[Verdict]:
+    said: dict[int, str] = {}
+    for thinking in (False, True):
+        chosen = [number for number, case in enumerate(cases) if (case.reasoning is not None) == thinking]
+        if chosen:
+            outputs = llm.chat(
+                [cases[number].messages for number in chosen],
+                SamplingParams(temperature=0, max_tokens=_MOST_TOKENS),
+                thinking=thinking,
+                effort=EFFORT if thinking else None,
+            )
+            said |= {number: output.text for number, output in zip(chosen, outputs, strict=True)}
+    return [_verdict(case, said[number]) for number, case in enumerate(cases)]
+
+
+def _verdict(case: Case, said: str) -> Verdict:
+    return Verdict(
+        kind=case.kind,
+        pair=case.words.pair,
+        question=case.question,
+        expected=case.answer,
+        said=said,
+        right=is_right(case, said),
+        thumbnails=tuple(ImageOps.contain(picture, _THUMBNAIL) for picture in case.pictures),
+    )
+
+
+def _grouped(verdicts: Sequence[Verdict], name: Callable[[Verdict], str]) -> dict[str, list[Verdict]]:
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        groups.setdefault(name(verdict), []).append(verdict)
+    return groups
