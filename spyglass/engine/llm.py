@@ -43,10 +43,9 @@ _PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictu
 class LLM:
     """A model with its tokenizer and engine.
 
-    `path` is a checkpoint folder, or the name of a model that comes with the package. The options are those of
-    `EngineConfig`, which documents each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A
-    folder without tokenizer.json serves token ids and pictures. `threads` is set for the whole process. `progress`
-    shows a bar on a terminal while loading. `name` is the folder's.
+    `path` is a checkpoint folder or a shipped model's name. The options are those of `EngineConfig`, which documents
+    each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json
+    serves ids and pictures. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
 
     Raises:
         ConfigError: config.json or an option means nothing.
