@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.batch import output_path, run_file
 from spyglass.cli.options import add_engine_options, default_model, engine_config, model_folder
 from spyglass.config.engine import EngineConfig
-from spyglass.errors import PromptError
+from spyglass.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from spyglass.engine import LLM, Delta, RequestOutput, SamplingParams
