@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +13,13 @@ from spyglass.ops.table import Ops
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
+
+RunPart = Callable[..., Any]
+
+
+def run_part(part: torch.nn.Module, *inputs: Any) -> Any:
+    """How a stack runs one of its layers, unless a driver puts another way in its place (see `train.recompute`)."""
+    return part(*inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

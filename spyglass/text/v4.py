@@ -7,6 +7,7 @@ from torch import nn
 
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import LayerPlan
+from spyglass.layers.build import RunPart, run_part
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.experts import FeedForward
@@ -47,6 +48,7 @@ class V4Backbone(nn.Module):
         self.layers = nn.ModuleList(V4Layer(plan, parts) for plan in text.layers)
         self.hc_head = HyperHead(parts)
         self.norm = RMSNorm("norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.run_layer: RunPart = run_part
         self._plans = text.layers
         self._ropes = make_ropes(text.layers, parts.build.device)
 
@@ -57,7 +59,7 @@ class V4Backbone(nn.Module):
         step = make_step(batch, cache, self._ropes, self._plans)
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            streams_TMC = layer(streams_TMC, step, cache)
+            streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
             if index in batch.capture:
                 captured[index] = streams_TMC
         return self.norm(self.hc_head(streams_TMC)), captured

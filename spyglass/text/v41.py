@@ -11,6 +11,7 @@ from torch import nn
 
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import LayerPlan
+from spyglass.layers.build import RunPart, run_part
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.engram import Engram
@@ -58,6 +59,7 @@ class V41Backbone(nn.Module):
         text = parts.text
         self.layers = nn.ModuleList(V41Layer(plan, parts) for plan in text.layers)
         self.norm = RMSNorm("norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.run_layer: RunPart = run_part
         self._plans = text.layers
         self._ropes = make_ropes(text.layers, parts.build.device)
         self._collapse = parts.build.ops.hyper_collapse
@@ -75,5 +77,5 @@ class V41Backbone(nn.Module):
             streams_TMC = layer.recall(streams_TMC, step)
             if index in batch.capture:
                 captured[index] = streams_TMC
-            streams_TMC, pre_TM = layer(streams_TMC, pre_TM, step, cache)
+            streams_TMC, pre_TM = self.run_layer(layer, streams_TMC, pre_TM, step, cache)
         return self.norm(self._collapse(streams_TMC, pre_TM)), captured

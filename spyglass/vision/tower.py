@@ -17,7 +17,7 @@ from torch import nn
 from spyglass.batch.images import Grid, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build
+from spyglass.layers.build import Build, RunPart, run_part
 from spyglass.layers.linear import Linear, LinearSpec
 from spyglass.layers.norm import RMSNorm
 from spyglass.layers.rope import rope_frequencies
@@ -128,6 +128,7 @@ class VisionTower(nn.Module):
             VisionBlock(f"vision.blocks.{index}", vision, build) for index in range(vision.num_hidden_layers)
         )
         self.norm = RMSNorm("vision.norm", width, vision.norm_eps, build)
+        self.run_block: RunPart = run_part
         self._dtype = build.dtype
         self._pixels = pixel_table().to(build.device, build.dtype)
 
@@ -146,7 +147,7 @@ class VisionTower(nn.Module):
         """The tower behind its input: device tensors only, so that a graph can hold it."""
         x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.slot_U)
         for block in self.blocks:
-            x_UY = block(x_UY, rows)
+            x_UY = self.run_block(block, x_UY, rows)
         out: torch.Tensor = self.norm(x_UY)
         return out
 

@@ -1,0 +1,153 @@
+"""Gradients of everything that can be trained, against finite differences in float64; selections are what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from spyglass.engram.feed import EngramFeed
+from spyglass.lora.names import GROUPS, UNTRAINABLE
+from spyglass.lora.new import TrainableAdapter, new_adapter
+from spyglass.model import VisionLanguageModel
+from spyglass.train.loss import step_logits, token_loss
+from spyglass.train.packing import Sample, pack
+from spyglass.train.recompute import recompute_layers
+from tests.unit.train.leaves import (
+    FAMILIES,
+    Frozen,
+    check_directions,
+    family,
+    feed_of,
+    weight_leaves,
+    wide,
+    wide_step,
+)
+from tests.unit.train.samples import make_sample
+
+CLOSE = 1e-6  # of the gradient's norm
+NOT_SMOOTH = ("gate.bias", "bias_vl", "indexer")  # they only choose
+PARTS = {"deepseek_v4": ([4, (3, 5), 9], [130]), "deepseek_v41": ([4, (3, 5), 9], [30])}  # every pool gets an entry
+TRAINABLE = [group for group in GROUPS if group not in UNTRAINABLE]
+
+
+def samples_for(model: VisionLanguageModel) -> list[Sample]:
+    return [
+        make_sample(model.config, parts, seed=10 * number) for number, parts in enumerate(PARTS[model.config.family])
+    ]
+
+
+def wide_loss(model: VisionLanguageModel, frozen: Frozen, feed: EngramFeed | None, slot: int) -> torch.Tensor:
+    frozen.start()
+    step = wide_step(samples_for(model), model, feed, slot)
+    return token_loss(step_logits(model, step), step.targets_R)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_gradient_of_every_weight_is_the_slope_of_the_loss(name: str) -> None:
+    feed, frozen = feed_of(name), Frozen()
+    with wide():
+        model = family(name, ops=frozen.ops)
+        leaves = weight_leaves(model)
+        smooth = {key: leaf for key, leaf in leaves.items() if not any(part in key for part in NOT_SMOOTH)}
+        check_directions(lambda: wide_loss(model, frozen, feed, 0), smooth, CLOSE)
+
+
+def adapter_on(model: VisionLanguageModel, dtype: torch.dtype = torch.float32) -> TrainableAdapter:
+    """An adapter of rank 2 on every group that changes what the model computes."""
+    adapter = new_adapter(model, TRAINABLE, rank=2, alpha=3.0)
+    generator = torch.Generator().manual_seed(2)
+    for leaf in adapter.parameters.values():
+        leaf.data = (torch.randn(leaf.shape, generator=generator) * 0.2).to(dtype)
+    return adapter
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_gradient_of_every_adapter_is_the_slope_of_the_loss(name: str) -> None:
+    feed, frozen = feed_of(name), Frozen()
+    with wide():
+        model = family(name, ops=frozen.ops)
+        weight_leaves(model)
+        adapter = adapter_on(model, torch.float64)
+        check_directions(lambda: wide_loss(model, frozen, feed, adapter.slot), dict(adapter.parameters), CLOSE)
+
+
+def gradients(
+    model: VisionLanguageModel, adapter: TrainableAdapter, feed: EngramFeed | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    step = pack(samples_for(model), model.config, dtype=dtype, slot=adapter.slot, engram=feed)
+    loss = token_loss(step_logits(model, step), step.targets_R)[0]
+    return dict(zip(adapter.parameters, torch.autograd.grad(loss, list(adapter.parameters.values())), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_pass_packed_weights_and_every_rounding(name: str, dtype: torch.dtype) -> None:
+    """With the released rounding everything that is trained gets a finite gradient, in the direction of the plain one.
+
+    Rounding is coarse in models this small and turns choices, so it is roughly the direction; random ones have less
+    than 0.02 in common.
+    """
+    rounded = family(name, packed=True, numerics="reference", expand=False, dtype=dtype)
+    plain = family(name, packed=True, numerics="plain", expand=True)
+    got = gradients(rounded, adapter_on(rounded), feed_of(name, dtype), dtype)
+    want = gradients(plain, adapter_on(plain), feed_of(name), torch.float32)
+    assert all(gradient.isfinite().all() for gradient in got.values())
+    assert all(gradient.any() for gradient in got.values())
+    a, b = (torch.cat([gradient.flatten() for gradient in side.values()]) for side in (got, want))
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_are_computed_again_give_the_same_gradients(name: str) -> None:
+    """Bit for bit, with dropout, and with layers that read the rows of layers below (V4.1)."""
+    model = family(name)
+    adapter, feed = adapter_on(model), feed_of(name)
+    adapter.set_dropout(0.3)
+    kept = gradients(model, adapter, feed, torch.float32)
+    recompute_layers(model)
+    again = gradients(model, adapter, feed, torch.float32)
+    assert all(torch.equal(kept[leaf], again[leaf]) for leaf in kept)
+    adapter.set_dropout(0.0)
+    assert not torch.equal(
+        gradients(model, adapter, feed, torch.float32)["aligner.w1.lora_A"], kept["aligner.w1.lora_A"]
+    )
+
+
+def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
+    kept: dict[int, int] = {}
+
+    def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+        out = run()
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    model = family("v4")
+    adapter = adapter_on(model)
+
+    def run() -> torch.Tensor:
+        step = pack(samples_for(model), model.config, dtype=torch.float32, slot=adapter.slot)
+        return step_logits(model, step)
+
+    whole = kept_bytes(run)
+    recompute_layers(model)
+    assert kept_bytes(run) < whole / 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapter_that_has_not_been_trained_changes_no_bit(name: str) -> None:
+    """Field report 69."""
+    model, feed = family(name), feed_of(name)
+    samples = samples_for(model)
+    before = step_logits(model, pack(samples, model.config, dtype=torch.float32, engram=feed))
+    adapter = new_adapter(model, TRAINABLE, rank=2, alpha=3.0)
+    after = step_logits(model, pack(samples, model.config, dtype=torch.float32, slot=adapter.slot, engram=feed))
+    assert torch.equal(before, after)
