@@ -29,10 +29,9 @@ class Answer:
     def __init__(self, make_generator: Callable[[], Any], conversed: Conversed, family: str) -> None:
         spelling = make_spelling()
         self.markup = Markup(family, conversed.expected, spelling)
-        stage = conversed.request.parsing_options.thinking_initial_stage
         options = deepseek_recipe.ParsingOptions(
             parse_tool_calls=bool(conversed.expected.tools),
-            thinking_initial_stage=stage,
+            thinking_initial_stage=conversed.stage,
             special_tokens=deepseek_recipe.SpecialTokens(dsml=spelling.dsml, thinking_end=spelling.think_end),
         )
         self._processor = deepseek_recipe.StreamProcessor(make_generator(), options)

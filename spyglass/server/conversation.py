@@ -5,7 +5,7 @@ Pictures are taken out before the library reads a body (`PictureStubs`) and come
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ _DEFAULT_TOKENS, _THINKING_TOKENS, _MOST_TOKENS = 8192, 65536, 131072  # the mak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversed:
-    """A converted request: the library's own form, the prompt it makes, and what its answer may hold."""
+    """A converted request: the library's own form, the prompt it makes, where its answer begins (None = outside
+    thinking) and what it may hold."""
 
     request: deepseek_recipe.ConversationRequest
     prompt: Prompt
+    stage: deepseek_recipe.ThinkingInitialStage | None
     expected: Expected
     thinking: bool
 
@@ -70,16 +72,19 @@ def converse(
     pictures: Pictures,
     *,
     changed: Mapping[str, Any] | None = None,
+    continues: bool = False,
     one_call: bool = False,
 ) -> Conversed:
-    """Convert and render a request. `changed` are parts of the conversation that the library leaves out.
+    """Convert and render a request. `changed` are parts of the conversation that the library leaves out, `continues`
+    says that the answer goes on where the last message of the assistant stops.
 
     Raises:
         PromptError: the library refuses the body, or a picture cannot be used.
     """
     request = convert_request(protocol, body)
-    if changed:
-        request = _with(request, changed)
+    stage = request.parsing_options.thinking_initial_stage
+    if changed or continues:
+        request = _with(request, changed or {}, continues)
     conversation = request.conversation
     prompt = prompt_from_chat(
         render_conversation(conversation, pictures.stubs.pictures, served.config),
@@ -87,31 +92,33 @@ def converse(
         served.tokenizer,
         limits=served.limits,
     )
-    stage = request.parsing_options.thinking_initial_stage
     expected = Expected(
         tools={tool.name: tool.parameters for tool in conversation.tools},
         reasoning=stage is not None and stage.starts_in_reasoning(),
         in_calls=conversation.tool_choice == "required",
         one_call=one_call,
     )
-    return Conversed(request=request, prompt=prompt, expected=expected, thinking=conversation.thinking_mode)
+    return Conversed(
+        request=request, prompt=prompt, stage=stage, expected=expected, thinking=conversation.thinking_mode
+    )
 
 
 def _with(
-    request: deepseek_recipe.ConversationRequest, changed: Mapping[str, Any]
+    request: deepseek_recipe.ConversationRequest, changed: Mapping[str, Any], continues: bool
 ) -> deepseek_recipe.ConversationRequest:
     old = request.conversation
+    messages = old.messages
+    if continues:
+        messages[-1] = deepseek_recipe.AssistantMessage(messages[-1].content, prefix=True)
     same = {
-        "messages": old.messages,
+        "messages": messages,
         "thinking_mode": old.thinking_mode,
         "tools": old.tools,
         "tool_choice": old.tool_choice,
         "reasoning_effort": old.reasoning_effort,
     }
-    made = deepseek_recipe.ConversationRequest(
-        deepseek_recipe.Conversation(**{**same, **changed}), request.model_version
-    )
-    return made
+    conversation = deepseek_recipe.Conversation(**{**same, **changed})
+    return deepseek_recipe.ConversationRequest(conversation, request.model_version)
 
 
 def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -127,8 +134,3 @@ def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | No
         return str(name), str(name)
     known = ", ".join((*served.names, *served.adapters))
     raise NotServedError(f"model {str(name)[:200]!r} is not served here; served are {known}")
-
-
-def num_pictures(prompts: Sequence[Prompt]) -> int:
-    """Pictures of a request."""
-    return sum(len(prompt.plans) for prompt in prompts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from spyglass.server.chat import ChatEndpoint
 from spyglass.server.exchange import Endpoint, Served
+from spyglass.server.messages import MessagesEndpoint
+from spyglass.server.responses import ResponsesEndpoint
 
 
 def make_endpoints(served: Served) -> tuple[Endpoint, ...]:
     """One object per path of the protocols."""
-    return (ChatEndpoint(served),)
+    return (ChatEndpoint(served), ResponsesEndpoint(served), MessagesEndpoint(served))
