@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, print the table, write the sheet; the result is the exit code."""
-    folder = model_folder(args.model)
+    folder = model_folder(args.model, "spyglass eval MODEL")
     engine_config(args)
     for name in ("num", "batch"):
         if getattr(args, name) < 1:

@@ -8,7 +8,14 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from spyglass.cli.options import add_engine_options, add_server_options, engine_config, server_config
+from spyglass.cli.options import (
+    add_engine_options,
+    add_server_options,
+    default_model,
+    engine_config,
+    model_folder,
+    server_config,
+)
 from spyglass.config.engine import EngineConfig
 
 if TYPE_CHECKING:
@@ -20,14 +27,15 @@ HELP = "Answer OpenAI and Anthropic clients over HTTP, streaming or not; a page 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass serve [options] MODEL"
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    parser.usage = "spyglass serve [options] [model]"
+    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
     add_server_options(parser)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
+    folder = model_folder(args.model, "spyglass serve MODEL")
     config = server_config(args)
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind
@@ -40,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     set_up_logs(config.log_level)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    llm = LLM(args.model, progress=True, **engine)
+    llm = LLM(folder, progress=True, **engine)
     app = create_app(llm, config)
     print(banner(llm, config, listening.getsockname()[1], app.state.service.most_live), file=sys.stderr, flush=True)
     asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))

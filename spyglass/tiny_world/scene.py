@@ -23,8 +23,10 @@ LEAST_LETTER = 38.0
 LEAST_DRAWN_THING = 12.0  # pixels of the picture itself
 LEAST_DRAWN_LETTER = 10.0
 LEAST_SIDE, MOST_SIDE = 64, 2000
-_AREAS = ((0.86, 64**2, 384**2), (0.97, 384**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to
+_AREAS = ((0.86, 64**2, 384**2), (0.98, 384**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to
 _ROOM = 1.25  # side of a cell of the layout over the least size of a thing
+_FULLEST = 0.84  # most of a cell's breadth that a thing takes
+_SLACK = 0.7  # share of the free room in a cell that is used: neighbours keep apart
 _MOST_CELLS = 5
 _LAST = 999  # coordinates run from 0 to this
 STEP = 50  # boxes that are asked for have corners on multiples of this
@@ -103,13 +105,13 @@ def scatter(rng: Generator, size: tuple[int, int], count: int) -> list[Box]:
 
 
 def box_in(
-    rng: Generator, size: tuple[int, int], grid: tuple[int, int], cell: tuple[int, int], slack: float = 1.0
+    rng: Generator, size: tuple[int, int], grid: tuple[int, int], cell: tuple[int, int], slack: float = _SLACK
 ) -> Box:
     """A square box within one cell (column, row) of a grid; `slack` 1 = anywhere in it, 0 = in its middle."""
     (width, height), least = (size[0] / grid[0], size[1] / grid[1]), least_thing(size)
-    side = rng.uniform(least, max(least, 0.9 * min(width, height)))
+    side = rng.uniform(least, max(least, _FULLEST * min(width, height)))
     x, y = (
-        (at + 0.5) * room - side / 2 + slack * (rng.random() - 0.5) * 0.96 * (room - side)
+        (at + 0.5) * room - side / 2 + slack * (rng.random() - 0.5) * (room - side)
         for at, room in zip(cell, (width, height), strict=True)
     )
     return round(x), round(y), round(x) + round(side), round(y) + round(side)
