@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -109,6 +109,8 @@ class EndpointRoute:
             except asyncio.CancelledError:
                 if not scope["record"].client_left:
                     raise
+        except ClientDisconnect:
+            scope["record"].client_left = True
         finally:
             service.calls -= 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from starlette.requests import Request
 from spyglass.errors import PromptError
 
 _READ_SECONDS = 120.0  # for a whole body
-_LINGER_SECONDS = 2.0  # a body that is too large is read a while, or its sender would never see the answer
+_CLOSE = {"connection": "close"}
 _DEEPEST = 100  # levels of nesting; a JSON schema has some twenty
 
 
@@ -28,28 +27,26 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises:
         HTTPException: 413 too large, 415 not JSON by its headers, 408 not here in time.
+        ClientDisconnect: the client went away.
     """
     _check_headers(request)
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > limit:
-        if int(stated) <= 2 * limit:
-            await _drop(request, limit)
-        _refuse_size(limit)
+    if stated.isdecimal() and int(stated) > 2 * limit:
+        raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(_READ_SECONDS):
             async for chunk in request.stream():
                 size += len(chunk)
-                chunks.append(chunk)
-                if size > limit:
-                    chunks.clear()
+                if size <= limit:
+                    chunks.append(chunk)
+                elif size > 2 * limit:  # until then it is read on, or its sender would never see the answer
                     break
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive within {_READ_SECONDS:.0f} seconds", _CLOSE) from None
     if size > limit:
-        await _drop(request, limit)
-        _refuse_size(limit)
+        raise _too_large(limit)
     return b"".join(chunks)
 
 
@@ -77,9 +74,6 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
     return value
 
 
-_CLOSE = {"connection": "close"}
-
-
 def _check_headers(request: Request) -> None:
     """A page of another origin can send anything but JSON without asking first, so nothing else is read."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -91,21 +85,8 @@ def _check_headers(request: Request) -> None:
         raise HTTPException(415, f"the content-encoding is {encoding[:80]!r}; send the body as it is")
 
 
-async def _drop(request: Request, most: int) -> None:
-    """Read on without keeping anything, within reason."""
-    until = time.monotonic() + _LINGER_SECONDS
-    try:
-        async with asyncio.timeout(_LINGER_SECONDS):
-            async for chunk in request.stream():
-                most -= len(chunk)
-                if most < 0 or time.monotonic() > until:
-                    return
-    except TimeoutError:
-        return
-
-
-def _refuse_size(limit: int) -> NoReturn:
-    raise HTTPException(413, f"the body is larger than the {limit} bytes that it may have; send less", _CLOSE)
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than the {limit} bytes that it may have; send less", _CLOSE)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 import time
@@ -13,6 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 
 from spyglass.config.server import ServerConfig
@@ -21,6 +24,7 @@ from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import PictureRef
+from spyglass.prompt.data_url import is_data_url
 from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
 from spyglass.server.run import bind, make_server, serve
@@ -65,11 +69,13 @@ class PlainEndpoint:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise PromptError("ids must be a list of integers")
         parts: list[Any] = [ids]
-        for image in body.get("images", []):
-            if not isinstance(image, str):
+        for image in map(str, body.get("images", [])):
+            if image.startswith("http") and fetch is not None:
+                parts.append(PictureRef(fetch(image), "images"))
+            elif is_data_url(image):
+                parts.append(PictureRef(image, "images"))
+            else:
                 raise PromptError("images must be data URLs")
-            remote = image.startswith("http") and fetch is not None
-            parts.append(PictureRef(fetch(image) if remote and fetch is not None else image, "images"))
         prompt = prompt_from_parts(parts, self.served.config, limits=self.served.limits)
         if body.get("count"):
             return Immediate(body={"tokens": len(prompt)})
@@ -88,6 +94,13 @@ class PlainEndpoint:
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         return {"plain_error": {"status": status, "message": message}}
+
+
+def data_url(picture: Image.Image | None = None) -> str:
+    """A picture as PNG in a data URL; a small grey one if none is given."""
+    out = io.BytesIO()
+    (picture or Image.new("RGB", (40, 30), "grey")).save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 def event(value: Mapping[str, Any]) -> bytes:
@@ -112,6 +125,7 @@ class Live:
     app: Starlette
     server: uvicorn.Server
     client: httpx.Client
+    client_errors: tuple[type[Exception], ...] = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
     @property
     def service(self) -> Any:
@@ -130,9 +144,9 @@ class Live:
 
 
 @contextmanager
-def running(app: Starlette, *, ready: bool = True, grace_s: float = 5.0) -> Iterator[Live]:
+def running(app: Starlette, *, ready: bool = True) -> Iterator[Live]:
     """Serve an application on a thread until the block ends."""
-    server, listening = make_server(app, grace_s), bind("127.0.0.1", 0)
+    server, listening = make_server(app, app.state.service.config.grace_seconds), bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=lambda: asyncio.run(serve(server, app, listening)), daemon=True)
     thread.start()
@@ -157,6 +171,6 @@ def wait_for(fact: Any, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def plain(llm: LLM) -> Any:
-    """The tests' endpoint for a model, with the limits of a default server."""
-    return PlainEndpoint(served_by(llm, ServerConfig()))
+def plain(llm: LLM, config: ServerConfig | None = None) -> Any:
+    """The tests' endpoint for a model, with the limits of a server (a default one)."""
+    return PlainEndpoint(served_by(llm, config or ServerConfig()))

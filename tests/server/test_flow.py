@@ -1,0 +1,216 @@
+"""Many clients, some of them rude: each gets its own answer, and nobody holds the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.engine.worker import EngineWorker
+from spyglass.server.app import create_app
+from tests.scripted import ScriptedEngine
+from tests.server.parts import Live, event, events, ids_of, plain, running, wait_for
+
+
+@contextmanager
+def scripted(llm: LLM, engine: ScriptedEngine, most_live: int = 100, **settings: Any) -> Iterator[Live]:
+    """A server whose engine does as it is told."""
+    config = ServerConfig(**{"grace_seconds": 1, **settings})
+    worker = EngineWorker(engine, most_live=most_live)
+    with running(create_app(llm, config, worker=worker, endpoints=[plain(llm)])) as server:
+        yield server
+
+
+def ask(server: Live, body: dict[str, Any]) -> socket.socket:
+    """Send a request on a raw connection and leave it there."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    raw = socket.create_connection((host, int(port)), 30)
+    head = (
+        f"POST /plain HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    raw.sendall(head.encode() + content)
+    return raw
+
+
+def test_a_stream_brings_what_the_whole_answer_holds(live: Live) -> None:
+    body = {"ids": [0, 7, 8, 9], "max_tokens": 6, "n": 2}
+    whole = live.post(body)
+    assert whole.status_code == 200, whole.text
+    stream = live.post({**body, "stream": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    found = events(stream.text)
+    assert found[0] == {"id": stream.headers["x-request-id"]} and found[-1] == {"done": True}
+    assert [ids_of(found, 0), ids_of(found, 1)] == whole.json()["answers"]
+    assert len(whole.json()["answers"][0]) == 6
+
+
+def test_tokens_are_sent_as_they_come(llm: LLM) -> None:
+    with (
+        scripted(llm, ScriptedEngine(pause_s=0.05)) as server,
+        server.client.stream("POST", "/plain", json={"max_tokens": 10, "stream": True}) as answer,
+    ):
+        times = [time.monotonic() for line in answer.iter_lines() if line.startswith("data: ")]
+        assert times[-1] - times[0] > 0.4 and len(times) >= 10
+
+
+def test_many_at_once_get_what_each_gets_alone(live: Live) -> None:
+    bodies = [{"ids": [0, *range(5, 6 + n)], "max_tokens": 1 + n % 7, "stream": n % 2 == 0} for n in range(24)]
+    alone = [live.post({**body, "stream": False}).json()["answers"][0] for body in bodies]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(live.post, bodies))
+    for body, answer, expected in zip(bodies, together, alone, strict=True):
+        found = ids_of(events(answer.text)) if body["stream"] else answer.json()["answers"][0]
+        assert found == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_frees_the_engine_within_a_second(stream: bool, llm: LLM) -> None:
+    engine = ScriptedEngine(pause_s=0.01)
+    with scripted(llm, engine) as server:
+        raws = [ask(server, {"max_tokens": 100_000, "n": 2, "stream": stream}) for _ in range(3)]
+        wait_for(lambda: len(engine.live) == 6)
+        for raw in raws:
+            raw.close()
+        assert server.wait_until_idle(1.0) < 1.0
+        assert not engine.live
+
+
+def test_who_leaves_the_real_engine_frees_its_memory(live: Live, llm: LLM) -> None:
+    raw = ask(live, {"max_tokens": 4000, "stream": True})
+    assert raw.recv(20)
+    raw.close()
+    assert live.wait_until_idle(1.5) < 1.5
+    blocks = llm.engine.blocks
+    assert {name: pool.num_used for name, pool in blocks.pools.items()} == dict.fromkeys(blocks.pools, 0)
+
+
+def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
+    engine = ScriptedEngine(lambda prompt, params: ["x" * 100] * (params.max_tokens or 0))
+    with scripted(llm, engine) as server:
+        raws = [ask(server, {"max_tokens": 20_000, "stream": True}) for _ in range(4)]
+        wait_for(lambda: not engine.live)  # the engine is done with them, though nobody has read a byte
+        assert server.post({"max_tokens": 3}).status_code == 200
+        for raw in raws:
+            with raw.makefile("rb") as reader:
+                text = read_to_done(reader)
+            assert len(ids_of(events(text))) == 20_000
+            raw.close()
+
+
+def read_to_done(reader: Any) -> str:
+    """Everything of a chunked stream up to the last event."""
+    text = b""
+    while b'{"done": true}' not in text[-100:]:
+        text += reader.read1(1 << 20)
+    return text.decode().replace("\r\n", "\n")
+
+
+def test_more_than_may_wait_get_429_and_when_to_come_again(llm: LLM) -> None:
+    engine = ScriptedEngine(pause_s=0.01)
+    with scripted(llm, engine, most_live=2) as server:
+        raws = [ask(server, {"max_tokens": 100_000, "stream": True}) for _ in range(2)]
+        wait_for(lambda: len(engine.live) == 2)
+        for stream in (True, False):
+            refused = server.post({"max_tokens": 1, "stream": stream})
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "under way" in refused.json()["plain_error"]["message"]
+        raws.pop().close()
+        wait_for(lambda: len(engine.live) == 1)
+        assert server.post({"max_tokens": 1}).status_code == 200
+        raws.pop().close()
+
+
+def test_requests_that_only_send_count_too(llm: LLM) -> None:
+    """Bodies that never end may not fill the memory of a server."""
+    with scripted(llm, ScriptedEngine()) as server:
+        server.service.most_live = 2
+        host, port = server.url.removeprefix("http://").split(":")
+        head = b"POST /plain HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+        raws = [socket.create_connection((host, int(port))) for _ in range(2)]
+        for raw in raws:
+            raw.sendall(head)
+        wait_for(lambda: server.service.calls == 2)
+        assert server.post({"max_tokens": 1}).status_code == 429
+        for raw in raws:
+            raw.close()
+        server.wait_until_idle(1.0)
+        assert server.post({"max_tokens": 1}).status_code == 200
+
+
+def test_a_step_that_fails_ends_its_requests_in_words_and_the_server_goes_on(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(pause_s=0.005)
+    with caplog.at_level(logging.CRITICAL, logger="spyglass"), scripted(llm, engine) as server:
+        engine.faults = {engine.steps + 20}
+        with ThreadPoolExecutor(2) as pool:
+            whole, stream = pool.map(server.post, [{"max_tokens": 1000}, {"max_tokens": 1000, "stream": True}])
+        assert whole.status_code == 500 and whole.json()["errors"] == ["the step failed"]
+        assert stream.status_code == 200 and events(stream.text)[-2]["error"] == "the step failed"
+        assert server.post({"max_tokens": 3}).json()["answers"] == [[1, 2, 3]]
+        assert server.client.get("/health").status_code == 200
+        assert 'spyglass:failed_steps_total{model_name="tiny"} 1.0' in server.client.get("/metrics").text
+
+
+def test_a_fault_of_ours_is_told_without_its_inside(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.CRITICAL), scripted(llm, ScriptedEngine()) as server:
+        for stream in (True, False):
+            answer = server.post({"ids": [67], "stream": stream})
+            assert answer.status_code == 500
+            assert "67" not in answer.text and "logged" in answer.json()["plain_error"]["message"]
+        assert server.post({"ids": [66]}).status_code == 400
+        assert server.post({"max_tokens": 3}).status_code == 200
+
+
+def test_a_fault_in_the_middle_of_a_stream_becomes_its_last_event(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def push(self: Any, index: int, delta: Any) -> bytes:
+        if 3 in delta.token_ids:
+            raise KeyError("a secret")
+        return event({"ids": list(delta.token_ids)})
+
+    monkeypatch.setattr("tests.server.parts.PlainReply.push", push)
+    with caplog.at_level(logging.CRITICAL), scripted(llm, ScriptedEngine(pause_s=0.01)) as server:
+        answer = server.post({"max_tokens": 1000, "stream": True})
+        assert answer.status_code == 200 and "secret" not in answer.text
+        assert answer.text.splitlines()[-2].startswith("data: ") and "event: error" in answer.text
+        assert events(answer.text)[-1]["plain_error"]["status"] == 500
+        server.wait_until_idle(1.0)
+
+
+def test_a_stream_that_is_silent_says_that_it_lives(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spyglass.server.stream._QUIET_S", 0.05)
+    with scripted(llm, ScriptedEngine(pause_s=0.3)) as server:
+        answer = server.post({"max_tokens": 2, "stream": True})
+        assert answer.text.count(": alive\n\n") >= 4
+        assert ids_of(events(answer.text)) == [1, 2]
+
+
+@pytest.mark.parametrize(("tokens", "cut"), [(40, False), (100_000, True)])
+def test_stopping_lets_streams_end_or_ends_them_in_words(tokens: int, cut: bool, llm: LLM) -> None:
+    engine = ScriptedEngine(pause_s=0.01)
+    with scripted(llm, engine) as server, ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(server.post, {"max_tokens": tokens, "stream": n > 0}) for n in range(3)]
+        wait_for(lambda: len(engine.live) == 3)
+        server.server.should_exit = True
+        wait_for(lambda: server.service.stopping)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 1).close()
+        whole, *streams = [answer.result(10) for answer in answers]
+        assert whole.status_code == (500 if cut else 200)
+        for stream in streams:
+            found = events(stream.text)
+            assert found[-1] == {"done": True}
+            assert found[-2]["error"] == ("the server is shutting down" if cut else None)
+            assert cut or ids_of(found) == list(range(1, tokens + 1))

@@ -1,0 +1,147 @@
+"""`/health` is believed by load balancers and `/metrics` by people at night: both tell the truth."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.engine.worker import EngineWorker
+from spyglass.errors import PromptError
+from spyglass.server.app import create_app
+from tests.scripted import ScriptedEngine
+from tests.server.parts import Live, data_url, plain, running, wait_for
+
+EVERYTHING = {"text", "pictures", "structured answers"}
+
+
+@contextmanager
+def held(llm: LLM, engine: ScriptedEngine) -> Iterator[Live]:
+    worker = EngineWorker(engine, most_live=100)
+    app = create_app(llm, ServerConfig(grace_seconds=0), worker=worker, endpoints=[plain(llm)])
+    with running(app, ready=False) as server:
+        yield server
+
+
+def health(server: Live) -> tuple[int, dict[str, Any]]:
+    answer = server.client.get("/health")
+    return answer.status_code, answer.json()
+
+
+def test_ready_means_a_token_with_every_feature_and_tells_what_runs(live: Live, llm: LLM) -> None:
+    status, body = health(live)
+    assert status == 200 and body["status"] == "ok"
+    assert body["features"] == dict.fromkeys(EVERYTHING, "ok")
+    assert body["model"] == "tiny" and body["device"] == "cpu" and body["dtype"] == "float32" and body["version"]
+    assert body["ops"] == dict(llm.loaded.model.options.build.ops.chosen) and len(body["ops"]) > 10
+
+
+def test_a_server_is_not_ready_before_each_feature_has_drawn_a_token(llm: LLM) -> None:
+    gate = threading.Semaphore(0)
+
+    class Waiting(ScriptedEngine):
+        def step(self) -> Any:
+            gate.acquire()
+            return super().step()
+
+    with held(llm, Waiting()) as server:
+        for tried in range(len(EVERYTHING)):
+            wait_for(lambda tried=tried: list(health(server)[1]["features"].values()).count("ok") == tried)
+            assert health(server)[0] == 503 and health(server)[1]["status"] == "starting"
+            assert server.client.get("/v1/models").status_code == 200
+            gate.release()
+        wait_for(lambda: health(server)[0] == 200)
+
+
+def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    class Blind(ScriptedEngine):
+        def add(self, prompt: Any, params: Any) -> int:
+            if prompt.plans:
+                raise PromptError("no attention for pictures is built")
+            return super().add(prompt, params)
+
+    with caplog.at_level(logging.CRITICAL), held(llm, Blind()) as server:
+        wait_for(lambda: health(server)[1]["status"] == "failing")
+        status, body = health(server)
+        assert status == 503 and body["features"]["pictures"] == "no attention for pictures is built"
+        assert body["features"]["text"] == "ok"
+        assert server.post({"max_tokens": 2}).status_code == 200
+        refused = server.post({"max_tokens": 2, "images": [data_url()]})
+        assert refused.status_code == 400 and "no attention" in refused.text
+
+
+def test_steps_that_only_fail_show_and_recovery_shows_too(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    with caplog.at_level(logging.CRITICAL), held(llm, engine) as server:
+        wait_for(lambda: health(server)[0] == 200)
+        engine.faults = set(range(engine.steps + 1, engine.steps + 4))
+        assert [server.post({}).status_code for _ in range(3)] == [500] * 3
+        assert health(server)[1]["status"] == "failing" and health(server)[0] == 503
+        assert server.post({}).status_code == 200
+        assert health(server)[0] == 200
+
+
+def test_a_step_that_does_not_end_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spyglass.server.readiness.STALL_S", 0.1)
+    engine = ScriptedEngine()
+    with held(llm, engine) as server:
+        wait_for(lambda: health(server)[0] == 200)
+        engine.pause_s = 0.5
+        asking = threading.Thread(target=server.post, args=({"max_tokens": 1},))
+        asking.start()
+        wait_for(lambda: health(server)[1]["status"].startswith("stalled"), 2)
+        asking.join()
+        assert health(server)[0] == 200
+
+
+def number(text: str, name: str, **labels: str) -> float:
+    """One sample; all labels but the model's must be as given."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
+        if found and found[1] == name:
+            given = dict(re.findall(r'(\w+)="([^"]*)"', found[2]))
+            if given.pop("model_name", "tiny") == "tiny" and given == labels:
+                return float(found[3])
+    return 0.0
+
+
+def test_numbers_grow_by_what_was_done(live: Live) -> None:
+    before = live.client.get("/metrics").text
+    live.post({"ids": [0, 5, 6], "max_tokens": 7, "n": 2})
+    live.post({"ids": [0, 5, 6, 7], "max_tokens": 2, "stream": True, "images": [data_url()]})
+    live.post({"ids": "refused"})
+    live.wait_until_idle()
+    picture = live.post({"ids": [0, 5, 6, 7], "images": [data_url()], "count": True}).json()["tokens"] - 4
+    after = live.client.get("/metrics").text
+    for name, grown, labels in (
+        ("vllm:prompt_tokens_total", 3 + 4 + picture, {}),
+        ("vllm:generation_tokens_total", 16, {}),
+        ("vllm:request_success_total", 3, {"finished_reason": "length"}),
+        ("vllm:time_to_first_token_seconds_count", 2, {}),
+        ("vllm:e2e_request_latency_seconds_count", 2, {}),
+        ("spyglass:pictures_total", 1, {}),
+        ("spyglass:picture_tokens_total", picture, {}),
+        ("spyglass:http_requests_total", 3, {"path": "/plain", "status": "200"}),
+        ("spyglass:http_requests_total", 1, {"path": "/plain", "status": "400"}),
+    ):
+        assert number(after, name, **labels) - number(before, name, **labels) == grown, name
+
+
+def test_strangers_cannot_make_up_series(live: Live) -> None:
+    for path in ("/made-up", "/v1/models/made-up", "/plain/made-up"):
+        live.client.get(path)
+    assert "made-up" not in live.client.get("/metrics").text
+
+
+def test_two_servers_in_one_process_count_apart(live: Live, llm: LLM) -> None:
+    with held(llm, ScriptedEngine()) as other:
+        wait_for(lambda: health(other)[0] == 200)
+        other.post({"max_tokens": 5})
+        assert number(other.client.get("/metrics").text, "vllm:generation_tokens_total") == 5
