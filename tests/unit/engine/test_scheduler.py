@@ -15,12 +15,12 @@ from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError
 from spyglass.prompt.visibility import is_legal_cut
-from tests.engine_parts import engine_config, make_prompt
+from tests.engine_parts import PAGE_ROWS, engine_config, make_prompt
 
 CONFIG = engine_config()
 
 
-def make_scheduler(step: int, sequences: int = 4) -> Scheduler:
+def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None) -> Scheduler:
     blocks = Blocks(
         cache_plans(CONFIG.text),
         dtype=torch.float32,
@@ -28,6 +28,8 @@ def make_scheduler(step: int, sequences: int = 4) -> Scheduler:
         max_sequences=sequences,
         step_tokens=step,
         max_length=4000,
+        cache_bytes=cache_bytes,
+        page_rows=PAGE_ROWS,
     )
     return Scheduler(blocks, step)
 
@@ -98,13 +100,94 @@ def test_answers_under_way_come_before_long_prompts() -> None:
     scheduler = make_scheduler(step=20)
     for number, parts in enumerate([[5], [400], [6]]):
         scheduler.add(make_sequence(number, parts, limit=50))
-    play(scheduler, scheduler.schedule())  # 5 and 15 of the long one
-    play(scheduler, scheduler.schedule())
+    for _ in range(4):
+        play(scheduler, scheduler.schedule())
     for _ in range(10):
         chunks = scheduler.schedule()
         sizes = {chunk.sequence.request_id: chunk.stop - chunk.start for chunk in chunks}
         assert sizes == {0: 1, 1: 18, 2: 1}
         play(scheduler, chunks)
+
+
+def test_half_a_step_is_shared_alike_and_the_rest_goes_to_the_longest_waiting() -> None:
+    scheduler = make_scheduler(step=40)
+    for number in range(4):
+        scheduler.add(make_sequence(number, [200]))
+    sizes = [chunk.stop - chunk.start for chunk in scheduler.schedule()]
+    assert sizes == [25, 5, 5, 5]
+
+
+class Watch:
+    """Plays requests that arrive over time, and notes for how many steps in a row each admitted one got nothing."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.skipped: dict[int, int] = {}
+        self.finished: list[int] = []
+
+    def step(self, arrivals: list[TokenSequence]) -> bool:
+        """One step; whether anything ran."""
+        for sequence in arrivals:
+            self.scheduler.add(sequence)
+        chunks = self.scheduler.schedule()
+        ran = {chunk.sequence.request_id for chunk in chunks}
+        running = {sequence.request_id for sequence in self.scheduler._running}
+        self.skipped = {n: 0 if n in ran else self.skipped.get(n, 0) + 1 for n in running}
+        play(self.scheduler, chunks)
+        self.finished += sorted(running - {sequence.request_id for sequence in self.scheduler._running})
+        return bool(chunks)
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 6), PARTS, st.integers(1, 30)), min_size=1, max_size=14)
+
+
+@given(arrivals=ARRIVALS, step=st.integers(45, 90))
+def test_text_and_answers_never_wait_two_steps_and_pictures_get_their_turn(
+    arrivals: list[tuple[int, list[int | tuple[int, int]], int]], step: int
+) -> None:
+    """The laws of the scheduler's docstring, with memory for all: 6 table rows, steps of at least twice that."""
+    watch = Watch(make_scheduler(step, sequences=6))
+    sequences = [make_sequence(number, parts, limit) for number, (_, parts, limit) in enumerate(arrivals)]
+    text = {s.request_id for s in sequences if not s.prompt.spans}
+    due = np.cumsum([gap for gap, _, _ in arrivals]).tolist()
+    for clock in range(5000):
+        before = {s.request_id for s in watch.scheduler._running if s.next_piece() == 1}
+        ran = watch.step([s for s, at in zip(sequences, due, strict=True) if at == clock])
+        for number, steps in watch.skipped.items():
+            if number in text or number in before:
+                assert steps <= 1
+            assert steps <= 2 * 6, "a picture waits at most for one picture of each other, every second step"
+        assert watch.scheduler.num_running == 6 or watch.scheduler.num_waiting == 0, "a free row and memory, yet waiting"
+        if clock > due[-1] and not ran:
+            break
+    assert sorted(watch.finished) == list(range(len(sequences)))
+
+
+@given(arrivals=ARRIVALS, cache_bytes=st.integers(645_000, 670_000))
+def test_however_small_the_memory_everyone_finishes_and_the_oldest_is_never_preempted(
+    arrivals: list[tuple[int, list[int | tuple[int, int]], int]], cache_bytes: int
+) -> None:
+    scheduler = make_scheduler(50, sequences=6, cache_bytes=cache_bytes)
+    watch = Watch(scheduler)
+    sequences = []
+    for number, (_, parts, limit) in enumerate(arrivals):
+        sequence = make_sequence(number, parts, 4 * limit)
+        try:
+            scheduler.add(sequence)
+        except CapacityError:
+            continue
+        sequences.append(sequence)
+    for _ in range(20_000):
+        oldest = scheduler._running[0] if scheduler._running else None
+        computed = 0 if oldest is None else oldest.computed
+        if not watch.step([]):
+            break
+        if oldest is not None and oldest.request_id not in watch.finished:
+            assert oldest.row is not None and oldest.computed >= computed
+        ids = [s.request_id for s in scheduler._running] + [s.request_id for s in scheduler._waiting]
+        assert ids == sorted(ids), "the order of arrival is kept"
+    assert sorted(watch.finished) == [s.request_id for s in sequences]
+    assert {pool.num_used for pool in scheduler._blocks.pools.values()} == {0}
 
 
 def test_a_picture_that_never_fits_beside_the_answers_still_gets_its_turn() -> None:
@@ -138,3 +221,19 @@ def test_waiting_requests_are_admitted_in_order_as_rows_become_free() -> None:
         first_run += [c.sequence.request_id for c in chunks if c.sequence.request_id not in first_run]
         play(scheduler, chunks)
     assert first_run == [0, 1, 2, 3, 4]
+
+
+def test_who_was_preempted_is_not_admitted_again_before_all_have_room_to_grow() -> None:
+    """Else two requests would take each other's pages in turn, and run their prompts for ever."""
+    scheduler = make_scheduler(50, sequences=2, cache_bytes=351_000)
+    for number in range(2):
+        scheduler.add(make_sequence(number, [100], limit=180))
+    since, gaps = 0, []
+    while chunks := scheduler.schedule():
+        since += 1
+        if scheduler.preemptions > len(gaps):
+            gaps.append(since)
+            since = 0
+        play(scheduler, chunks)
+    assert 1 <= len(gaps) <= 2
+    assert min(gaps) > 60
