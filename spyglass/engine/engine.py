@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -12,24 +13,27 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from spyglass.batch.images import check_pictures
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
+from spyglass.engine.answers import keep_prompt_logprobs, last_delta
 from spyglass.engine.blocks import Blocks
+from spyglass.engine.checks import check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.grammar import Form, Forms, Masks
-from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, TokenLogprob, Usage
+from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.runner import ModelParts, Runner, StepOutput
-from spyglass.engine.sampler import DrawStep, draw, logprobs_of
+from spyglass.engine.sampler import DrawStep, draw
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.stats import EngineStats
 from spyglass.engram.feed import EngramFeed
-from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.errors import CapacityError, PromptError
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 
+_FAILED = "the model failed in a step of this request"
+_LOG = logging.getLogger(__name__)
 _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
 
 
@@ -59,7 +63,7 @@ class Engine:
         engram: EngramFeed | None = None,
         forms: Forms | None = None,
     ) -> None:
-        _check_step_size(config, options)
+        check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
         self._images = 0 if config.vision is None else options.images
         limit = config.text.max_position_embeddings
@@ -150,23 +154,7 @@ class Engine:
         Raises:
             PromptError, CapacityError: as `add`.
         """
-        if len(prompt) == 0:
-            raise PromptError("the prompt is empty; give at least one token")
-        outside = (prompt.ids_T >= self._config.text.vocab_size) | ((prompt.ids_T < 0) & (prompt.kinds_T < 0))
-        if outside.any():
-            place = int(np.flatnonzero(outside)[0])
-            raise PromptError(
-                f"the prompt has id {prompt.ids_T[place]} at position {place}; ids of text are 0 to "
-                f"{self._config.text.vocab_size - 1}"
-            )
-        if len(prompt.plans) > self._images:
-            raise PromptError(
-                f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {self._images}; "
-                "send fewer, or raise images (a text-only checkpoint takes none at all)"
-            )
-        if self._config.vision is not None:
-            grids = [plan.vit_grid for plan in prompt.plans]
-            check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], self._config.vision)
+        check_prompt(prompt, self._config, images=self._images)
         need = len(prompt) + (params.max_tokens != 0)
         if need > self.max_length:
             raise CapacityError(
@@ -217,7 +205,7 @@ class Engine:
         finally:
             if not done:
                 self._lost = deltas + [
-                    self._finish(chunk.sequence, "abort", (), "", error="the model failed in a step of this request")
+                    self._finish(chunk.sequence, "abort", (), "", flush=False, error=_FAILED)
                     for chunk in chunks
                     if chunk.sequence.request_id in self._sequences
                 ]
@@ -255,7 +243,7 @@ class Engine:
                 if sequence.sink is not None:
                     sequence.sink[start : start + count] = logits_RV
                 if sequence.params.prompt_logprobs is not None:
-                    _keep_prompt_logprobs(sequence, start, logits_RV)
+                    keep_prompt_logprobs(sequence, start, logits_RV)
 
     def _begin_masks(self, chunks: Sequence[Chunk]) -> Callable[[], torch.Tensor] | None:
         forms = _forms_of([chunk.sequence for chunk in chunks if chunk.draws])
@@ -285,7 +273,16 @@ class Engine:
         )
         drawn = draw(logits_SV, step, self._banned)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
-            deltas.append(self._accept(sequence, token, logprob) if sound else self._refuse(sequence))
+            deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
+
+    def _accept_alone(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
+        """Take a drawn token; whatever goes wrong with the text or the form of one answer ends only that answer."""
+        try:
+            return self._accept(sequence, token, logprob)
+        except Exception as error:
+            _LOG.exception("request %d is over", sequence.request_id)
+            why = f"the engine failed on this answer ({type(error).__name__})"
+            return self._finish(sequence, "abort", (token,), "", flush=False, error=why)
 
     def _accept(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
         """Append a drawn token, and end the answer where it ends."""
@@ -333,36 +330,12 @@ class Engine:
         error: str | None = None,
     ) -> Delta:
         """The last delta of a request, everything it held given back."""
+        self._drop(sequence)
         if flush and sequence.detokenizer is not None:
             rest, stopped = sequence.detokenizer.finish()
             text, reason = text + rest, "stop" if stopped else reason
         sequence.text.append(text)
-        self._drop(sequence)
-        params, prompt = sequence.params, sequence.prompt
-        output = RequestOutput(
-            request_id=sequence.request_id,
-            text="".join(sequence.text),
-            token_ids=tuple(sequence.answer),
-            finish_reason=reason,
-            usage=Usage(
-                prompt_tokens=len(prompt),
-                picture_tokens=int((prompt.kinds_T >= 0).sum()),
-                completion_tokens=len(sequence.answer),
-            ),
-            logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
-            prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
-            error=error,
-            stopped_by=None if sequence.detokenizer is None else sequence.detokenizer.stopped_by,
-        )
-        last = tuple(sequence.logprobs[-len(tokens) :]) if tokens and params.logprobs is not None else None
-        return Delta(
-            request_id=sequence.request_id,
-            text=text,
-            token_ids=tokens,
-            logprobs=last,
-            finish_reason=reason,
-            output=output,
-        )
+        return last_delta(sequence, reason, tokens, text, error)
 
     def _drop(self, sequence: TokenSequence) -> None:
         if self._sequences.pop(sequence.request_id, None) is not None:
@@ -372,26 +345,3 @@ class Engine:
 def _forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
     """Rows whose next token must follow a form, and the forms."""
     return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None and s.form.restricts]
-
-
-def _check_step_size(config: ModelConfig, options: EngineConfig) -> None:
-    vision = config.vision
-    if vision is None or not options.images or vision.layout != "paired":
-        return
-    if options.max_step_tokens < vision.max_tokens:
-        raise ConfigError(
-            f"max_step_tokens is {options.max_step_tokens}, but a picture of this model may take {vision.max_tokens} "
-            f"tokens that must run in one step; raise it to at least {vision.max_tokens}, or set images=0"
-        )
-
-
-def _keep_prompt_logprobs(sequence: TokenSequence, start: int, logits_RV: torch.Tensor) -> None:
-    """Row t of the prompt foretells token t + 1; picture positions have no token."""
-    prompt, top = sequence.prompt, sequence.params.prompt_logprobs
-    rows = [r for r in range(len(logits_RV)) if start + r + 1 < len(prompt) and prompt.ids_T[start + r + 1] >= 0]
-    if not rows:
-        return
-    picked = logits_RV[torch.as_tensor(rows, device=logits_RV.device)]
-    ids = torch.as_tensor([int(prompt.ids_T[start + r + 1]) for r in rows], device=picked.device)
-    for r, logprob in zip(rows, logprobs_of(picked, picked.logsumexp(dim=-1), ids, [top] * len(rows)), strict=True):
-        sequence.prompt_logprobs[start + r + 1] = logprob

@@ -14,6 +14,8 @@ GRAMMAR = "spyglass/engine/grammar.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 RUNNER = "spyglass/engine/runner.py"
 ENGINE = "spyglass/engine/engine.py"
+ANSWERS = "spyglass/engine/answers.py"
+CHECKS = "spyglass/engine/checks.py"
 LLM = "spyglass/engine/llm.py"
 UNIT = "tests/unit/engine"
 ON_SAMPLER = f"{UNIT}/test_sampler.py"
@@ -124,12 +126,12 @@ ENGINE_ROWS: list[Mutant] = [
            "the same random number at every step"),
     Mutant(ENGINE, " if sound else self._refuse(sequence)", "", ON_LOOP, "NaN drawn from"),
     Mutant(ENGINE, "- set(config.eos_token_ids)", "", ON_LOOP + " " + ON_LLM, "end of text banned where it is pad too"),
-    Mutant(ENGINE, "sequence.prompt_logprobs[start + r + 1] = logprob", "sequence.prompt_logprobs[start + r] = logprob",
+    Mutant(ANSWERS, "sequence.prompt_logprobs[start + r + 1] = logprob", "sequence.prompt_logprobs[start + r] = logprob",
            ON_LOOP, "prompt log-probabilities one place early"),
     Mutant(ENGINE, "row = first + start - chunk.start", "row = first", ON_LOOP,
            "only the first block of logits is right"),
     Mutant(ENGINE, "self._lost = deltas + [", "self._lost = [", ON_LOOP, "an answer lost in a failing step"),
-    Mutant(ENGINE, "if options.max_step_tokens < vision.max_tokens:", "if False:", ON_LOOP,
+    Mutant(CHECKS, "if options.max_step_tokens < vision.max_tokens:", "if False:", ON_LOOP,
            "a step too small for pictures"),
     Mutant(LLM, "        finally:\n            self._cancel(request)", "        finally:\n            pass", ON_LLM,
            "a closed stream goes on"),

@@ -122,6 +122,65 @@ def test_an_answer_that_ended_before_the_failure_in_its_step_is_not_lost(model: 
     assert not engine.has_work
 
 
+class Broken:
+    """Stands for the text of an answer, and fails at token number `at`, or when the answer ends."""
+
+    stopped_by = None
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def push(self, token: int) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("out of luck")
+        return "", False
+
+    def finish(self) -> tuple[str, bool]:
+        raise ValueError("out of luck")
+
+
+class BrokenForm(Broken):
+    """The same for its form."""
+
+    restricts, complete = False, False
+
+    def push(self, token: int) -> Any:
+        super().push(token)
+        return None
+
+
+@pytest.mark.parametrize(("part", "broken"), [("detokenizer", Broken), ("form", BrokenForm)])
+def test_a_fault_in_the_text_or_form_of_one_answer_ends_only_that_answer(part: str, broken: Any, model: Any) -> None:
+    engine = make_engine(model, model.config)
+    prompts = [make_prompt(model.config, [7 + n]) for n in range(3)]
+    ids = [engine.add(prompt, GREEDY) for prompt in prompts]
+    setattr(engine._sequences[ids[1]], part, broken(at=3))
+    outputs = {}
+    while engine.has_work:
+        outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+    assert [outputs[i].finish_reason for i in ids] == ["length", "abort", "length"]
+    assert "ValueError" in (outputs[ids[1]].error or "") and len(outputs[ids[1]].token_ids) == 3
+    assert set(pages_used(engine).values()) == {0}
+    alone = run_all(make_engine(model, model.config), [prompts[0], prompts[2]])
+    assert [outputs[i].token_ids for i in (ids[0], ids[2])] == [output.token_ids for output in alone]
+
+
+def test_a_fault_while_an_answer_is_ended_leaves_nothing_held(model: Any) -> None:
+    """Aborting it, or ending it after the model failed."""
+    engine = make_engine(FailingModel(model, {2}), model.config)
+    ids = [engine.add(make_prompt(model.config, [7 + n]), GREEDY) for n in range(3)]
+    engine.step()
+    for request in ids[:2]:
+        engine._sequences[request].detokenizer = Broken(at=100)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="out of luck"):
+        engine.abort(ids[0])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    assert {delta.request_id: delta.finish_reason for delta in engine.step()} == {ids[1]: "abort", ids[2]: "abort"}
+    assert set(pages_used(engine).values()) == {0} and not engine.has_work
+
+
 class SpoiltModel:
     """The real model, but one request's logits are not numbers."""
 

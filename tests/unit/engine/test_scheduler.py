@@ -157,7 +157,9 @@ def test_text_and_answers_never_wait_two_steps_and_pictures_get_their_turn(
             if number in text or number in before:
                 assert steps <= 1
             assert steps <= 2 * 6, "a picture waits at most for one picture of each other, every second step"
-        assert watch.scheduler.num_running == 6 or watch.scheduler.num_waiting == 0, "a free row and memory, yet waiting"
+        assert watch.scheduler.num_running == 6 or watch.scheduler.num_waiting == 0, (
+            "a free row and memory, yet waiting"
+        )
         if clock > due[-1] and not ran:
             break
     assert sorted(watch.finished) == list(range(len(sequences)))
