@@ -148,6 +148,10 @@ class Tokens:
         """How a token is shown; half characters as U+FFFD."""
         return (self._bytes[token] or (self._tokenizer.spelling(token) or "").encode()).decode(errors="replace")
 
+    def visible(self, ids: Sequence[int]) -> bytes:
+        """What the ids show in a text: special tokens nothing."""
+        return b"".join(self._bytes[token] for token in ids)
+
     def logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         """One token's log-probability in OpenAI's form."""
         top = [self._one(token, logprob) for token, logprob in entry.top]

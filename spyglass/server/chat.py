@@ -15,7 +15,7 @@ from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Struct
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import plain_part
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields
 from spyglass.server.markup import THINK_END
@@ -28,7 +28,7 @@ _CONVERTED = frozenset(
     | {"presence_penalty", "frequency_penalty", "stream", "stream_options", "stop", "logprobs", "top_logprobs"}
 )
 _HANDLED = frozenset({"model", "n", "max_tokens", "max_completion_tokens", "logit_bias", "parallel_tool_calls"})
-_FIELDS = Fields(
+CHAT_FIELDS = Fields(
     read=_CONVERTED | _HANDLED | NATIVE | EXTRA | FORMS | {"chat_template_kwargs"},
     ignored=frozenset(
         {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -65,7 +65,7 @@ class ChatEndpoint:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, ignored = read_fields(body, _FIELDS)
+        stated, ignored = read_fields(body, CHAT_FIELDS)
         model, adapter = choose_model(self.served, stated)
         conversed, more = converse_chat(self.served, stated, fetch)
         thinking = conversed.thinking
@@ -80,7 +80,6 @@ class ChatEndpoint:
             logprobs=stated.get("top_logprobs", 0) if stated.get("logprobs") else None,
             structured=form,
         )
-        assert self.served.tokenizer is not None
         many = answers(params, stated.get("n"))
         reply = ChatReply(
             conversed,
@@ -88,7 +87,7 @@ class ChatEndpoint:
             model=model,
             family=self.served.config.family,
             tokens=Tokens(
-                self.served.tokenizer,
+                tokenizer_of(self.served),
                 reasoning=conversed.expected.reasoning,
                 with_logprobs=params.logprobs is not None,
             ),

@@ -14,6 +14,7 @@ import deepseek_recipe
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
+from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.exchange import Fetch, Served
 from spyglass.server.markup import Expected
@@ -134,3 +135,14 @@ def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | No
         return str(name), str(name)
     known = ", ".join((*served.names, *served.adapters))
     raise NotServedError(f"model {str(name)[:200]!r} is not served here; served are {known}")
+
+
+def tokenizer_of(served: Served) -> PromptTokenizer:
+    """The tokenizer, without which nothing is served.
+
+    Raises:
+        PromptError: the model folder has none.
+    """
+    if served.tokenizer is None:
+        raise PromptError("this model folder has no tokenizer.json, so it takes no text; add the file")
+    return served.tokenizer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from spyglass.server.chat import ChatEndpoint
+from spyglass.server.completions import CompletionsEndpoint
+from spyglass.server.count import CountMessages, CountResponses, Detokenize, Tokenize
 from spyglass.server.exchange import Endpoint, Served
 from spyglass.server.messages import MessagesEndpoint
 from spyglass.server.responses import ResponsesEndpoint
@@ -10,4 +12,13 @@ from spyglass.server.responses import ResponsesEndpoint
 
 def make_endpoints(served: Served) -> tuple[Endpoint, ...]:
     """One object per path of the protocols."""
-    return (ChatEndpoint(served), ResponsesEndpoint(served), MessagesEndpoint(served))
+    return (
+        ChatEndpoint(served),
+        ResponsesEndpoint(served),
+        MessagesEndpoint(served),
+        CompletionsEndpoint(served),
+        CountMessages(served),
+        CountResponses(served),
+        Tokenize(served),
+        Detokenize(served),
+    )

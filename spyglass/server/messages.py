@@ -14,7 +14,7 @@ from spyglass.engine.request import Delta, RequestOutput, Structured
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
@@ -23,7 +23,7 @@ from spyglass.server.sampling import EXTRA, FORMS, NATIVE, sampling, stated_form
 _CONVERTED = frozenset(
     {"messages", "system", "max_tokens", "thinking", "output_config", "tools", "tool_choice", "temperature", "top_p"}
 )
-_FIELDS = Fields(
+MESSAGES_FIELDS = Fields(
     read=_CONVERTED | NATIVE | EXTRA | FORMS | {"model", "stream", "stop_sequences", "output_format"},
     ignored=frozenset({"metadata", "service_tier", "cache_control", "inference_geo"}),
     fixed={"mcp_servers": ([],), "container": (), "context_management": ()},
@@ -66,7 +66,7 @@ class MessagesEndpoint:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, ignored = read_fields(body, _FIELDS)
+        stated, ignored = read_fields(body, MESSAGES_FIELDS)
         model, adapter = choose_model(self.served, stated)
         if "max_tokens" not in stated:
             raise PromptError("max_tokens is missing; this protocol needs it")
@@ -82,8 +82,7 @@ class MessagesEndpoint:
             stop_after=THINK_END if conversed.expected.reasoning else None,
             structured=form,
         )
-        assert self.served.tokenizer is not None
-        tokens = Tokens(self.served.tokenizer, reasoning=conversed.expected.reasoning, with_logprobs=False)
+        tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=False)
         return Call(
             model=model,
             prompt=conversed.prompt,

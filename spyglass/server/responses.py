@@ -15,7 +15,7 @@ from spyglass.engine.request import Delta, RequestOutput, Structured, TokenLogpr
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import PICTURE_ROLES, STUB_URL, WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
@@ -26,7 +26,7 @@ _CONVERTED = frozenset(
     {"input", "instructions", "reasoning", "text", "tools", "tool_choice", "temperature", "top_p", "max_output_tokens"}
     | {"top_logprobs"}
 )
-_FIELDS = Fields(
+RESPONSES_FIELDS = Fields(
     read=_CONVERTED | NATIVE | EXTRA | FORMS
     | {"model", "stream", "include", "parallel_tool_calls", "stop"},
     ignored=frozenset(
@@ -68,7 +68,7 @@ class ResponsesEndpoint:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, ignored = read_fields(body, _FIELDS)
+        stated, ignored = read_fields(body, RESPONSES_FIELDS)
         model, adapter = choose_model(self.served, stated)
         plain, conversed, more = converse_responses(self.served, stated, fetch)
         form = stated_form(stated, _form(plain.get("text")), thinking=conversed.thinking)
@@ -83,8 +83,7 @@ class ResponsesEndpoint:
             logprobs=stated.get("top_logprobs", 0) if with_logprobs else None,
             structured=form,
         )
-        assert self.served.tokenizer is not None
-        tokens = Tokens(self.served.tokenizer, reasoning=conversed.expected.reasoning, with_logprobs=with_logprobs)
+        tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=with_logprobs)
         return Call(
             model=model,
             prompt=conversed.prompt,
