@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spyglass.cli.options import add_engine_options, default_model, engine_config, model_folder
+from spyglass.cli.options import (
+    ADAPTER,
+    adapters_of,
+    add_engine_options,
+    add_lora_option,
+    default_model,
+    engine_config,
+    model_folder,
+)
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spyglass.engine import LLM, RequestOutput, SamplingParams
+    from spyglass.prompt.chat import Effort
 
 HELP = "Ask a model fresh questions about pictures of simple things; the last line printed is its overall accuracy."
 _SPLITS = ("train", "test", "unseen")
@@ -21,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.usage = "spyglass eval [options] [model]"
     parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    add_lora_option(parser)
     parser.add_argument("--num", type=int, metavar="N", default=200, help="questions to ask (default: 200)")
     parser.add_argument(
         "--seed", type=int, metavar="N", default=0, help="another seed asks other questions (default: 0)"
@@ -52,12 +67,16 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
     from spyglass.engine import LLM
+    from spyglass.lora.names import describe_counts
     from spyglass.tiny_world.evaluate import evaluate
     from spyglass.tiny_world.sheet import contact_sheet
 
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    llm = LLM(folder, adapters=adapters_of(args), progress=True, **engine)
+    if args.lora is not None:
+        print(f"adapter {args.lora}: {describe_counts(llm.adapter_counts(ADAPTER))}", file=sys.stderr)
     report = evaluate(
-        LLM(folder, progress=True, **engine),
+        llm if args.lora is None else _Adapted(llm),
         args.num,
         args.seed,
         split=args.split,
@@ -70,3 +89,21 @@ def run(args: argparse.Namespace) -> int:
         contact_sheet(report.verdicts).save(args.sheet, format="PNG")
     print(report.table())
     return 0
+
+
+class _Adapted:
+    """The model with its adapter, as `evaluate` asks it."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def chat(
+        self,
+        messages: Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams,
+        *,
+        thinking: bool,
+        effort: Effort | None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, in order."""
+        return self._llm.chat(messages, params, thinking=thinking, effort=effort, adapter=ADAPTER)

@@ -14,6 +14,7 @@ from spyglass.errors import ConfigError
 
 _CHOICES = {**CHOICES, "log_level": LEVELS}
 _WITHOUT_SHIPPED = "demo-model"
+ADAPTER = "lora"  # what the one adapter of a command line is called
 
 
 def default_model() -> str:
@@ -31,6 +32,16 @@ def model_folder(stated: str | None, option: str = "--model DIR") -> Path:
     if stated is None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} here; name a checkpoint folder with {option}")
     return folder
+
+
+def add_lora_option(parser: argparse.ArgumentParser) -> None:
+    """The option that names one adapter; its value is what `LLM` takes as `adapters`, by the name `ADAPTER`."""
+    parser.add_argument("--lora", metavar="DIR", help="use an adapter: a PEFT folder, or the name of a shipped one")
+
+
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """Adapters for an `LLM`, from the option of `add_lora_option`."""
+    return {} if args.lora is None else {ADAPTER: args.lora}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.batch import output_path, run_file
-from spyglass.cli.options import add_engine_options, default_model, engine_config, model_folder
+from spyglass.cli.options import (
+    ADAPTER,
+    adapters_of,
+    add_engine_options,
+    add_lora_option,
+    default_model,
+    engine_config,
+    model_folder,
+)
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError, PromptError
 
@@ -37,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a picture file; for several: --image ONE --image TWO",
     )
+    add_lora_option(parser)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token (default: 1)")
     parser.add_argument(
@@ -67,11 +76,14 @@ def run(args: argparse.Namespace) -> int:
     questions = [] if args.batch else _questions(args.question)
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
     from spyglass.engine import LLM, SamplingParams
+    from spyglass.lora.names import describe_counts
 
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    llm = LLM(folder, progress=True, **engine)
+    llm = LLM(folder, adapters=adapters_of(args), progress=True, **engine)
+    for name in llm.adapters:
+        _note(f"adapter {args.lora}: {describe_counts(llm.adapter_counts(name))}")
     if llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
     if llm.loaded.report.sparse_files:
@@ -108,7 +120,7 @@ def _check_batch(args: argparse.Namespace) -> None:
             raise ConfigError("--output goes with --batch; a single answer goes to standard output")
         return
     given = [name for name in _SAMPLING if getattr(args, name) is not None]
-    given += [name for name in ("question", "image", "effort", "no_stream") if getattr(args, name)]
+    given += [name for name in ("question", "image", "lora", "effort", "no_stream") if getattr(args, name)]
     given += ["thinking"] if args.thinking == "on" else []
     if given:
         shown = ", ".join("the question" if name == "question" else "--" + name.replace("_", "-") for name in given)
@@ -130,7 +142,10 @@ class _Talk:
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
         self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
         started = time.perf_counter()
-        deltas = self._llm.stream(self._messages, self._params, thinking=self._thinking, effort=self._effort)
+        adapter = ADAPTER if ADAPTER in self._llm.adapters else None
+        deltas = self._llm.stream(
+            self._messages, self._params, thinking=self._thinking, effort=self._effort, adapter=adapter
+        )
         times: list[float] = []
         output = None
         for delta in deltas:

@@ -5,26 +5,39 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
-import numpy as np
 import torch
 
-from spyglass.config.engine import EngineConfig, read_engine_config
+from spyglass.config.engine import read_engine_config
 from spyglass.config.model import ModelConfig
-from spyglass.config.shipped import find_model
+from spyglass.config.shipped import find_adapter, find_model
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
+from spyglass.engine.fit import require_fit
 from spyglass.engine.grammar import Forms
+from spyglass.engine.inputs import (
+    AdapterNames,
+    adapters_each,
+    is_conversation,
+    is_ids,
+    is_one_prompt,
+    listed,
+    logits_of,
+    naming,
+    params_each,
+)
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
-from spyglass.errors import CapacityError, PromptError, SpyglassError
+from spyglass.errors import AdapterError, PromptError, SpyglassError
+from spyglass.lora.names import Group
+from spyglass.lora.peft import read_adapter
+from spyglass.lora.pool import AdapterPool
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.model import find_device, load_model
-from spyglass.plan import host_memory, require_room
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -46,6 +59,7 @@ class LLM:
     `path` is a checkpoint folder or a shipped model's name. The options are those of `EngineConfig`, which documents
     each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json
     serves ids and pictures. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
+    `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
         ConfigError: config.json or an option means nothing.
@@ -53,6 +67,7 @@ class LLM:
         CapacityError: the weights are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
+        AdapterError: an adapter is damaged or does not fit the model.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class LLM:
         cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         threads: int | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
         stated = {
@@ -89,7 +105,7 @@ class LLM:
             "engram": engram,
             "threads": threads,
         }
-        path = find_model(path)
+        self._path = path = find_model(path)
         self.name = path.resolve().name
         self.options = options = read_engine_config(stated)
         if options.threads is not None:
@@ -97,7 +113,8 @@ class LLM:
         place = find_device(
             ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
         )
-        _require_room(path, place, options)
+        require_fit(path, place, options)
+        files = {name: read_adapter(find_adapter(folder, path)) for name, folder in (adapters or {}).items()}
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         self.loaded = load_model(
             path,
@@ -125,24 +142,32 @@ class LLM:
             engram=self._open_engram(path),
         )
         self._mail: dict[int, deque[Delta]] = {}
+        self._users: dict[int, str] = {}  # requests under way that use an adapter
+        self._adapters = AdapterPool(self.loaded.model)
+        for adapter_name, file in files.items():
+            self._adapters.attach(adapter_name, file)
 
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: AdapterNames = None,
     ) -> list[RequestOutput]:
         """Answers to prompts of any kinds and lengths, run together.
 
         A prompt is text (raw, after a BOS), a list of token ids (taken as it is), a `Prompt`, or a list of parts:
         token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds a picture
-        is one prompt in parts. `params`: one for all, or one each. All are checked before any runs.
+        is one prompt in parts. `params`: one for all, or one each, and so the name of an `adapter` (None = without).
+        All are checked before any runs.
 
         Raises:
             PromptError: a prompt or its parameters cannot be used; the message says which.
             CapacityError: a prompt is too long for the model or the memory.
+            AdapterError: no adapter has that name; the known ones are listed.
         """
-        many = [cast("PromptLike", prompts)] if _is_one_prompt(prompts) else _listed(prompts, _PROMPT)
-        return self._run(self._build_all(many, self._prompt), params)
+        many = [cast("PromptLike", prompts)] if is_one_prompt(prompts) else listed(prompts, _PROMPT)
+        return self._run(self._build_all(many, self._prompt), params, adapter)
 
     @overload
     def chat(
@@ -152,6 +177,7 @@ class LLM:
         *,
         thinking: bool = False,
         effort: Effort | None = None,
+        adapter: str | None = None,
     ) -> RequestOutput: ...
 
     @overload
@@ -162,6 +188,7 @@ class LLM:
         *,
         thinking: bool = False,
         effort: Effort | None = None,
+        adapter: AdapterNames = None,
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -171,6 +198,7 @@ class LLM:
         *,
         thinking: bool = False,
         effort: Effort | None = None,
+        adapter: AdapterNames = None,
     ) -> RequestOutput | list[RequestOutput]:
         """The answer to a conversation in OpenAI form, or the answers to a list of conversations.
 
@@ -181,10 +209,12 @@ class LLM:
             PromptError: malformed messages or pictures, or a model that takes none.
             CapacityError: a prompt is too long for the model or the memory.
         """
-        one = _is_conversation(messages)
-        many = [cast("Messages", messages)] if one else _listed(messages, "a conversation is a list of messages")
+        one = is_conversation(messages)
+        many = [cast("Messages", messages)] if one else listed(messages, "a conversation is a list of messages")
         outputs = self._run(
-            self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort)), params
+            self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort)),
+            params,
+            adapter,
         )
         return outputs[0] if one else outputs
 
@@ -195,6 +225,7 @@ class LLM:
         *,
         thinking: bool = False,
         effort: Effort | None = None,
+        adapter: str | None = None,
     ) -> Iterator[Delta]:
         """The answer to one prompt (as in `generate`) or conversation (as in `chat`), piece by piece.
 
@@ -203,13 +234,13 @@ class LLM:
         Raises:
             PromptError, CapacityError: as `generate`, at the latest when the first piece is asked for.
         """
-        if _is_conversation(request):
+        if is_conversation(request):
             prompt = self.chat_prompt(cast("Messages", request), thinking=thinking, effort=effort)
         else:
             prompt = self._prompt(cast("PromptLike", request))
-        return self._stream(prompt, _params_each(params, 1)[0])
+        return self._stream(prompt, params_each(params, 1)[0], adapter)
 
-    def logits(self, parts: Sequence[int] | Sequence[Part]) -> torch.Tensor:
+    def logits(self, parts: Sequence[int] | Sequence[Part], *, adapter: str | None = None) -> torch.Tensor:
         """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
 
         The prompt is given as in `generate`: parts in order, or just token ids.
@@ -219,10 +250,8 @@ class LLM:
         """
         prompt, params = self._prompt(parts), SamplingParams(max_tokens=0)
         self.engine.check(prompt, params)  # before memory is taken for the answer
-        out_TV = _logits_of(prompt, self.config)
-        request = self.engine.add(prompt, params, sink=out_TV)
-        self._mail[request] = deque()
-        for delta in self._follow(request):
+        out_TV = logits_of(prompt, self.config)
+        for delta in self._follow(self._add(prompt, params, adapter, out_TV)):
             if delta.output is not None and delta.output.error is not None:
                 raise SpyglassError(delta.output.error)
         return out_TV
@@ -236,6 +265,42 @@ class LLM:
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=limits)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order they came."""
+        return self._adapters.names
+
+    def adapter_use(self, name: str | None) -> AdapterUse:
+        """What `Engine.add` takes for the adapter of this name; None = none.
+
+        Raises:
+            AdapterError: no adapter has this name; the known ones are listed.
+        """
+        return NO_ADAPTER if name is None else self._adapters.use(name)
+
+    def adapter_counts(self, name: str) -> Mapping[Group, int]:
+        """Modules of an adapter by group. Raises AdapterError as `adapter_use`."""
+        return self._adapters[name].counts
+
+    def add_adapter(self, name: str, directory: str | os.PathLike[str], *, factor: float = 1.0) -> None:
+        """Read a PEFT folder and hold it beside the others; what it adds is multiplied by `factor`.
+
+        Raises:
+            AdapterError: the name is taken, or the adapter is damaged or does not fit; nothing has changed then.
+        """
+        self._adapters.attach(name, read_adapter(find_adapter(directory, self._path)), factor=factor)
+
+    def remove_adapter(self, name: str) -> None:
+        """Give the memory of an adapter back.
+
+        Raises:
+            AdapterError: no adapter has this name, or answers that use it are under way.
+        """
+        count = list(self._users.values()).count(name)
+        if count:
+            raise AdapterError(f"the adapter {name!r} is used by {count} answers under way; end them, or wait")
+        self._adapters.detach(name)
+
     def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
         """The tables of a model with engram layers, placed as the options say."""
         if self.config.text.engram is None:
@@ -246,7 +311,7 @@ class LLM:
     def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
         prompts = []
         for number, request in enumerate(requests):
-            with _naming(number, len(requests)):
+            with naming(number, len(requests)):
                 prompts.append(build(request))
         return prompts
 
@@ -260,36 +325,44 @@ class LLM:
                 )
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
-        parts = [cast("Part", prompt)] if _is_ids(prompt) or is_picture(prompt) else _listed(prompt, _PROMPT)
+        parts = [cast("Part", prompt)] if is_ids(prompt) or is_picture(prompt) else listed(prompt, _PROMPT)
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
 
     def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: AdapterNames,
     ) -> list[RequestOutput]:
         requests: list[int] = []
         outputs: list[RequestOutput] = []
         try:
-            for number, (prompt, each) in enumerate(zip(prompts, _params_each(params, len(prompts)), strict=True)):
-                with _naming(number, len(prompts)):
-                    requests.append(self._add(prompt, each))
-            for request in requests:
-                *_, last = self._follow(request)
+            each = zip(prompts, params_each(params, len(prompts)), adapters_each(adapter, len(prompts)), strict=True)
+            for number, request in enumerate(each):
+                with naming(number, len(prompts)):
+                    requests.append(self._add(*request))
+            for request_id in requests:
+                *_, last = self._follow(request_id)
                 assert last.output is not None
                 outputs.append(last.output)
         finally:
-            for request in requests[len(outputs) :]:
-                self._cancel(request)
+            for request_id in requests[len(outputs) :]:
+                self._cancel(request_id)
         return outputs
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> int:
-        request = self.engine.add(prompt, params)
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, sink: torch.Tensor | None = None
+    ) -> int:
+        request = self.engine.add(prompt, params, sink, adapter=self.adapter_use(adapter))
         self._mail[request] = deque()
+        if adapter is not None:
+            self._users[request] = adapter
         return request
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
+    def _stream(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Iterator[Delta]:
         """Queued when the first piece is asked for, so that a stream nobody reads costs nothing."""
-        yield from self._follow(self._add(prompt, params))
+        yield from self._follow(self._add(prompt, params, adapter))
 
     def _follow(self, request: int) -> Iterator[Delta]:
         """Deltas of one request; steps run as they are needed, and what they bring for others is kept for them."""
@@ -309,6 +382,7 @@ class LLM:
     def _cancel(self, request: int) -> None:
         self.engine.abort(request)
         self._mail.pop(request, None)
+        self._users.pop(request, None)
 
     def _never_drawn(self) -> set[int]:
         """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
@@ -318,83 +392,3 @@ class LLM:
         if self.config.text.vocab_size == RELEASED_VOCABULARY:
             banned.update(range(VLLM_FIRST_ID, VLLM_FIRST_ID + len(TokenKind) - 1))
         return {token for token in banned if token is not None}
-
-
-def _require_room(path: str | os.PathLike[str], place: torch.device, options: EngineConfig) -> None:
-    """Refuse a model that would not fit before a byte of it is read."""
-    if place.type == "cuda":
-        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # kept by torch for later use
-        free = torch.cuda.mem_get_info(place)[0] + unused
-    else:
-        memory = host_memory()
-        if memory.total == 0:  # a system that does not tell
-            return
-        free = memory.free
-    beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
-    require_room(path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside)
-
-
-@contextmanager
-def _naming(number: int, count: int) -> Iterator[None]:
-    """An error of one request of several says which."""
-    try:
-        yield
-    except SpyglassError as error:
-        if count == 1:
-            raise
-        raise type(error)(f"request {number}: {error}") from error
-
-
-def _is_conversation(request: object) -> bool:
-    return isinstance(request, Sequence) and len(request) > 0 and isinstance(request[0], Mapping)
-
-
-def _is_ids(prompt: object) -> bool:
-    """A flat list of token ids, rather than a list of parts or prompts."""
-    if isinstance(prompt, np.ndarray | torch.Tensor):
-        return True
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
-
-
-def _is_one_prompt(prompts: object) -> bool:
-    if isinstance(prompts, str | Prompt) or is_picture(prompts) or _is_ids(prompts):
-        return True
-    return isinstance(prompts, Sequence) and any(is_picture(p) and not isinstance(p, str) for p in prompts)
-
-
-def _listed(value: object, expected: str) -> list[Any]:
-    """The items of a list or tuple.
-
-    Raises:
-        PromptError: it is neither; `expected` says what it should be.
-    """
-    if not isinstance(value, Sequence):
-        raise PromptError(f"{expected}; this is a {type(value).__name__}")
-    return list(value)
-
-
-def _params_each(params: object, count: int) -> Sequence[SamplingParams]:
-    """One `SamplingParams` for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise PromptError("params are one SamplingParams for all prompts, or a list with one for each")
-    if len(params) != count:
-        raise PromptError(f"{count} prompts with {len(params)} SamplingParams; give one for all, or one each")
-    return params
-
-
-def _logits_of(prompt: Prompt, config: ModelConfig) -> torch.Tensor:
-    """Memory for the logits of every position, float32 [T, V].
-
-    Raises:
-        CapacityError: this machine does not have it.
-    """
-    shape = (len(prompt), config.text.vocab_size)
-    try:
-        return torch.empty(shape, dtype=torch.float32)
-    except RuntimeError as error:  # what torch's allocator raises
-        raise CapacityError(
-            f"the logits of {shape[0]} positions take {4 * shape[0] * shape[1]:,} bytes, which this machine does not "
-            "have; ask for log-probabilities (prompt_logprobs), or give a shorter prompt"
-        ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from spyglass.errors import AdapterError
@@ -62,8 +62,8 @@ def count_groups(names: Iterable[str]) -> dict[Group, int]:
     return {group: counts[group] for group in GROUPS if counts[group]}
 
 
-def describe_counts(counts: dict[Group, int]) -> str:
-    """`attention 30, experts 48 modules; vision: 1`-like line for people; pictures' modules are always named."""
+def describe_counts(counts: Mapping[Group, int]) -> str:
+    """`36 modules: text: attention 30, shared 6; vision: none`: what people want to see when an adapter is loaded."""
     text = ", ".join(f"{group} {count}" for group, count in counts.items() if group not in VISION_GROUPS)
     seen = ", ".join(f"{group} {counts[group]}" for group in VISION_GROUPS if group in counts)
     total = sum(counts.values())

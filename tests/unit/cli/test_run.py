@@ -16,6 +16,8 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
+from spyglass.lora.write import write_adapter
+from tests.adapter_parts import random_adapter, shapes_of
 
 pytestmark = pytest.mark.slow  # most of these load a model from disk
 MODEL = ["--device", "cpu", "--dtype", "float32", "--numerics", "plain"]
@@ -57,6 +59,24 @@ def test_the_answer_goes_to_stdout_and_the_numbers_to_stderr(
     numbers = re.search(r"prompt (\d+) tokens \((\d+) of pictures\), first token after [\d.]+ s, answer 5 tokens", err)
     assert numbers is not None and int(numbers[1]) - int(numbers[2]) in range(5, 30)
     assert "tokens/s" in err
+
+
+def test_an_adapter_is_used_and_its_modules_are_told(
+    folder: Path, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = random_adapter(shapes_of(llm.loaded.model), ["attention", "aligner"], rank=2, size=1.0)
+    write_adapter(tmp_path / "mine", adapter)
+    llm.add_adapter("mine", tmp_path / "mine")
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    answer = llm.chat(chat, SamplingParams(max_tokens=5, seed=7), adapter="mine").text
+    asked = ["run", "--model", str(folder), *MODEL, "--max-tokens", "5", "--seed", "7", "Hello"]
+    assert main([*asked, "--lora", str(tmp_path / "mine")]) == 0
+    out, err = capsys.readouterr()
+    assert out == answer + "\n" != expected(llm, None, "Hello") + "\n"
+    assert re.search(r"adapter .*mine: \d+ modules: text: attention \d+; vision: aligner 2\n", err)
+    llm.remove_adapter("mine")
+    assert main([*asked, "--lora", str(tmp_path)]) == 2
+    assert "is no adapter" in capsys.readouterr().err
 
 
 def test_a_question_may_come_from_standard_input(

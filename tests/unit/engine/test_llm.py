@@ -261,7 +261,7 @@ def test_one_bad_request_of_many_is_named_and_nothing_runs(llm: LLM) -> None:
 def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spyglass.engine.llm.host_memory", lambda: Device("host", 10**9, 10**6))
+    monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 10**6))
     with pytest.raises(CapacityError, match=r"take 0\.08 GB and 0\.00 GB are free here; .*check .* --plan"):
         LLM(tiny_folder, **OPTIONS)
 
@@ -270,7 +270,7 @@ def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
 def test_a_system_that_does_not_tell_its_memory_refuses_nothing(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spyglass.engine.llm.host_memory", lambda: Device("host", 0, 0))
+    monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 0, 0))
     assert LLM(tiny_folder, **OPTIONS, images=0).logits([0, 5]).shape[0] == 2
 
 
