@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, Usage
+from spyglass.engine.stats import EngineStats
 from spyglass.errors import PromptError
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 
 Script = Callable[[Prompt, SamplingParams], Sequence[str]]
@@ -43,7 +45,10 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.live or self.lost)
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> int:
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.live), steps=self.steps)
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")
         if 67 in prompt.ids_T:

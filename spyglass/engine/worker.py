@@ -16,7 +16,9 @@ from functools import partial
 from typing import Protocol
 
 from spyglass.engine.request import Delta, SamplingParams
+from spyglass.engine.stats import EngineStats
 from spyglass.errors import CapacityError, OverloadedError, SpyglassError
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
@@ -31,7 +33,7 @@ class StepLoop(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> int:
+    def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
         """Queue a request; returns its id."""
 
     def step(self) -> list[Delta]:
@@ -39,6 +41,9 @@ class StepLoop(Protocol):
 
     def abort(self, request_id: int) -> Delta | None:
         """End a request now."""
+
+    def stats(self) -> EngineStats:
+        """What it counts."""
 
 
 class Submission:
@@ -98,11 +103,11 @@ class WorkerStats:
     """The state of the thread. `live` answers are queued or running; `step_s` is how long the present step has run.
 
     `failed_steps` counts steps that raised since the start; `failing` says that the last ones did, with none between
-    them that worked.
+    them that worked. `engine` is what the engine itself counts, read while it may be at work.
     """
 
     live: int
-    steps: int
+    engine: EngineStats
     failed_steps: int
     failing: bool
     step_s: float
@@ -118,7 +123,7 @@ class EngineWorker:
         self._live = 0
         self._accepting, self._running = True, True
         self._tickets: dict[int, tuple[Submission, int]] = {}
-        self._steps = self._failed_steps = self._failures = 0
+        self._failed_steps = self._failures = 0
         self._began: float | None = None
         self._pace_s = 1.0  # between the ends of two answers, lately
         self._last_end = time.monotonic()
@@ -128,7 +133,7 @@ class EngineWorker:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, prompt: Prompt, params: Sequence[SamplingParams]) -> Submission:
+    def submit(self, prompt: Prompt, params: Sequence[SamplingParams], adapter: AdapterUse = NO_ADAPTER) -> Submission:
         """Queue one call, an answer for each of `params`. Called in the event loop that will read the answers.
 
         Raises:
@@ -139,7 +144,7 @@ class EngineWorker:
         with self._changed:
             self._require_place(len(params))
             self._live += len(params)
-            self._order(partial(self._admit, submission, prompt, params))
+            self._order(partial(self._admit, submission, prompt, params, adapter))
         return submission
 
     def cancel(self, submission: Submission) -> None:
@@ -169,7 +174,7 @@ class EngineWorker:
         began = self._began
         return WorkerStats(
             live=self._live,
-            steps=self._steps,
+            engine=self._engine.stats(),
             failed_steps=self._failed_steps,
             failing=self._failures >= _GIVE_UP_AFTER,
             step_s=0.0 if began is None else time.monotonic() - began,
@@ -248,18 +253,19 @@ class EngineWorker:
             if self._failures % _GIVE_UP_AFTER == 0:
                 self._end_all("the engine failed")
         else:
-            self._steps += 1
             if any(delta.output is None or delta.output.error is None for delta in deltas):
                 self._failures = 0
             self._deliver(deltas)
         finally:
             self._began = None
 
-    def _admit(self, submission: Submission, prompt: Prompt, params: Sequence[SamplingParams]) -> None:
+    def _admit(
+        self, submission: Submission, prompt: Prompt, params: Sequence[SamplingParams], adapter: AdapterUse
+    ) -> None:
         refusal: Exception | None = None
         try:
             for index, each in enumerate(params):
-                request = self._engine.add(prompt, each)
+                request = self._engine.add(prompt, each, adapter=adapter)
                 submission.requests.append(request)
                 self._tickets[request] = submission, index
         except Exception as error:  # ours are told to the client, others are faults and told as such: nobody may hang

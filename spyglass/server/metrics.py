@@ -76,15 +76,29 @@ class _EngineNumbers(Collector):
         self._model, self._read = model, read
 
     def collect(self) -> Iterator[Metric]:
+        """What the registry asks for."""
         stats = self._read()
-        for name, help_text, value in (("spyglass:answers_under_way", "queued and running answers", stats.live),):
-            gauge = GaugeMetricFamily(name, help_text, labels=("model_name",))
-            gauge.add_metric((self._model,), value)
+        engine = stats.engine
+        for name, about, value in (
+            ("spyglass:answers_under_way", "queued and running answers", stats.live),
+            ("vllm:num_requests_running", "answers that the engine runs", engine.running),
+            ("vllm:num_requests_waiting", "answers that wait for the engine", stats.live - engine.running),
+            ("vllm:kv_cache_usage_perc", "used share of the fullest pool of rows, 0 to 1", engine.cache_share),
+            ("spyglass:mask_hidden_share", "share of the work for answer forms hidden by the model", engine.mask_share),
+        ):
+            gauge = GaugeMetricFamily(name, about, labels=("model_name",))
+            gauge.add_metric((self._model,), max(0, value))
             yield gauge
-        for name, help_text, value in (
-            ("spyglass:steps", "steps of the engine", stats.steps),
+        for name, about, value in (
+            ("vllm:num_preemptions", "answers put off for lack of memory", engine.preemptions),
+            ("vllm:prefix_cache_queries", "prompt tokens looked up", engine.prefix_queries),
+            ("vllm:prefix_cache_hits", "prompt tokens found", engine.prefix_hits),
+            ("spyglass:image_cache_queries", "pictures looked up", engine.image_queries),
+            ("spyglass:image_cache_hits", "pictures found", engine.image_hits),
+            ("spyglass:computed_tokens", "tokens run through the model", engine.computed_tokens),
+            ("spyglass:steps", "steps of the engine", engine.steps),
             ("spyglass:failed_steps", "steps that failed", stats.failed_steps),
         ):
-            counter = CounterMetricFamily(name, help_text, labels=("model_name",))
+            counter = CounterMetricFamily(name, about, labels=("model_name",))
             counter.add_metric((self._model,), value)
             yield counter

@@ -23,7 +23,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model_folder: Path) -> LLM:
-    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8)
+    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, cache_bytes=120 << 20)
 
 
 @pytest.fixture(scope="module")

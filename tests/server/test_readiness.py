@@ -62,7 +62,7 @@ def test_a_server_is_not_ready_before_each_feature_has_drawn_a_token(llm: LLM) -
 
 def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Blind(ScriptedEngine):
-        def add(self, prompt: Any, params: Any) -> int:
+        def add(self, prompt: Any, params: Any, **adapter: Any) -> int:
             if prompt.plans:
                 raise PromptError("no attention for pictures is built")
             return super().add(prompt, params)
@@ -123,6 +123,7 @@ def test_numbers_grow_by_what_was_done(live: Live) -> None:
     for name, grown, labels in (
         ("vllm:prompt_tokens_total", 3 + 4 + picture, {}),
         ("vllm:generation_tokens_total", 16, {}),
+        ("spyglass:computed_tokens_total", 2 * (3 + 6) + 4 + picture + 1, {}),
         ("vllm:request_success_total", 3, {"finished_reason": "length"}),
         ("vllm:time_to_first_token_seconds_count", 2, {}),
         ("vllm:e2e_request_latency_seconds_count", 2, {}),
@@ -132,6 +133,17 @@ def test_numbers_grow_by_what_was_done(live: Live) -> None:
         ("spyglass:http_requests_total", 1, {"path": "/plain", "status": "400"}),
     ):
         assert number(after, name, **labels) - number(before, name, **labels) == grown, name
+
+
+def test_gauges_show_what_is_under_way_and_fall_back_to_nothing(live: Live) -> None:
+    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "spyglass:answers_under_way")
+    with live.client.stream("POST", "/plain", json={"max_tokens": 4000, "stream": True}) as answer:
+        next(answer.iter_lines())
+        wait_for(lambda: number(live.client.get("/metrics").text, names[0]) == 1)
+        text = live.client.get("/metrics").text
+        assert 0 < number(text, names[1]) <= 1 and number(text, names[2]) == 1
+    live.wait_until_idle()
+    assert [number(live.client.get("/metrics").text, name) for name in names] == [0, 0, 0]
 
 
 def test_strangers_cannot_make_up_series(live: Live) -> None:
