@@ -120,7 +120,9 @@ def small_v41_model(seed: int = 0, *, config: ModelConfig | None = None, packed:
     return build_model(config, weights, **options)
 
 
-def make_engine(model: Any, *, step: int = 64, store: EngramStore | None = None, **options: Any) -> Engine:
+def make_engine(
+    model: Any, *, cache_bytes: int | None = None, step: int = 64, store: EngramStore | None = None, **options: Any
+) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
     config = model.config
     chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **options})
@@ -132,6 +134,7 @@ def make_engine(model: Any, *, step: int = 64, store: EngramStore | None = None,
         max_sequences=chosen.max_sequences,
         step_tokens=step,
         max_length=config.text.max_position_embeddings,
+        cache_bytes=cache_bytes,
         page_rows=PAGE_ROWS,
         fill=float("nan"),
     )
