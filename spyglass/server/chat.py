@@ -15,7 +15,7 @@ from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Struct
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import plain_part
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields
 from spyglass.server.markup import THINK_END
@@ -70,15 +70,13 @@ class ChatEndpoint:
         conversed, more = converse_chat(self.served, stated, fetch)
         thinking = conversed.thinking
         form = stated_form(stated, _form(stated.get("response_format")), thinking=thinking)
-        if form is not None and conversed.expected.tools:
-            raise PromptError('a form of answer and tools cannot both be had; leave one out, or say tool_choice "none"')
         params = sampling(
             stated,
             max_tokens=stated.get("max_completion_tokens", stated.get("max_tokens", conversed.default_tokens)),
             stop=stated.get("stop"),
             stop_after=THINK_END if conversed.expected.reasoning else None,
             logprobs=stated.get("top_logprobs", 0) if stated.get("logprobs") else None,
-            structured=form,
+            structured=form_of(self.served, conversed, form),
         )
         many = answers(params, stated.get("n"))
         reply = ChatReply(

@@ -11,6 +11,7 @@ from typing import Any
 
 import deepseek_recipe
 
+from spyglass.engine.request import Structured
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
@@ -18,6 +19,8 @@ from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.exchange import Fetch, Served
 from spyglass.server.markup import Expected
+from spyglass.server.tags import DSML
+from spyglass.server.tool_grammar import calls_grammar
 
 _DEFAULT_TOKENS, _THINKING_TOKENS, _MOST_TOKENS = 8192, 65536, 131072  # the makers' own: without, with, with "max"
 
@@ -120,6 +123,24 @@ def _with(
     }
     conversation = deepseek_recipe.Conversation(**{**same, **changed})
     return deepseek_recipe.ConversationRequest(conversation, request.model_version)
+
+
+def form_of(served: Served, conversed: Conversed, stated: Structured | None) -> Structured | None:
+    """The form of the answer: the one stated, or that of the calls that must be made.
+
+    Raises:
+        PromptError: the request wants a form and may have calls, or its tools cannot be made a form.
+    """
+    expected = conversed.expected
+    if stated is not None and expected.tools:
+        raise PromptError('a form of answer and tools cannot both be had; leave one out, or say tool_choice "none"')
+    if not expected.in_calls:
+        return stated
+    dsml = tokenizer_of(served).special_id(DSML)
+    if dsml is None:
+        raise PromptError(f"the tokenizer has no token {DSML}, so no call can be made sure of")
+    grammar = calls_grammar(served.config.family, expected.tools, dsml, one_call=expected.one_call)
+    return Structured(kind="grammar", value=grammar)
 
 
 def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from spyglass.engine.request import Delta, RequestOutput, Structured
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
@@ -73,14 +73,12 @@ class MessagesEndpoint:
         conversed, schema, more = converse_messages(self.served, stated, fetch)
         form = None if schema is None else Structured(kind="json_schema", value=schema)
         form = stated_form(stated, form, thinking=conversed.thinking)
-        if form is not None and conversed.expected.tools:
-            raise PromptError('a form of answer and tools cannot both be had; leave one out, or say tool_choice "none"')
         params = sampling(
             stated,
             max_tokens=stated["max_tokens"],
             stop=stated.get("stop_sequences"),
             stop_after=THINK_END if conversed.expected.reasoning else None,
-            structured=form,
+            structured=form_of(self.served, conversed, form),
         )
         tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=False)
         return Call(

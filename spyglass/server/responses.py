@@ -15,7 +15,7 @@ from spyglass.engine.request import Delta, RequestOutput, Structured, TokenLogpr
 from spyglass.errors import PromptError
 from spyglass.prompt.chat import PICTURE_ROLES, STUB_URL, WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
-from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, tokenizer_of
+from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
@@ -72,8 +72,6 @@ class ResponsesEndpoint:
         model, adapter = choose_model(self.served, stated)
         plain, conversed, more = converse_responses(self.served, stated, fetch)
         form = stated_form(stated, _form(plain.get("text")), thinking=conversed.thinking)
-        if form is not None and conversed.expected.tools:
-            raise PromptError('a form of answer and tools cannot both be had; leave one out, or say tool_choice "none"')
         with_logprobs = "top_logprobs" in stated or _LOGPROBS in stated.get("include", ())
         params = sampling(
             stated,
@@ -81,7 +79,7 @@ class ResponsesEndpoint:
             stop=stated.get("stop"),
             stop_after=THINK_END if conversed.expected.reasoning else None,
             logprobs=stated.get("top_logprobs", 0) if with_logprobs else None,
-            structured=form,
+            structured=form_of(self.served, conversed, form),
         )
         tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=with_logprobs)
         return Call(

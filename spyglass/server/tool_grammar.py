@@ -1,0 +1,81 @@
+"""Tool calls as a grammar (Lark, as `llguidance` reads it), so that a call that must be made is made, and is sound.
+
+Parameters come in the order of the schema, the required ones always. Text is free, or one of an `enum`; everything else
+is JSON by its own schema. The markup's own token is named by id: no text can spell it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from spyglass.errors import PromptError
+from spyglass.server.tags import DSML
+
+
+def calls_grammar(family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool) -> str:
+    """The grammar of what follows an opened block: calls of `tools` (schemas by name), then the end of the block.
+
+    `dsml`: id of the markup's token.
+
+    Raises:
+        PromptError: a schema is none.
+    """
+    space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
+    rules = [
+        f"start: {'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}",
+        "call: " + " | ".join(f"call{number}" for number in range(len(tools))),
+        # up to the "</" before the token; spelled in pieces, the mark would be taken for the end of the value
+        rf"TEXT: /(?s:.*)<\// & ~/(?s:.*)<\/{DSML}(?s:.*)/",
+    ]
+    for number, (name, schema) in enumerate(tools.items()):
+        parameters = " ".join(
+            _parameter(key, value, schema, dsml, space, key in schema.get("required", ()))
+            for key, value in _properties(schema, name).items()
+        )
+        begin, end = _tag(dsml, f'{space}invoke name="{name}">\n'), _tag(dsml, f"{space}invoke>\n", "</")
+        rules.append(f"call{number}: {begin} {parameters} {end}")
+    return "\n".join(rules)
+
+
+def _properties(schema: Any, name: str) -> Mapping[str, Any]:
+    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or not isinstance(schema.get("required", []), list):
+        raise PromptError(f"the parameters of tool {name!r} are no schema of an object, so no call can be made to fit")
+    for spelled in (name, *properties):
+        if '"' in spelled or "\n" in spelled:
+            raise PromptError(f"tool {name!r} has a name with a quotation mark or line break, which no call can spell")
+    return properties
+
+
+def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space: str, required: bool) -> str:
+    """One parameter in its one or two forms: text as it is, JSON for everything else."""
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = [types] if isinstance(types, str) else types
+    forms, rest = [], f"{space}parameter>\n"
+    if kinds is None or "string" in kinds:
+        forms.append(f"{_open(key, 'true', dsml, space)} {_text(schema)} {_tag(dsml, rest, '')}")
+    if kinds != ["string"]:
+        whole = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
+        value = f"%json {json.dumps(whole)}"
+        forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
+    return f"({' | '.join(forms)}){'' if required else '?'}"
+
+
+def _text(schema: Any) -> str:
+    """Text with the "</" that follows it."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return "TEXT"
+    return f"({' | '.join(json.dumps(value + '</', ensure_ascii=False) for value in values)})"
+
+
+def _open(key: str, is_text: str, dsml: int, space: str) -> str:
+    return _tag(dsml, f'{space}parameter name="{key}" string="{is_text}">')
+
+
+def _tag(dsml: int, rest: str, begin: str = "<") -> str:
+    """A tag: its beginning, the markup's token, the rest."""
+    first = f'"{begin}" ' if begin else ""
+    return f"{first}<[{dsml}]> {json.dumps(rest, ensure_ascii=False)}"
