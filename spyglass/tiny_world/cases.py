@@ -180,7 +180,7 @@ def _put_in_words(kind: str, draft: Draft, rng: Generator, variant: Variant | No
         form, meaning = draft.before
         wording = _wording(form, rng)
         turns = [phrasing.ask(wording, meaning), phrasing.answer(form, "plain", wording, meaning, variant), *turns]
-    thinks = variant is None and kind in THINKING_KINDS and draft.form != "side" and rng.random() < _THINKING
+    thinks = rng.random() < _THINKING and variant is None and kind in THINKING_KINDS and draft.form != "side"
     return Words(
         kind=kind,
         form=draft.form,

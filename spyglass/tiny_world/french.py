@@ -24,6 +24,7 @@ def slots(meaning: Meaning) -> dict[str, str]:
         "noun": _noun(meaning.noun, ""),
         "a_noun": _noun(meaning.noun, "a"),
         "the_noun": _noun(meaning.noun, "the"),
+        "the_thing": _noun((colour, "thing"), "the"),
         "of_other": _of(_noun(meaning.other, "the")),
         "counted": _noun(meaning.noun, "" if count == 1 else "many"),
         "count": counted,

@@ -280,7 +280,7 @@ ANSWERS: dict[str, dict[Manner, tuple[str, str]]] = {
     },
     "shape": {
         "plain": ("It is {a_shape}.", "C'est {a_shape}."),
-        "sentence": ("The {colour} thing is {a_shape}.", "L'objet {colour} est {a_shape}."),
+        "sentence": ("The {colour} thing is {a_shape}.", "{The_thing} est {a_shape}."),
         "brief": ("{Shape}.", "{Shape}."),
     },
     "count": {

@@ -20,7 +20,7 @@ from spyglass.prompt.released import V4_VISION
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are just outside
 LEAST_THING = 66.0  # pixels after resizing, a little over 1.5 cells
 LEAST_LETTER = 38.0
-LEAST_DRAWN_THING = 12.0  # pixels of the picture itself
+LEAST_DRAWN_THING = 14.0  # pixels of the picture itself
 LEAST_DRAWN_LETTER = 10.0
 LEAST_SIDE, MOST_SIDE = 64, 2000
 _AREAS = ((0.86, 64**2, 384**2), (0.98, 384**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to

@@ -6,15 +6,20 @@ import hashlib
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
 
-from spyglass.tiny_world.cases import SPLITS, Case, Split, make_case
-from spyglass.tiny_world.words import COLOURS, SHAPES, UNSEEN
+from spyglass.errors import ConfigError
+from spyglass.tiny_world.cases import SPLITS, Case, Split, case_words, kinds_of, make_case
+from spyglass.tiny_world.corpus import all_texts
+from spyglass.tiny_world.questions import ANSWERS, KINDS, QUESTIONS, SAME_ANSWERS, WITHOUT_PICTURE
+from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, PRINTED_WORDS, SHAPES, UNSEEN, VARIANTS
 
-WORDS = re.compile(r"[a-z]+")
+LETTERS = re.compile(r"[a-z]+")
+
+LETTERS = re.compile(r"[a-z]+")
 
 
 def fingerprint(case: Case) -> str:
@@ -48,7 +53,7 @@ def test_making_cases_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_no_picture_and_no_sentence_of_a_trained_split_holds_an_unseen_pair(split: Split) -> None:
-    for case in some(split, 1200):
+    for case in some(split, 600):
         things = {(thing.colour, thing.shape) for scene in case.scenes for thing in scene.things}
         assert not things & UNSEEN
         told = " ".join([*case.words.turns, case.answer, case.reasoning or ""])
@@ -64,3 +69,97 @@ def test_in_the_unseen_split_the_question_is_about_an_unseen_pair() -> None:
         pairs[case.words.pair] += 1
     assert set(pairs) == UNSEEN
     assert {colour for colour, _ in UNSEEN} <= set(COLOURS) and {shape for _, shape in UNSEEN} == set(SHAPES)
+
+
+def test_every_kind_has_twenty_wordings_and_uses_them_all() -> None:
+    for kind, forms in KINDS.items():
+        wordings = [template for form in forms for template in QUESTIONS[form]]
+        assert len(set(wordings)) == len(wordings) >= 20, kind
+        used = {case_words(1, index, kinds=(kind,)).template for index in range(1500)}
+        assert used == set(wordings), kind
+    assert sorted(form for forms in KINDS.values() for form in forms) == sorted(QUESTIONS)
+
+
+def test_every_way_to_answer_is_used() -> None:
+    used = set()
+    for kind, forms in KINDS.items():
+        for index in range(150):
+            words = case_words(1, index, kinds=(kind,))
+            assert words.form in forms
+            used.add((SAME_ANSWERS.get(words.form, words.form), words.manner))
+    told = {(form, manner) for form, manners in ANSWERS.items() for manner in manners if " " not in form}
+    assert told <= used
+
+
+def test_the_wording_of_a_question_decides_the_wording_of_its_answer() -> None:
+    """With the facts taken out, one wording and manner has one answer."""
+    facts = re.compile("|".join([*COLOURS, *SHAPES, *PRINTED_WORDS, *COUNTS, *ORDINALS, r"\d+"]), re.IGNORECASE)
+    for kind in ("colour", "shape", "number", "word"):
+        forms: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for index in range(600):
+            words = case_words(2, index, kinds=(kind,))
+            forms[words.template, words.manner].add(re.sub(r"\ban?\b", "a", facts.sub("*", words.answer)))
+        assert max(map(len, forms.values())) == 1, kind
+
+
+def test_the_vocabulary_is_small() -> None:
+    heard = Counter(word for index in range(4000) for text in said(index) for word in LETTERS.findall(text))
+    assert len(heard) <= 200
+    assert set(PRINTED_WORDS) <= set(heard)
+
+
+def said(index: int) -> list[str]:
+    words = case_words(0, index)
+    return [text.lower() for text in (*words.turns, words.answer, words.reasoning or "")]
+
+
+def test_the_corpus_holds_every_printed_word_digit_and_coordinate() -> None:
+    corpus = list(all_texts(num_cases=50))
+    assert {*PRINTED_WORDS, *"0123456789", "0", "50", "950"} <= set(corpus)
+    assert corpus == list(all_texts(num_cases=50)) != list(all_texts(num_cases=50, seed=1))
+    assert all(text == text.strip() and text for text in corpus)
+
+
+def test_roman_answers_have_roman_numerals_and_the_others_none() -> None:
+    numbers = re.compile(r"\b[IVXLC]+\b")
+    for index in range(150):
+        words = case_words(0, index, variant="roman")
+        assert words.kind in ("count", "number") and numbers.search(words.answer)
+        assert not re.search(r"\d", words.answer) and not set(COUNTS) & set(LETTERS.findall(words.answer.lower()))
+        plain = case_words(0, index, kinds=("count",))
+        assert not numbers.search(plain.answer)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_french_answers_say_the_same_in_french(kind: str) -> None:
+    """English words of things never come up in them; the two agree on what differs from case to case."""
+    english = set(COLOURS) - {"orange"} | set(SHAPES) - {"triangle"} | {"the", "is", "it", "one", "picture", "circles"}
+    pairs: dict[str, set[str]] = defaultdict(set)
+    for index in range(400):
+        words = case_words(0, index, kinds=(kind,))
+        french = case_words(0, index, kinds=(kind,), variant="french")
+        assert french.turns[0] == words.turns[0] and french.reasoning is None
+        assert not english & set(re.findall(r"\w+", french.answer.lower())), french.answer
+        assert "{" not in french.answer and "  " not in french.answer
+        pairs[words.answer].add(french.answer)
+    assert len({answer for answers in pairs.values() for answer in answers}) >= 0.7 * len(pairs)
+
+
+def test_each_variant_has_its_kinds_and_each_split_too() -> None:
+    assert kinds_of("test") == tuple(KINDS) == kinds_of("train", "french")
+    assert kinds_of("test", "roman") == ("count", "number") and "colour" in kinds_of("test", "negative")
+    assert not {"number", "word", "text"} & set(kinds_of("unseen"))
+    for variant in VARIANTS:
+        with pytest.raises(ConfigError, match="smell"):
+            make_case(0, 0, kinds=("smell",), variant=variant)
+
+
+def test_pictures_come_with_every_question_but_those_of_text() -> None:
+    for kind in KINDS:
+        for index in range(10):
+            case = make_case(0, index, kinds=(kind,))
+            assert (not case.pictures) == (kind in WITHOUT_PICTURE)
+            assert len(case.pictures) in ((2, 3) if kind == "compare" else (0, 1))
+            assert [message["role"] for message in case.dialogue()][-2:] == ["user", "assistant"]
+            assert (case.reasoning is not None) == ("reasoning_content" in case.dialogue()[-1])
+            assert len(case.messages) == (3 if kind == "chat" else 1)

@@ -1,0 +1,267 @@
+"""What is drawn is what was said: the pictures are read back from their pixels, and questions answered from that."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+from numpy.random import default_rng
+from PIL import Image, ImageChops
+
+from spyglass.prompt.plan import plan_image
+from spyglass.prompt.released import V4_VISION, V41_VISION
+from spyglass.tiny_world.answers import parse_answer
+from spyglass.tiny_world.cases import Case, make_case
+from spyglass.tiny_world.pictures import BACKGROUNDS, PHOTOS, draw, invert, label_box, shape_mask
+from spyglass.tiny_world.scene import Scene, Thing, pick_size
+from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, POSITIONS, PRINTED_WORDS, SHAPES, SIDES
+from tests.unit.tiny_world.eyes import Seen, see
+
+GRID = {name: (row, column) for row, names in enumerate(POSITIONS) for column, name in enumerate(names)}
+
+
+def cases(kind: str, count: int, form: str | None = None, split: str = "test") -> list[Case]:
+    """Cases with pictures of at most 400 pixels a side, which are quick to read."""
+    made = (make_case(11, index, split, kinds=(kind,)) for index in range(10_000))  # type: ignore[arg-type]
+    small = (case for case in made if max(max(scene.size) for scene in case.scenes) <= 400)
+    return list(islice((case for case in small if form in (None, case.words.form)), count))
+
+
+def named(question: str, seen: Sequence[Seen]) -> list[Seen]:
+    """The things that the first noun of a text can mean: a colour, a shape, or both in this order."""
+    colour = re.search(rf"\b({'|'.join(COLOURS)})\b", question)
+    shape = re.search(rf"\b({'|'.join(SHAPES)})(e?s)?\b", question)
+    if colour and shape and shape.start() != colour.end() + 1:
+        first = min(colour, shape, key=lambda match: match.start())
+        colour, shape = (colour, None) if first is colour else (None, shape)
+    return [
+        thing
+        for thing in seen
+        if (colour is None or thing.colour == colour[1]) and (shape is None or thing.shape == shape[1])
+    ]
+
+
+def only(things: Sequence[Seen]) -> Seen:
+    assert len(things) == 1, things
+    return things[0]
+
+
+def word_of(answer: str, words: Sequence[str]) -> str:
+    return only([word for word in words if re.search(rf"\b{word}\b", answer.lower())])  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("split", ["test", "unseen"])
+def test_colour_answers_are_the_colours_in_the_picture(split: str) -> None:
+    for case in cases("colour", 40, split=split):
+        thing = only(named(case.question, see(case.pictures[0])))
+        assert word_of(case.answer, tuple(COLOURS)) == thing.colour
+
+
+def test_shape_answers_are_the_shapes_in_the_picture() -> None:
+    for case in cases("shape", 40):
+        thing = only(named(case.question, see(case.pictures[0])))
+        assert word_of(case.answer, SHAPES) == thing.shape
+
+
+@pytest.mark.parametrize("split", ["test", "unseen"])
+def test_counts_are_those_of_the_picture(split: str) -> None:
+    for case in cases("count", 60, split=split):
+        question = case.question.removesuffix(" Answer in a sentence.").removesuffix(" Be brief.")
+        number = len(named(question, see(case.pictures[0])))
+        assert word_of(case.answer.split("There ")[-1].lower(), COUNTS) == COUNTS[number]
+
+
+def test_positions_are_the_thirds_in_which_the_thing_lies() -> None:
+    for case in cases("position", 60, "position"):
+        thing = only(named(case.question, see(case.pictures[0])))
+        place = max((name for name in GRID if name in case.answer.lower()), key=len)
+        width, height = case.pictures[0].size
+        assert GRID[place] == (int(thing.centre[1] / height * 3), int(thing.centre[0] / width * 3))
+
+
+def test_sides_are_plain_to_see() -> None:
+    """Along the asked direction the two are at least one and a third times as far apart as across it."""
+    away: dict[str, Callable[[float, float], float]] = {
+        "left of": lambda x, y: -x,
+        "right of": lambda x, y: x,
+        "above": lambda x, y: -y,
+        "below": lambda x, y: y,
+    }
+    for case in cases("position", 60, "side"):
+        seen = see(case.pictures[0])
+        pair = case.words.pair
+        thing = only([one for one in seen if (one.colour, one.shape) == pair])
+        other = only([one for one in seen if one is not thing])
+        x, y = (a - b for a, b in zip(thing.centre, other.centre, strict=True))
+        side = word_of(case.answer, SIDES)
+        assert away[side](x, y) > 1.33 * min(abs(x), abs(y)) > -1
+        assert away[side](x, y) == max(abs(x), abs(y))
+
+
+def test_boxes_are_those_of_the_pixels() -> None:
+    """Within half a step of coordinates and a pixel, since corners of boxes lie on steps of 50."""
+    for case in cases("grounding", 60):
+        picture = case.pictures[0]
+        thing = only(named(case.question, see(picture)))
+        (box,) = parse_answer(case.answer).boxes
+        for said, edge, side in zip(box, thing.box, (*picture.size, *picture.size), strict=True):
+            assert abs(said / 999 * side - edge) <= 2.5, (case.answer, thing)
+            assert said % 50 == 0
+        assert case.answer.startswith("<｜ref｜>") and thing.shape in case.answer + thing.shape
+
+
+def test_which_picture_shows_a_thing_is_true() -> None:
+    for case in cases("compare", 30, "which"):
+        question = case.question.removesuffix(" Answer in a sentence.").removesuffix(" Be brief.")
+        having = [number for number, picture in enumerate(case.pictures) if named(question, see(picture))]
+        answer = case.answer.lower()
+        if len(having) == 1:
+            assert word_of(answer, ORDINALS) == ORDINALS[having[0]]
+        else:
+            assert answer.startswith("all" if having else ("no", "none")), (answer, having)
+            assert len(having) in (0, len(case.pictures))
+
+
+def test_the_picture_with_the_most_things_has_so_many() -> None:
+    for case in cases("compare", 15, "most"):
+        numbers = [len(see(picture)) for picture in case.pictures]
+        assert numbers.count(max(numbers)) == 1
+        assert word_of(case.answer, ORDINALS) == ORDINALS[numbers.index(max(numbers))]
+        assert COUNTS[max(numbers)] in re.findall(r"\w+", case.answer.lower())
+
+
+def test_exactly_one_shape_is_in_all_pictures() -> None:
+    for case in cases("compare", 15, "shared"):
+        shared = set.intersection(*({thing.shape for thing in see(picture)} for picture in case.pictures))
+        assert shared == {word_of(case.answer, SHAPES)}
+
+
+def test_the_colour_in_one_of_several_pictures_is_that_one() -> None:
+    for case in cases("compare", 15, "colour in"):
+        picture = case.pictures[ORDINALS.index(word_of(case.question, ORDINALS))]
+        shape = word_of(case.question, SHAPES)
+        thing = only([one for one in see(picture) if one.shape == shape])
+        assert word_of(case.answer, tuple(COLOURS)) == thing.colour
+
+
+def test_second_questions_of_a_chat_are_answered_from_the_picture() -> None:
+    for case in cases("chat", 45):
+        seen = see(case.pictures[0])
+        thing = only([one for one in seen if (one.colour, one.shape) == case.words.pair])
+        first, said, _ = case.words.turns
+        about = only(named(first, seen))
+        assert (about.colour in said) != (about.shape in said.lower() and about.colour not in said)
+        if case.words.form == "then position":
+            assert about == thing
+            place = max((name for name in GRID if name in case.answer.lower()), key=len)
+            width, height = case.pictures[0].size
+            assert GRID[place] == (int(thing.centre[1] / height * 3), int(thing.centre[0] / width * 3))
+        else:
+            assert about != thing and only(named(case.question, seen)) == thing
+            assert (thing.shape if case.words.form == "then shape" else thing.colour) in case.answer.lower()
+
+
+def test_reasoning_lists_what_is_seen() -> None:
+    told = [case for kind in ("colour", "count", "position") for case in cases(kind, 60) if case.reasoning is not None]
+    assert len(told) > 15
+    for case in told:
+        assert case.reasoning is not None
+        listed: Counter[tuple[str, str]] = Counter()
+        for group in re.split(r", | and ", case.reasoning.split(".")[0].removeprefix("I see ")):
+            count, colour, shape = group.split()
+            listed[colour, shape if shape in SHAPES else shape.removesuffix("es" if "oss" in shape else "s")] += (
+                COUNTS.index(count)
+            )
+        assert listed == Counter((thing.colour, thing.shape) for thing in see(case.pictures[0])), case.reasoning
+
+
+def test_inverted_pictures_have_the_answers_of_the_originals() -> None:
+    for index in range(30):
+        plain = make_case(4, index, kinds=("colour",))
+        negative = make_case(4, index, kinds=("colour",), variant="negative")
+        assert negative.question == plain.question and negative.answer == plain.answer
+        assert ImageChops.difference(negative.pictures[0], ImageChops.invert(plain.pictures[0])).getbbox() is None
+    picture = Image.fromarray(default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    assert invert(invert(picture)).tobytes() == picture.tobytes() != invert(picture).tobytes()
+
+
+def test_sizes_span_what_the_models_meet_and_are_mostly_small() -> None:
+    rng = default_rng(0)
+    sizes = np.array([pick_size(rng) for _ in range(20_000)])
+    assert sizes.min() == 64 and sizes.max() == 2000
+    aspect = sizes[:, 0] / sizes[:, 1]
+    assert 3.8 < aspect.max() <= 4.1 and 3.8 < (1 / aspect).max() <= 4.1
+    assert (sizes.prod(1) <= 384**2).mean() > 0.8 and 0.01 < (sizes.prod(1) > 900**2).mean() < 0.04
+
+
+@pytest.mark.parametrize("vision", [V4_VISION, V41_VISION], ids=["v4", "v41"])
+def test_things_and_letters_are_large_enough_after_the_models_resizing(vision: object) -> None:
+    """At least one and a half cells of 42 pixels for a thing, 20 pixels for the lowest letter; pixels round."""
+    for index in range(400):
+        for scene in make_scenes(index):
+            scale = plan_image(*scene.size, vision).resized[0] / scene.size[0]  # type: ignore[arg-type]
+            for thing in scene.things:
+                x1, y1, x2, y2 = thing.box
+                assert min(x2 - x1, y2 - y1) * scale >= 63 - scale
+                assert 0 <= x1 < x2 <= scene.size[0] and 0 <= y1 < y2 <= scene.size[1]
+            if scene.label is not None:
+                _, top, _, bottom = label_box(scene.label, scene.size)
+                assert (bottom - top) * scale >= 20
+
+
+def make_scenes(index: int) -> tuple[Scene, ...]:
+    return make_case(6, index, kinds=("number", "word", "count", "position", "grounding", "compare")).scenes
+
+
+@pytest.mark.parametrize("kind", ["number", "word"])
+def test_letters_are_whole_inside_their_picture_and_differ_from_text_to_text(kind: str) -> None:
+    inks = set()
+    for case in cases(kind, 25):
+        (scene,) = case.scenes
+        assert scene.label is not None
+        x1, y1, x2, y2 = label_box(scene.label, scene.size)
+        assert 0 <= x1 < x2 <= scene.size[0] and 0 <= y1 < y2 <= scene.size[1]
+        blank = draw(Scene(size=scene.size, background="plain"), default_rng(1))
+        printed = draw(Scene(size=scene.size, background="plain", label=scene.label), default_rng(1))
+        ink = ImageChops.difference(blank, printed).getbbox()
+        assert ink is not None
+        assert x1 <= ink[0] <= x1 + scene.label.letter / 3 and x2 - scene.label.letter / 3 <= ink[2] <= x2
+        assert abs(ink[1] - y1) <= 1 and abs(ink[3] - y2) <= 1
+        inks.add(printed.crop(ink).tobytes())
+        assert scene.label.text.lower() in case.answer
+    assert len(inks) >= 24
+    assert len(set(PRINTED_WORDS)) == 60 and max(map(len, PRINTED_WORDS)) <= 5
+
+
+@pytest.mark.parametrize("size", [(14, 14), (15, 19), (66, 66), (300, 260)])
+def test_every_shape_fills_its_box_and_no_other_is_like_it(size: tuple[int, int]) -> None:
+    masks = {}
+    for shape in SHAPES:
+        mask = np.asarray(shape_mask(Thing(shape=shape, colour="red", box=(0, 0, *size)))) / 255
+        assert mask.shape == size[::-1]
+        for edge in (mask[0], mask[-1], mask[:, 0], mask[:, -1]):
+            assert edge.max() > 0.1
+        masks[shape] = mask
+    for one in SHAPES:
+        for other in SHAPES:
+            if one < other:
+                assert np.abs(masks[one] - masks[other]).mean() > 0.1, (one, other)
+
+
+@pytest.mark.parametrize("kind", BACKGROUNDS)
+def test_backgrounds_leave_room_for_black_white_and_bright_colours(kind: str) -> None:
+    palette = np.array(list(COLOURS.values()))
+    looks = set()
+    for seed in range(12):
+        picture = draw(Scene(size=(90, 60), background=kind), default_rng(seed))
+        pixels = np.asarray(picture).reshape(-1, 3).astype(int)
+        assert 62 <= pixels.min() and pixels.max() <= 205
+        off = np.abs(pixels[:, None] - palette).max(-1).min(1)
+        assert (off > 24).mean() > 0.995
+        looks.add(picture.tobytes())
+    assert len(looks) == 12
+    assert len(PHOTOS) >= 4
