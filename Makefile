@@ -14,7 +14,7 @@ PHOTO ?=
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: setup demo test check lint format bench gpu mutants clean
+.PHONY: setup demo test check lint format bench gpu mutants soak clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,10 @@ gpu:
 
 mutants: setup
 	$(TEST_ENV) $(BIN)/python -m tests.mutants
+
+# Ten minutes of mixed load on a live server: every answer is known beforehand, memory is watched.
+soak: setup
+	$(TEST_ENV) $(BIN)/python -m tests.server.soak --seconds 600
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist spyglass.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from spyglass.cli.options import (
     server_config,
 )
 from spyglass.config.engine import EngineConfig
+from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -29,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.usage = "spyglass serve [options] [model]"
     parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.add_argument(
+        "--lora",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO",
+    )
     add_server_options(parser)
     add_engine_options(parser)
 
@@ -36,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
     folder = model_folder(args.model, "spyglass serve MODEL")
-    config = server_config(args)
+    config, adapters = server_config(args), adapters_by_name(args.lora)
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind
 
@@ -48,11 +57,29 @@ def run(args: argparse.Namespace) -> int:
 
     set_up_logs(config.log_level)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    llm = LLM(folder, progress=True, **engine)
+    llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
+    listening.listen()  # not before: nobody is to wait while a model is loaded
     print(banner(llm, config, listening.getsockname()[1], app.state.service.most_live), file=sys.stderr, flush=True)
     asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
     return 0
+
+
+def adapters_by_name(stated: Sequence[str]) -> dict[str, str]:
+    """Folders by the names that clients ask for.
+
+    Raises:
+        ConfigError: not NAME=DIR, or a name twice.
+    """
+    found: dict[str, str] = {}
+    for text in stated:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--lora is {text!r}, expected NAME=DIR")
+        if name in found:
+            raise ConfigError(f"--lora names {name!r} twice; give each adapter a name of its own")
+        found[name] = folder
+    return found
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
@@ -65,6 +92,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
         pictures += " and http(s) addresses"
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
+        *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
         ("clients", f"{url}/v1  ({'with an' if config.api_key else 'no'} API key)"),
         ("playground", f"{url}/"),
         ("pictures", pictures),

@@ -73,10 +73,14 @@ class ServerConfig:
             raise ConfigError(f"log_level is {self.log_level!r}, expected {' or '.join(LEVELS)}")
 
 
-def read_server_config(stated: Mapping[str, Any] | None = None) -> ServerConfig:
+def read_server_config(
+    stated: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> ServerConfig:
     """`stated` fields, then `SPYGLASS_SERVER_*` variables, then defaults. A stated None means "not stated".
 
     Raises:
         ConfigError: an unknown field or variable, or a value that means nothing.
     """
-    return read_options(ServerConfig, SERVER_PREFIX, stated)
+    if environment is None:
+        return read_options(ServerConfig, SERVER_PREFIX, stated)
+    return read_options(ServerConfig, SERVER_PREFIX, stated, environment)

@@ -23,7 +23,7 @@ from spyglass import __version__
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
-from spyglass.errors import NotServedError, OverloadedError
+from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.server.body import parse_json, read_body
 from spyglass.server.endpoints import make_endpoints
@@ -47,6 +47,7 @@ class Service:
         self.most_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
         self.served = served_by(llm, config)
+        self.adapter_use = llm.adapter_use
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
         self.parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parse")
@@ -123,9 +124,8 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures, record.ignored = call.pictures, call.user_fields
-        if call.adapter is not None:
-            raise NotServedError(f"adapter {call.adapter!r} is not served here")
-        submission = self._service.worker.submit(call.prompt, call.params)
+        adapter = self._service.adapter_use(call.adapter)
+        submission = self._service.worker.submit(call.prompt, call.params, adapter)
         watch = Watch(record, scope["began"])
         try:
             if call.stream:
@@ -183,7 +183,14 @@ def create_app(
 
 
 def served_by(llm: LLM, config: ServerConfig) -> Served:
-    """What protocols must know of a model."""
+    """What protocols must know of a model.
+
+    Raises:
+        ConfigError: an adapter has a name of the model's.
+    """
+    names = config.model_name or (llm.name,)
+    for name in set(names) & set(llm.adapters):
+        raise ConfigError(f"{name!r} is both the model and an adapter; give one of them another name")
     limits = ImageLimits(
         file_bytes=config.max_image_bytes,
         total_bytes=config.max_total_image_bytes,
@@ -192,11 +199,12 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         images=llm.options.images or ImageLimits().images,
     )
     return Served(
-        names=config.model_name or (llm.name,),
+        names=names,
         config=llm.config,
         tokenizer=llm.tokenizer,
         limits=limits,
         max_length=llm.engine.max_length,
+        adapters=llm.adapters,
     )
 
 

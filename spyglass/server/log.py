@@ -58,7 +58,7 @@ class JsonLines(logging.Formatter):
 
 def log_request(record: Record) -> None:
     """Log one request that has been answered; fields that say nothing are left out."""
-    level = logging.ERROR if record.status >= 500 else logging.INFO
+    level = logging.ERROR if record.status == 500 else logging.INFO  # 503 only says what a server is about
     if REQUESTS.isEnabledFor(level):
         fields = {
             name: round(value, 6) if isinstance(value, float) else value

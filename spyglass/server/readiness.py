@@ -28,13 +28,14 @@ _LOG = logging.getLogger(__name__)
 class _Trial:
     parts: list[Part]
     params: SamplingParams
+    adapter: str | None = None
 
 
 class Readiness:
     """What has been seen to work. `info` is what `/health` says besides."""
 
     def __init__(self, llm: LLM, worker: EngineWorker, stopping: Callable[[], bool], info: Mapping[str, Any]) -> None:
-        self._config, self._worker, self._stopping, self._info = llm.config, worker, stopping, info
+        self._llm, self._worker, self._stopping, self._info = llm, worker, stopping, info
         self._trials = _trials(llm)
         self._seen = dict.fromkeys(self._trials, _STARTING)
 
@@ -61,8 +62,8 @@ class Readiness:
 
     async def _try(self, trial: _Trial) -> str:
         try:
-            prompt = prompt_from_parts(trial.parts, self._config)
-            submission = self._worker.submit(prompt, [trial.params])
+            prompt = prompt_from_parts(trial.parts, self._llm.config)
+            submission = self._worker.submit(prompt, [trial.params], self._llm.adapter_use(trial.adapter))
             await submission.accepted()
             while mail := await submission.deltas():
                 output = mail[-1][1].output
@@ -83,4 +84,5 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
     if llm.tokenizer is not None:
         form = Structured(kind="regex", value="[a-z]+")
         trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))
+    trials |= {f"adapter {name}": _Trial([start], one, name) for name in llm.adapters}
     return trials

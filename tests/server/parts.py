@@ -63,8 +63,9 @@ class PlainEndpoint:
     path: str = "/plain"
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
-        if body.get("model", self.served.names[0]) not in self.served.names:
-            raise NotServedError(f"model {body['model']!r} is not served here")
+        model = body.get("model", self.served.names[0])
+        if model not in self.served.names + self.served.adapters:
+            raise NotServedError(f"model {model!r} is not served here")
         ids = body.get("ids", [0, 5, 6])
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise PromptError("ids must be a list of integers")
@@ -88,6 +89,7 @@ class PlainEndpoint:
             params=[params] * body.get("n", 1),
             stream=body.get("stream", False),
             reply=PlainReply(),
+            adapter=model if model in self.served.adapters else None,
             pictures=len(parts) - 1,
             user_fields=tuple(name for name in ("user",) if name in body),
         )

@@ -1,0 +1,20 @@
+"""The short form of `make soak`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.server.soak import MOST_GROWTH, growth, soak
+
+SECONDS = 15.0
+
+
+@pytest.mark.slow
+def test_under_mixed_load_no_answer_is_lost_or_crossed_and_nothing_is_left_behind(model_folder: Path) -> None:
+    tally, samples = asyncio.run(soak(model_folder, SECONDS))
+    assert not tally.wrong, tally.wrong[:5]
+    assert tally.seen["stream"] and tally.seen["whole"] and tally.seen["left"] and tally.seen["400"], tally.seen
+    assert growth(samples) < MOST_GROWTH, samples

@@ -1,0 +1,100 @@
+"""`spyglass serve`: what can be seen to fail is told before a model is loaded; it starts, says where, and stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from spyglass.checkpoint.random import new_checkpoint
+from spyglass.cli.main import main
+from spyglass.cli.serve import adapters_by_name
+from spyglass.config.server import ServerConfig, read_server_config
+from spyglass.errors import ConfigError
+
+
+@pytest.fixture
+def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("spyglass.engine.llm.LLM.__init__", load)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--port", "70000"], "port is 70000"),
+        (["--max-waiting", "-1"], "max_waiting is -1"),
+        (["--api-key", ""], "api_key is"),
+        (["--host", ""], "host is"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--lora", "folder"], "expected NAME=DIR"),
+        (["--lora", "a=x", "--lora", "a=y"], "names 'a' twice"),
+        (["--images", "-1"], "images is -1"),
+    ],
+)
+def test_what_cannot_work_is_told_before_a_model_is_loaded(
+    options: list[str], why: str, never_loads: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path), *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
+    never_loads: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_adapters_have_names() -> None:
+    assert adapters_by_name(["a=/x", "b=c=d"]) == {"a": "/x", "b": "c=d"}
+
+
+def test_options_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PORT": "9000", "API_KEY": "one, two", "REMOTE_IMAGES": "true", "MAX_IMAGE_SIDE": "100"}
+    environment = {f"SPYGLASS_SERVER_{name}": text for name, text in settings.items()}
+    config = read_server_config({"port": 9001, "host": None}, {**environment, "SPYGLASS_DEVICE": "cpu"})
+    assert config == ServerConfig(port=9001, api_key=("one", "two"), remote_images=True, max_image_side=100)
+    with pytest.raises(ConfigError, match="SPYGLASS_SERVER_PROT is not known"):
+        read_server_config({}, {"SPYGLASS_SERVER_PROT": "1"})
+
+
+@pytest.mark.slow
+def test_it_says_where_it_listens_answers_and_stops_when_told(tmp_path: Path) -> None:
+    new_checkpoint(tmp_path / "tiny", "tiny", seed=0)
+    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(tmp_path / "tiny"), "--port", "0"]
+    process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(100, process.kill)
+    killer.start()
+    try:
+        assert process.stderr is not None
+        told = {}
+        while "limits" not in told:
+            line = process.stderr.readline()
+            assert line, told
+            name, _, text = line.strip().partition(" ")
+            told[name] = text.strip()
+        assert told["model"].startswith("tiny (deepseek_v4, cpu") and told["pictures"] == "data URLs"
+        url = told["clients"].split()[0]
+        with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
+            assert json.load(answer)["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert [json.loads(line)["level"] for line in rest.splitlines()].count("error") == 0
+        assert "Traceback" not in rest
+    finally:
+        killer.cancel()
+        process.kill()
