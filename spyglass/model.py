@@ -120,17 +120,20 @@ class VisionLanguageModel(nn.Module):
         if self.vision is None:
             raise PromptError(self._no_pictures())
         kinds_T = batch.kinds_T.long()
-        table_KC = x_TC.new_zeros(len(_LEARNED) + 1, x_TC.shape[1])
+        # fp32 and index_select: the gradient of a row that thousands share is summed in fp32, without a sort
+        summed = torch.promote_types(x_TC.dtype, torch.float32)
+        table_KC = x_TC.new_zeros(len(_LEARNED) + 1, x_TC.shape[1], dtype=summed)
         for kind, name in _LEARNED.items():
             if name in self.learned:
                 holder = self.learned[name]
                 assert isinstance(holder, PlainTensor)
                 table_KC[kind] = holder.tensor()
-        x_TC = torch.where((kinds_T >= 0)[:, None], table_KC[kinds_T.clamp(min=0)], x_TC)
+        learned_TC = table_KC.index_select(0, kinds_T.clamp(min=0)).to(x_TC.dtype)
+        x_TC = torch.where((kinds_T >= 0)[:, None], learned_TC, x_TC)
         if batch.image_index_T is not None:
             assert image_rows_IC is not None, "the step has IMAGE rows, but no image rows were handed over"
             index_T = batch.image_index_T.long()
-            rows_TC = image_rows_IC[index_T.clamp(min=0)].to(x_TC.dtype)
+            rows_TC = image_rows_IC.index_select(0, index_T.clamp(min=0)).to(x_TC.dtype)
             x_TC = torch.where((index_T >= 0)[:, None], rows_TC, x_TC)
         return x_TC
 

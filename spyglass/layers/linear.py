@@ -190,6 +190,11 @@ class Experts(nn.Module):
         if stack.scale is not None and held.scale is not None:
             stack.scale.copy_(held.scale)
 
+    def put_stack(self, name: str, weight: Packed) -> None:
+        """Take over a whole stack [E, out, in] as it is, instead of expert by expert (a trainer's weights)."""
+        self._found = f"{self.spec.name}.*.{name}", weight.format
+        self.stacks[name] = weight
+
     def forward(
         self,
         x_TC: torch.Tensor,

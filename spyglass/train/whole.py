@@ -1,0 +1,207 @@
+"""Training every weight of a small model: one step of fixed shape, captured once on a GPU and then replayed.
+
+Forward, backward, update and balancing are one graph of launches, so the host only copies the next step's arrays in.
+State is saved between any two steps in files small enough to travel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from spyglass.checkpoint.schema import TensorSpec, expected_tensors
+from spyglass.config.model import ModelConfig
+from spyglass.errors import CheckpointError
+from spyglass.layers.build import Build
+from spyglass.model import ModelOptions, VisionLanguageModel
+from spyglass.text.attention import Attention
+from spyglass.train.balance import BIASES, balance, imbalance
+from spyglass.train.bins import Capacity, device_step, masks_of, picture_rows
+from spyglass.train.dense import StepState, training_ops
+from spyglass.train.loss import IGNORED, token_loss
+from spyglass.train.masters import Masters
+from spyglass.train.muon import Muon, MuonSettings
+from spyglass.vision.aligner import gather_cells
+from spyglass.vision.tower import angle_tables
+
+FILE_BYTES = 15 << 20
+_WARM_UP = 3
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of one step, on the device: summed loss, number of targets, of right ones, gradient norm, `imbalance`."""
+
+    loss: torch.Tensor
+    count: torch.Tensor
+    right: torch.Tensor
+    norm: torch.Tensor
+    imbalance: torch.Tensor
+
+
+class WholeTrainer:
+    """A model, its masters and their optimiser.
+
+    Indexers are left out while training: below `index_topk` entries they choose nothing, and no gradient reaches them.
+    Their weights stay as `initial` made them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: Capacity,
+        initial: Callable[[str, TensorSpec], torch.Tensor],
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        settings: MuonSettings | None = None,
+        compiled: bool = False,
+    ) -> None:
+        place = torch.device(device)
+        self.config, self.capacity, self.state = config, capacity, StepState()
+        ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
+        build = Build(ops=ops, device=place, dtype=dtype)
+        self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics="reference"))
+        _leave_indexers_out(self.model, config, capacity)
+        self.masters = Masters(self.model, expected_tensors(config), initial, fixed=BIASES)
+        self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
+        self.balance_rate = torch.zeros((), device=place)
+        vision = config.vision
+        assert vision is not None, "whole training is for models with a tower"
+        longest = capacity.largest_picture
+        angles = angle_tables(longest, vision.rope_theta, vision.hidden_size // vision.num_attention_heads)
+        self._angles = angles[0].to(place), angles[1].to(place)
+        self._dtype, self._compiled = dtype, compiled
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outcome: Outcome | None = None
+
+    def logits(self, tensors: Tensors) -> torch.Tensor:
+        """Logits fp32 [R, V] of a step laid out by `lay_out`, from the masters' rounded weights."""
+        self.masters.deliver()
+        self.state.begin(masks_of(tensors, self.config.text, self.capacity), tensors["real_T"])
+        batch, cache = device_step(tensors, self.config.text, self.capacity, self._dtype)
+        hidden, _ = self.model.text(self.model.embed(batch, self._image_rows(tensors)), batch, cache)
+        return self.model.logits(hidden, batch.logit_rows_R)
+
+    def _image_rows(self, tensors: Tensors) -> torch.Tensor:
+        vision, aligner = self.model.vision, self.model.aligner
+        assert vision is not None and aligner is not None
+        borders = tensors["borders_I1"]
+        on_host = borders.device.type == "cpu"
+        offsets = tuple(borders.tolist()) if on_host else (0, self.capacity.largest_picture)
+        rows = picture_rows(tensors, self._angles, offsets)
+        rows_UY = vision.encode(vision.patch_values(tensors["patches_U"]), rows)
+        return aligner.project(gather_cells(rows_UY, tensors["cells_I"].long()))
+
+    def step(self, tensors: Tensors) -> Outcome:
+        """Forward, backward, update, balance, at `optimiser.rate` and `balance_rate`; nothing is read back."""
+        logits = self.logits(tensors)
+        targets = tensors["targets_R"].long()
+        loss, count = token_loss(logits, targets)
+        loss.backward()
+        norm = self.optimiser.step(count)
+        for stack in self.masters.stacks:
+            stack.value.grad = None
+        loads = self.state.loads
+        balance(self.masters.fixed, loads, self.config.text, self.balance_rate)
+        right = ((logits.detach().argmax(dim=1) == targets) & (targets != IGNORED)).sum()
+        return Outcome(loss=loss.detach(), count=count, right=right, norm=norm, imbalance=imbalance(loads))
+
+    def capture(self, tensors: Tensors) -> None:
+        """Make `replay` possible: record a step on copies of these tensors. Weights and state are as before after it."""
+        self._inputs = {name: tensor.clone() for name, tensor in tensors.items()}
+        kept = {name: tensor.detach().clone() for name, tensor in self.state_tensors().items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self.step(self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outcome = self.step(self._inputs)
+        self.restore(kept)
+
+    def replay(self, tensors: Tensors) -> Outcome:
+        """The captured step on these tensors; the outcome is overwritten by the next call."""
+        assert self._graph is not None and self._outcome is not None
+        for name, tensor in self._inputs.items():
+            tensor.copy_(tensors[name], non_blocking=True)
+        self._graph.replay()
+        return self._outcome
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that training changes, by name."""
+        values = {f"value.{index}": stack.value for index, stack in enumerate(self.masters.stacks)}
+        biases = {f"fixed.{name}": value for name, value in self.masters.fixed.items() if name.endswith(BIASES)}
+        return values | biases | {f"optimiser.{name}": value for name, value in self.optimiser.state.items()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Tensors) -> None:
+        """Put `state_tensors` back.
+
+        Raises:
+            CheckpointError: they are those of another model.
+        """
+        mine = self.state_tensors()
+        if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in tensors.items()}:
+            raise CheckpointError("the saved training state is that of another model; start anew in another folder")
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+
+
+def _leave_indexers_out(model: VisionLanguageModel, config: ModelConfig, capacity: Capacity) -> None:
+    ratios = [plan.ratio for plan in config.text.layers if plan.index_from is not None]
+    if ratios and capacity.length // min(ratios) > config.text.index_topk:
+        raise CheckpointError(
+            f"bins of {capacity.length} rows have more entries than index_topk {config.text.index_topk}, so indexers "
+            "would choose; they are not trained here: use shorter bins"
+        )
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.indexer = None
+
+
+def save_state(folder: Path, tensors: Tensors, progress: Mapping[str, Any]) -> None:
+    """Write state in files of at most `FILE_BYTES` and `progress.json`; readers see the old state or the new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if used + tensor.nbytes > FILE_BYTES and parts[-1]:
+            parts.append({})
+            used = 0
+        parts[-1][name] = tensor.detach().cpu().contiguous()
+        used += tensor.nbytes
+    number = int(progress["step"])
+    names = [f"state-{number}-{index}.safetensors" for index in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / name)
+    partial = folder / "progress.json.partial"
+    partial.write_text(json.dumps(dict(progress) | {"files": names}, indent=1), encoding="utf-8")
+    os.replace(partial, folder / "progress.json")
+    for old in folder.glob("state-*.safetensors"):
+        if old.name not in names:
+            old.unlink()
+
+
+def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Tensors and progress of a folder, None when it has none."""
+    path = folder / "progress.json"
+    if not path.exists():
+        return None
+    progress = json.loads(path.read_text(encoding="utf-8"))
+    tensors: dict[str, torch.Tensor] = {}
+    for name in progress["files"]:
+        tensors |= load_file(folder / name)
+    return tensors, progress
