@@ -275,9 +275,7 @@ def picture_rows(
     cos_UR, sin_UR = (
         torch.cat([angle.index_select(0, row_U), angle.index_select(0, column_U)], dim=1) for angle in angles
     )
-    return PackedRows(
-        cos_UR=cos_UR, sin_UR=sin_UR, cu_seqlens_I1=tensors["borders_I1"], offsets=offsets, slot_U=None
-    )
+    return PackedRows(cos_UR=cos_UR, sin_UR=sin_UR, cu_seqlens_I1=tensors["borders_I1"], offsets=offsets, slot_U=None)
 
 
 def ratios_of(text: TextConfig) -> tuple[int, ...]:

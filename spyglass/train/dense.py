@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,8 +21,6 @@ from spyglass.ops.vit_attention import varlen
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 from spyglass.train.bins import Masks
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -44,7 +42,7 @@ class StepState:
 def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bool) -> Ops:
     """The op table of a model that learns. `compiled`: small ops are fused by torch.compile (minutes, once)."""
 
-    def fused(function: Function) -> Function:
+    def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False) if compiled else function
 
     reference = bind_ops(device_type, dtype, "reference")
@@ -79,7 +77,7 @@ class _Straight(torch.autograd.Function):
 
 def straight_through(x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """`rounded(x)`, with the gradient of x itself."""
-    out: torch.Tensor = _Straight.apply(x, rounded)
+    out: torch.Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -230,9 +228,10 @@ def compress_pool(
 ) -> torch.Tensor:
     """See the reference; each column is gathered once, so that the gradient is one sum per row."""
     assert state_NE is None, "training sequences are whole: there are no rows of earlier steps"
+    kv_TE, gate_TE = rows_TE.chunk(2, dim=-1)
     if not overlap:
-        return _pool(*(_gather(part, sources_PB) for part in rows_TE.chunk(2, dim=-1)), sources_PB)
-    half, (kv_TE, gate_TE) = sources_PB.shape[1] // 2, rows_TE.chunk(2, dim=-1)
+        return _pool(_gather(kv_TE, sources_PB), _gather(gate_TE, sources_PB), sources_PB)
+    half = sources_PB.shape[1] // 2
     index = sources_PB[:, :half], sources_PB[:, half:]
     kv, gate = (
         torch.cat([_gather(part, places) for part, places in zip(both.chunk(2, dim=-1), index, strict=True)], dim=1)

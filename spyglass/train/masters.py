@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -77,12 +78,14 @@ class Masters:
         initial: Callable[[str, TensorSpec], torch.Tensor],
         *,
         fixed: Sequence[str] = (),
-        quantise: Callable[[torch.Tensor, Format], torch.Tensor] = stored_values,
+        quantise: Callable[..., torch.Tensor] = stored_values,
     ) -> None:
         build = model.options.build
         slots = {slot.name: slot for slot in model.slots()}
         self.specs = specs
-        self.fixed = {name: initial(name, specs[name]).to(build.device) for name in specs if _is_fixed(name, specs, fixed)}
+        self.fixed = {
+            name: initial(name, specs[name]).to(build.device) for name in specs if _is_fixed(name, specs, fixed)
+        }
         self.only_stored = {
             name: initial(name, spec) for name, spec in specs.items() if name not in slots and name not in self.fixed
         }
@@ -95,7 +98,9 @@ class Masters:
                 .to(build.device)
                 .requires_grad_(),
             )
-            for (_, format, rule, _), names in _groups((name for name in slots if name not in self.fixed), specs).items()
+            for (_, format, rule, _), names in _groups(
+                (name for name in slots if name not in self.fixed), specs
+            ).items()
         )
         self._quantise = quantise
         self._dtype = build.dtype
@@ -107,7 +112,7 @@ class Masters:
     def deliver(self) -> None:
         """Hand the rounded weights to the modules; their gradients reach `stacks`."""
         for stack in self.stacks:
-            rounded = straight_through(stack.value, lambda value, format=stack.format: self._quantise(value, format))
+            rounded = straight_through(stack.value, partial(self._quantise, format=stack.format))
             self._put(stack, rounded.to(self._dtype) if stack.rule == "matrix" else rounded)
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
@@ -129,8 +134,10 @@ class Masters:
                 out[name] = encode(value, stack.format)
         for name, value in (self.fixed | self.only_stored).items():
             spec = self.specs[name]
-            out[name] = Packed(spec.official, value.cpu(), None, spec.shape) if spec.kind == "index" else encode(
-                value.cpu().float(), spec.official
+            out[name] = (
+                Packed(spec.official, value.cpu(), None, spec.shape)
+                if spec.kind == "index"
+                else encode(value.cpu().float(), spec.official)
             )
         return out
 
@@ -157,4 +164,3 @@ def _groups(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[_Grou
 def _order(name: str) -> tuple[str, str, int]:
     match = _EXPERT.fullmatch(name)
     return (name, "", 0) if match is None else (match[1], match[3], int(match[2]))
-

@@ -59,7 +59,9 @@ class Muon:
                 self.state[f"second.{index}"] = torch.zeros_like(stack.value, requires_grad=False)
 
     @torch.no_grad()
-    def step(self, count: torch.Tensor, orthogonal: Callable[[torch.Tensor], torch.Tensor] = orthogonalise) -> torch.Tensor:
+    def step(
+        self, count: torch.Tensor, orthogonal: Callable[[torch.Tensor], torch.Tensor] = orthogonalise
+    ) -> torch.Tensor:
         """One update from the stacks' summed gradients, `count` targets together; the gradients' norm before clipping.
 
         A stack without gradient is left alone. A gradient that is not finite makes no update at all.

@@ -1,27 +1,20 @@
 """Training every weight of a small model: one step of fixed shape, captured once on a GPU and then replayed.
 
 Forward, backward, update and balancing are one graph of launches, so the host only copies the next step's arrays in.
-State is saved between any two steps in files small enough to travel.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
-from spyglass.errors import CheckpointError
+from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
-from spyglass.model import ModelOptions, VisionLanguageModel
-from spyglass.text.attention import Attention
+from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.train.balance import BIASES, balance, imbalance
 from spyglass.train.bins import Capacity, device_step, masks_of, picture_rows
 from spyglass.train.dense import StepState, training_ops
@@ -31,7 +24,6 @@ from spyglass.train.muon import Muon, MuonSettings
 from spyglass.vision.aligner import gather_cells
 from spyglass.vision.tower import angle_tables
 
-FILE_BYTES = 15 << 20
 _WARM_UP = 3
 
 Tensors = Mapping[str, torch.Tensor]
@@ -51,8 +43,10 @@ class Outcome:
 class WholeTrainer:
     """A model, its masters and their optimiser.
 
-    Indexers are left out while training: below `index_topk` entries they choose nothing, and no gradient reaches them.
-    Their weights stay as `initial` made them.
+    Indexers stay as `initial` made them: no gradient reaches them, and below `index_topk` entries they choose nothing.
+
+    Raises:
+        ConfigError: the capacity's bins are so long that indexers would choose.
     """
 
     def __init__(
@@ -63,15 +57,16 @@ class WholeTrainer:
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        numerics: Numerics = "reference",
         settings: MuonSettings | None = None,
         compiled: bool = False,
     ) -> None:
+        _refuse_choosing(config, capacity)
         place = torch.device(device)
         self.config, self.capacity, self.state = config, capacity, StepState()
         ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
         build = Build(ops=ops, device=place, dtype=dtype)
-        self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics="reference"))
-        _leave_indexers_out(self.model, config, capacity)
+        self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics))
         self.masters = Masters(self.model, expected_tensors(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
@@ -118,7 +113,7 @@ class WholeTrainer:
         return Outcome(loss=loss.detach(), count=count, right=right, norm=norm, imbalance=imbalance(loads))
 
     def capture(self, tensors: Tensors) -> None:
-        """Make `replay` possible: record a step on copies of these tensors. Weights and state are as before after it."""
+        """Make `replay` possible: record a step on copies of these tensors. Weights and state stay as they are."""
         self._inputs = {name: tensor.clone() for name, tensor in tensors.items()}
         kept = {name: tensor.detach().clone() for name, tensor in self.state_tensors().items()}
         stream = torch.cuda.Stream()
@@ -160,48 +155,10 @@ class WholeTrainer:
             tensor.copy_(tensors[name])
 
 
-def _leave_indexers_out(model: VisionLanguageModel, config: ModelConfig, capacity: Capacity) -> None:
+def _refuse_choosing(config: ModelConfig, capacity: Capacity) -> None:
     ratios = [plan.ratio for plan in config.text.layers if plan.index_from is not None]
     if ratios and capacity.length // min(ratios) > config.text.index_topk:
-        raise CheckpointError(
+        raise ConfigError(
             f"bins of {capacity.length} rows have more entries than index_topk {config.text.index_topk}, so indexers "
-            "would choose; they are not trained here: use shorter bins"
+            "would choose; no gradient reaches them: use shorter bins"
         )
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.indexer = None
-
-
-def save_state(folder: Path, tensors: Tensors, progress: Mapping[str, Any]) -> None:
-    """Write state in files of at most `FILE_BYTES` and `progress.json`; readers see the old state or the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    used = 0
-    for name, tensor in tensors.items():
-        if used + tensor.nbytes > FILE_BYTES and parts[-1]:
-            parts.append({})
-            used = 0
-        parts[-1][name] = tensor.detach().cpu().contiguous()
-        used += tensor.nbytes
-    number = int(progress["step"])
-    names = [f"state-{number}-{index}.safetensors" for index in range(len(parts))]
-    for name, part in zip(names, parts, strict=True):
-        save_file(part, folder / name)
-    partial = folder / "progress.json.partial"
-    partial.write_text(json.dumps(dict(progress) | {"files": names}, indent=1), encoding="utf-8")
-    os.replace(partial, folder / "progress.json")
-    for old in folder.glob("state-*.safetensors"):
-        if old.name not in names:
-            old.unlink()
-
-
-def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Tensors and progress of a folder, None when it has none."""
-    path = folder / "progress.json"
-    if not path.exists():
-        return None
-    progress = json.loads(path.read_text(encoding="utf-8"))
-    tensors: dict[str, torch.Tensor] = {}
-    for name in progress["files"]:
-        tensors |= load_file(folder / name)
-    return tensors, progress

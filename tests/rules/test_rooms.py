@@ -34,8 +34,8 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"errors", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {"errors", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
     "train": {
-        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers", "model",
-        "lora",
+        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers", "vision",
+        "model", "lora",
     },
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",

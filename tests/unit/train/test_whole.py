@@ -1,0 +1,195 @@
+"""Whole-model training on bins: numbers and gradients of the defining ops, and what is trained is what is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spyglass.checkpoint.schema import expected_tensors
+from spyglass.config.model import ModelConfig
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.tokens import Patches
+from spyglass.quant.codec import decode, encode
+from spyglass.quant.formats import BF16, F32, FP4, Format, fp8
+from spyglass.train.balance import BIASES
+from spyglass.train.bins import Capacity, Filling, lay_out
+from spyglass.train.loss import step_logits, token_loss
+from spyglass.train.masters import Masters, stored_values
+from spyglass.train.muon import MuonSettings, orthogonalise
+from spyglass.train.packing import Sample, pack
+from spyglass.train.whole import WholeTrainer
+from tests.small_models import build_model, empty_model, random_text, random_weights, small_config
+from tests.tolerance import LAW_OF_MAX
+
+CAPACITY = Capacity(bins=3, length=256, patches=96, cells=40, pictures=8, largest_picture=24, targets=600)
+QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0",
+                                     "activation_scheme": "dynamic", "fmt": "e4m3"}, "expert_dtype": "fp4"}  # fmt: skip
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    return small_config(vision_max_n_token=40, index_topk=512, hidden_size=64, moe_intermediate_size=64, **changes)
+
+
+def make_sample(config: ModelConfig, parts: Any, seed: int) -> Sample:
+    pieces: list[Any] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, int):
+            pieces.append(random_text(part, seed + number, 68).tolist())
+        else:
+            source = np.random.default_rng([seed, number])
+            pieces.append(Patches(source.integers(0, 256, (part[0] * part[1], 3, 4, 4), dtype=np.uint8), part))
+    prompt = prompt_from_parts(pieces, config)
+    learn_T = prompt.ids_T >= 0
+    learn_T[0] = False
+    return Sample(prompt=prompt, learn_T=learn_T)
+
+
+def samples_of(config: ModelConfig) -> list[Sample]:
+    mixed = ([21], [3, (3, 5), 9], [200], [2, (2, 2), 4, (5, 3), 6], [1, (4, 4), 5], [140])
+    return [make_sample(config, parts, 10 * number) for number, parts in enumerate(mixed)]
+
+
+def filled(samples: list[Sample]) -> Filling:
+    filling = Filling(capacity=CAPACITY)
+    assert all(filling.add(sample) for sample in samples)
+    return filling
+
+
+def trainer_of(config: ModelConfig, weights: Any, **options: Any) -> WholeTrainer:
+    return WholeTrainer(config, CAPACITY, initial_of(weights), **{"dtype": torch.float32} | options)
+
+
+def initial_of(weights: Any) -> Any:
+    return lambda name, spec: weights[name].data.clone()
+
+
+def small_weights(config: ModelConfig) -> Any:
+    return random_weights(empty_model(config).slots(), 3)
+
+
+def tensors_of(samples: list[Sample], config: ModelConfig) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in lay_out(filled(samples), config).items()}
+
+
+def test_bins_give_the_logits_and_gradients_of_the_defining_ops() -> None:
+    config = config_of()
+    weights, samples = small_weights(config), samples_of(config)
+    trainer = trainer_of(config, weights, numerics="plain")
+    tensors = tensors_of(samples, config)
+    logits = trainer.logits(tensors)
+    step = pack([sample for group in filled(samples).bins for sample in group], config, dtype=torch.float32)
+    model = empty_model(config, expand=False)
+    masters = Masters(model, expected_tensors(config), initial_of(weights), fixed=BIASES)
+    masters.deliver()
+    expected = step_logits(model, step)
+    count = len(expected)
+    assert tensors["targets_R"][:count].tolist() == step.targets_R.tolist()
+    close_of_max(logits[:count], expected, LAW_OF_MAX)
+    token_loss(logits, tensors["targets_R"].long())[0].backward()
+    token_loss(expected, step.targets_R)[0].backward()
+    for ours, theirs in zip(trainer.masters.stacks, masters.stacks, strict=True):
+        assert ours.names == theirs.names
+        if theirs.value.grad is None or not theirs.value.grad.any():
+            assert ours.value.grad is None or not ours.value.grad.any(), ours.names
+            assert all(".indexer." in name for name in ours.names), ours.names
+        else:
+            assert ours.value.grad is not None
+            close_of_max(ours.value.grad, theirs.value.grad, 1e-4)
+
+
+def test_packed_weights_answer_as_the_masters_did() -> None:
+    config = config_of(**QUANTISED)
+    samples = samples_of(config)
+    trainer = trainer_of(config, small_weights(config))
+    logits = trainer.logits(tensors_of(samples, config))
+    served = build_model(config, trainer.masters.packed(), numerics="reference", expand=False)
+    step = pack([sample for group in filled(samples).bins for sample in group], config, dtype=torch.float32)
+    with torch.no_grad():
+        expected = step_logits(served, step)
+    difference = (logits[: len(expected)] - expected).abs()
+    assert difference.median() <= LAW_OF_MAX * expected.abs().max()  # where no code of a rounded row flips
+    assert difference.max() <= 0.1 * expected.abs().max()
+
+
+def close_of_max(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
+    assert (actual - expected).abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.parametrize("format", [fp8((128, 128)), fp8((32, 32)), FP4, BF16, F32], ids=str)
+def test_stored_values_are_those_of_the_packed_file(format: Format) -> None:
+    source = torch.Generator().manual_seed(5)
+    for shape in ((3, 200, 96), (2, 2, 40, 320)):
+        values = (
+            torch.randn(shape, generator=source) * torch.exp(3 * torch.randn(shape[:-1], generator=source))[..., None]
+        )
+        values[..., 1, :32] = 0.0
+        values[..., 2, :32] = torch.tensor([6.0, 1.5, 448.0, 1.75]).repeat(8)
+        expected = torch.stack([decode(encode(matrix, format), torch.float32) for matrix in values.flatten(0, -3)])
+        assert torch.equal(stored_values(values, format).flatten(0, -3), expected)
+
+
+def test_one_batch_is_learned_by_heart_in_packed_weights() -> None:
+    config = config_of(**QUANTISED)
+    samples = samples_of(config)[1:2] + samples_of(config)[3:5]
+    trainer = trainer_of(config, small_weights(config), settings=MuonSettings(decay=0.0))
+    tensors = tensors_of(samples, config)
+    losses = []
+    for number in range(60):
+        trainer.optimiser.rate.fill_(0.02 * (1 - number / 60))
+        outcome = trainer.step(tensors)
+        losses.append(float(outcome.loss / outcome.count))
+    assert losses[0] > 3 and losses[-1] < 0.01, losses[::10]
+    assert int(outcome.right) == int(outcome.count)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    config = config_of(**QUANTISED)
+    samples, weights = samples_of(config), small_weights(config)
+    tensors = tensors_of(samples, config)
+    whole, first, second = (trainer_of(config, weights) for _ in range(3))
+    for trainer in (whole, first, second):
+        trainer.optimiser.rate.fill_(0.01)
+        trainer.balance_rate.fill_(0.01)
+    for _ in range(4):
+        whole.step(tensors)
+    first.step(tensors)
+    first.step(tensors)
+    second.restore({name: tensor.clone() for name, tensor in first.state_tensors().items()})
+    for _ in range(2):
+        second.step(tensors)
+    for name, tensor in whole.state_tensors().items():
+        assert torch.equal(tensor, second.state_tensors()[name]), name
+
+
+def test_balancing_evens_out_the_use_of_experts() -> None:
+    config = config_of()
+    trainer = trainer_of(config, small_weights(config), numerics="plain")
+    tensors = tensors_of(samples_of(config), config)
+    trainer.balance_rate.fill_(0.02)
+    before = [float(trainer.step(tensors).imbalance) for _ in range(60)]
+    even = [load.sum(dim=1) for load in trainer.state.loads]
+    assert before[-1] < 0.6 * before[0], before[::10]
+    rows = torch.stack([tensors["real_T"] & (tensors["kinds_T"] < 0), tensors["real_T"] & (tensors["kinds_T"] >= 0)])
+    assert all(total.tolist() == (2 * rows.sum(dim=1)).tolist() for total in even)
+
+
+def test_orthogonalised_updates_have_singular_values_near_one() -> None:
+    matrices = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
+    for value in (matrices, matrices.mT.contiguous()):
+        singular = torch.linalg.svdvals(orthogonalise(value))
+        assert 0.6 < float(singular.min()) and float(singular.max()) < 1.3
+
+
+def test_what_has_no_room_is_refused_and_leaves_the_step_as_it_was() -> None:
+    config = config_of()
+    filling = Filling(capacity=CAPACITY)
+    long = make_sample(config, [257], 0)
+    large = make_sample(config, [2, (5, 5), 2], 0)
+    assert not filling.add(long) and not filling.add(large) and filling == Filling(capacity=CAPACITY)
+    taken = 0
+    while filling.add(make_sample(config, [100], taken)):
+        taken += 1
+    assert taken == 6 and filling.used == [200, 200, 200]
