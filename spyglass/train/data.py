@@ -8,6 +8,7 @@ URLs, or paths seen from the file's folder. Learnt are the tokens that the model
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
-from spyglass.prompt.chat import ChatOptions, RenderedChat, SpecialPiece, encode_chat, render_chat
+from spyglass.prompt.chat import ChatOptions, Effort, RenderedChat, SpecialPiece, encode_chat, render_chat
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import CHAT_RULES, PYTHON_LIMITS
 from spyglass.prompt.placeholder import resolve_placeholder
@@ -30,6 +31,8 @@ from spyglass.train.packing import Sample
 LossOn = Literal["assistant", "all"]
 _ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
 _KEYS = {"messages", "tools"}
+# what a model points with is a token of its own in an answer, as it will be when the model says it (spec v4 9.8)
+_TAGS = re.compile(r"(<｜/?(?:ref|box|point|polygon)｜>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Learner:
     config: ModelConfig
     tokenizer: PromptTokenizer
     loss_on: LossOn = "assistant"
+    effort: Effort | None = None  # of answers with reasoning, as in `ChatOptions`
 
     def sample(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sample:
         """A whole chat; `reasoning_content` of its last message becomes reasoning before the answer.
@@ -68,12 +72,20 @@ class Learner:
         for piece in self._rendered(messages, tools):
             spelling = piece.spelling if isinstance(piece, SpecialPiece) else ""
             starts = previous == _ASSISTANT and spelling in (_THINK, _NO_THINK)
-            yield piece, everything or (answering and not starts)
+            wanted = everything or (answering and not starts)
+            for part in self._tagged(piece) if answering and isinstance(piece, str) else [piece]:
+                yield part, wanted
             if spelling == _ASSISTANT:
                 answering = True
             elif spelling == _END:
                 answering = False
             previous = spelling
+
+    def _tagged(self, text: str) -> list[str | SpecialPiece]:
+        """A text of the model, with the grounding tags that its tokenizer has as special tokens."""
+        parts = [part for part in _TAGS.split(text) if part]
+        known = [_TAGS.fullmatch(part) and self.tokenizer.special_id(part) is not None for part in parts]
+        return [SpecialPiece(part) if tag else part for part, tag in zip(parts, known, strict=True)]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Pieces up to the end of the last answer. The renderer drops reasoning that is past, so the last one's is put
@@ -88,7 +100,8 @@ class Learner:
             return whole[: ends[-1] + 1]
         starts = [place for place, piece in enumerate(whole[: ends[-1]]) if piece == SpecialPiece(_ASSISTANT)]
         answer = whole[starts[-1] + 2 : ends[-1] + 1]
-        question = render_chat(messages[:-1], self.config, ChatOptions(thinking=True, tools=tools)).pieces
+        options = ChatOptions(thinking=True, effort=self.effort, tools=tools)
+        question = render_chat(messages[:-1], self.config, options).pieces
         return [*question, reasoning, SpecialPiece(_NO_THINK), *answer]
 
 

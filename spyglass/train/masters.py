@@ -106,8 +106,8 @@ class Masters:
         self._dtype = build.dtype
         self._slots = slots
         self._experts = {module.spec.name: module for module in model.modules() if isinstance(module, Experts)}
-        for name, value in self.fixed.items():
-            slots[name].put(Packed(specs[name].official, value, None, specs[name].shape))
+        for name in self.fixed.keys() & slots.keys():  # memory tables are no part of the model
+            slots[name].put(Packed(specs[name].official, self.fixed[name], None, specs[name].shape))
 
     def deliver(self) -> None:
         """Hand the rounded weights to the modules; their gradients reach `stacks`."""

@@ -6,7 +6,7 @@ Forward, backward, update and balancing are one graph of launches, so the host o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from spyglass.train.balance import BIASES, balance, imbalance
 from spyglass.train.bins import Capacity, device_step, masks_of, picture_rows
 from spyglass.train.dense import StepState, training_ops
 from spyglass.train.loss import IGNORED, token_loss
-from spyglass.train.masters import Masters
+from spyglass.train.masters import Masters, stored_values
 from spyglass.train.muon import Muon, MuonSettings
 from spyglass.vision.aligner import gather_cells
 from spyglass.vision.tower import angle_tables
@@ -70,6 +70,11 @@ class WholeTrainer:
         self.masters = Masters(self.model, expected_tensors(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
+        self._tables = {
+            int(name.split(".")[1]): stored_values(value, self.masters.specs[name].official).to(dtype)
+            for name, value in self.masters.fixed.items()
+            if name.endswith(".engram.embed")
+        }
         vision = config.vision
         assert vision is not None, "whole training is for models with a tower"
         longest = capacity.largest_picture
@@ -85,6 +90,7 @@ class WholeTrainer:
         self.masters.deliver()
         self.state.begin(masks_of(tensors, self.config.text, self.capacity), tensors["real_T"])
         batch, cache = device_step(tensors, self.config.text, self.capacity, self._dtype)
+        batch = replace(batch, engram_rows=self._engram_rows(tensors))
         hidden, _ = self.model.text(self.model.embed(batch, self._image_rows(tensors)), batch, cache)
         return self.model.logits(hidden, batch.logit_rows_R)
 
@@ -97,6 +103,13 @@ class WholeTrainer:
         rows = picture_rows(tensors, self._angles, offsets)
         rows_UY = vision.encode(vision.patch_values(tensors["patches_U"]), rows)
         return aligner.project(gather_cells(rows_UY, tensors["cells_I"].long()))
+
+    def _engram_rows(self, tensors: Tensors) -> dict[int, torch.Tensor]:
+        """Rows of the memory tables, which are drawn once and not trained, as their file holds them."""
+        return {
+            layer: table_RD.index_select(0, tensors[f"engram_TJ{layer}"].flatten()).view(self.capacity.rows, -1)
+            for layer, table_RD in self._tables.items()
+        }
 
     def step(self, tensors: Tensors) -> Outcome:
         """Forward, backward, update, balance, at `optimiser.rate` and `balance_rate`; nothing is read back."""

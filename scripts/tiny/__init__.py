@@ -1,0 +1,1 @@
+"""How the tiny models that ship with the package were made: `make train-tiny`."""

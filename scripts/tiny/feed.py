@@ -1,0 +1,171 @@
+"""Training steps made by other processes: cases are drawn, tokenised, cut into patches and packed, all without torch's
+device. Arrays travel through memory that all processes share; only slot numbers are sent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spyglass.config.model import ModelConfig
+from spyglass.config.read import read_model_config
+from spyglass.engram import hash_constants, read_classes, row_ids
+from spyglass.prompt.tokenizer import load_tokenizer
+from spyglass.tiny_world.cases import EFFORT, Split, make_case
+from spyglass.train.bins import Capacity, Filling, lay_out
+from spyglass.train.data import Learner
+
+CASES_A_STEP = 4096  # more than fit, so that steps never share a case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where cases come from: the folder with config.json and tokenizer, the split and its seed, the shape of a step."""
+
+    folder: Path
+    capacity: Capacity
+    split: Split = "train"
+    seed: int = 0
+
+
+def learner_of(folder: Path) -> Learner:
+    """How chats become samples for the model in `folder`."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return Learner(read_model_config(folder), tokenizer, effort=EFFORT)
+
+
+def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """Step `number` as arrays, with the kinds of its cases in the order of their targets.
+
+    `sample_R`: which case each target belongs to, -1 = none. It ends with the first case that has no room; one that
+    could never fit is left out.
+    """
+    filling = Filling(capacity=source.capacity)
+    kinds: dict[int, str] = {}
+    for index in range(number * CASES_A_STEP, (number + 1) * CASES_A_STEP):
+        case = make_case(source.seed, index, source.split)
+        sample = learner.sample(case.dialogue())
+        if not Filling(capacity=source.capacity).add(sample):
+            continue
+        if not filling.add(sample):
+            break
+        kinds[id(sample)] = case.kind
+    arrays = lay_out(filling, learner.config)
+    order = [sample for group in filling.bins for sample in group]
+    sample_R = np.full(source.capacity.targets, -1, np.int32)
+    sample_R[: filling.targets] = np.repeat(np.arange(len(order)), [len(sample.rows) for sample in order])
+    arrays |= {"sample_R": sample_R} | engram_rows(arrays, source.folder, learner.config)
+    return arrays, [kinds[id(sample)] for sample in order]
+
+
+def engram_rows(arrays: dict[str, NDArray[Any]], folder: Path, config: ModelConfig) -> dict[str, NDArray[Any]]:
+    """`engram_TJ<layer>` int32 [T, J]: the table rows of every token of a step; nothing for models without."""
+    engram = config.text.engram
+    if engram is None:
+        return {}
+    starts = np.flatnonzero(np.diff(arrays["seq_T"], prepend=-1, append=-1)).astype(np.int32)
+    rows = row_ids(
+        arrays["ids_T"],
+        arrays["kinds_T"],
+        np.full((len(starts) - 1, engram.lookback), -1, np.int32),
+        starts,
+        classes_V=read_classes(folder, engram, config.text.vocab_size),
+        pad_token_id=engram.pad_token_id,
+        constants=hash_constants(engram),
+    )
+    return {f"engram_TJ{layer}": values.astype(np.int32) for layer, values in rows.items()}
+
+
+@dataclass(kw_only=True)
+class Feed:
+    """Processes that fill slots. Start it before the device is used: it forks."""
+
+    source: Source
+    processes: int
+    slots: int
+    first: int = 0
+    _workers: list[ForkProcess] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Fork. The layout of a slot is that of a first step, made here."""
+        context = multiprocessing.get_context("fork")
+        arrays, _ = make_step(self.source, learner_of(self.source.folder), 0)
+        self._layout, size = _layout_of(arrays)
+        self.memory = mmap.mmap(-1, size * self.slots)
+        self._size = size
+        self._free: Any = context.Queue()
+        self._ready: Any = context.Queue()
+        self._next = context.Value("q", self.first)
+        for slot in range(self.slots):
+            self._free.put(slot)
+        for _ in range(self.processes):
+            worker = context.Process(target=self._work, daemon=True)
+            worker.start()
+            self._workers.append(worker)
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        learner = learner_of(self.source.folder)
+        while True:
+            with self._next.get_lock():
+                number = self._next.value
+                self._next.value += 1
+            arrays, kinds = make_step(self.source, learner, number)
+            slot = self._free.get()
+            for name, view in self.views(slot):
+                view[...] = arrays[name]
+            self._ready.put((slot, number, kinds))
+
+    def views(self, slot: int) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The arrays of a slot."""
+        for name, (offset, shape, dtype) in self._layout.items():
+            yield name, np.ndarray(shape, dtype, self.memory, slot * self._size + offset)
+
+    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        """The same as host tensors over the shared memory."""
+        return {name: torch.from_numpy(view) for name, view in self.views(slot)}
+
+    def take(self, timeout: float) -> tuple[int, int, list[str]] | None:
+        """Slot, step number and kinds of a finished step; None if there is none in time (seconds; 0 = now)."""
+        try:
+            found: tuple[int, int, list[str]] = (
+                self._ready.get(timeout=timeout) if timeout else self._ready.get_nowait()
+            )
+        except queue.Empty:
+            return None
+        return found
+
+    def give_back(self, slot: int) -> None:
+        """The slot may be filled again."""
+        self._free.put(slot)
+
+    @property
+    def drawn(self) -> int:
+        """Steps begun so far, the next run's `first`."""
+        return int(self._next.value)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            worker.join()
+
+
+def _layout_of(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]], int]:
+    layout, offset = {}, 0
+    for name, array in arrays.items():
+        layout[name] = (offset, array.shape, array.dtype)
+        offset += -(-array.nbytes // 4096) * 4096
+    return layout, offset

@@ -1,0 +1,336 @@
+"""Train a tiny model on one GPU: `python -m scripts.tiny.train v4 --folder runs/v4 --minutes 8.5`.
+
+Cases are made by other processes while the GPU learns; a step that was made is kept on the GPU and used up to
+`MOST_USES` times when no fresh one is there. The learning rate depends on the share of the planned time that is over,
+so a run may be cut into calls: state is saved at the end of each (SIGTERM ends one too), and the next goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.tiny.feed import Feed, Source
+from scripts.tiny.models import FAMILIES, NAMES, Family, initial_value, tiny_config
+from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
+from spyglass.checkpoint.save import SaveItem, save_checkpoint
+from spyglass.config.read import read_model_config
+from spyglass.engram import classes_of_tokenizer
+from spyglass.tiny_world.corpus import all_texts
+from spyglass.train.bins import Capacity
+from spyglass.train.loss import IGNORED
+from spyglass.train.state import State, load_state, save_state
+from spyglass.train.whole import Outcome, WholeTrainer
+
+CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
+MOST_USES = 4
+KEPT_STEPS = 600
+PEAK_RATE, WARM_UP, BALANCE = 3e-3, 0.02, 1e-3
+LOG_EVERY = 50
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a call runs. `minutes` of this call, `horizon` seconds of learning of all calls together."""
+
+    family: Family
+    folder: Path
+    minutes: float
+    horizon: float
+    seed: int
+    workers: int
+    device: str
+    compiled: bool
+    capacity: Capacity
+
+
+def prepare(folder: Path, family: Family) -> None:
+    """config.json, generation_config.json and tokenizer files, if they are not there."""
+    if (folder / "config.json").exists():
+        return
+    tokenizer = build_tokenizer(all_texts(), family)
+    write_tokenizer(tokenizer, folder)
+    classes = int(classes_of_tokenizer(tokenizer, VOCAB_SIZE).max()) + 1
+    placeholder = tokenizer.token_to_id(PLACEHOLDER)
+    config = tiny_config(family, VOCAB_SIZE, image_token_id=placeholder, classes=classes)
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def rate_at(progress: float) -> float:
+    """Share of the peak rate when `progress` (0 to 1) of the learning is over: rise, hold, linear fall to 0."""
+    if progress < WARM_UP:
+        return progress / WARM_UP
+    return max(0.0, min(1.0, (1 - progress) / 0.6))
+
+
+@dataclass(slots=True)
+class Kept:
+    """Steps on the device: fresh ones replace the oldest; the rest are repeated, the least used first."""
+
+    device: torch.device
+    most: int
+    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+    oldest: int = 0
+    stream: Any = None
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Copy a step to the device; its number here."""
+        if len(self.steps) < self.most:
+            place = len(self.steps)
+            self.steps.append({name: torch.empty_like(tensor, device=self.device) for name, tensor in tensors.items()})
+            self.uses.append(0)
+        else:
+            place, self.oldest = self.oldest, (self.oldest + 1) % self.most
+            self.uses[place] = 0
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.stream is None:
+            self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream) if on_gpu else torch.no_grad():
+            for name, tensor in self.steps[place].items():
+                tensor.copy_(tensors[name])
+        if on_gpu:
+            self.stream.synchronize()
+        return place
+
+    def repeat(self, source: random.Random) -> int | None:
+        """A step that may be used again; None if all are used up."""
+        least = min(self.uses, default=MOST_USES)
+        if least >= MOST_USES:
+            return None
+        return source.choice([place for place, uses in enumerate(self.uses) if uses == least])
+
+
+class Run:
+    """One call of the script."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.model_folder = options.folder / NAMES[options.family]
+        prepare(self.model_folder, options.family)
+        state = load_state(options.folder / "state")
+        facts = {"elapsed": 0.0, "drawn": 0} if state is None else dict(state.facts)
+        self.elapsed, self.step_number = float(facts["elapsed"]), 0 if state is None else state.step
+        self.feeds = self._start_feeds(int(facts["drawn"]))
+        place = torch.device(options.device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        self.trainer = WholeTrainer(
+            read_model_config(self.model_folder),
+            options.capacity,
+            partial(initial_value, seed=options.seed),
+            device=options.device,
+            compiled=options.compiled,
+        )
+        print(f"{self.trainer.masters.num_values():,} trained numbers", flush=True)
+        if state is not None:
+            self.trainer.restore(state.tensors)
+        self.kept = Kept(place, KEPT_STEPS)
+        self.log = options.folder / "log.csv"
+        self.stop_asked = False
+        self._held: dict[str, list[tuple[dict[str, torch.Tensor], list[str]]]] = {"test": [], "unseen": []}
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _ask_to_stop(self, number: int, frame: object) -> None:
+        self.stop_asked = True
+
+    def _start_feeds(self, drawn: int) -> dict[str, Feed]:
+        options = self.options
+        source = partial(Source, folder=self.model_folder, capacity=options.capacity)
+        feeds = {
+            "train": Feed(
+                source=source(seed=options.seed), processes=options.workers, slots=4 * options.workers, first=drawn
+            ),
+            "test": Feed(source=source(split="test", seed=1), processes=1, slots=6),
+            "unseen": Feed(source=source(split="unseen", seed=1), processes=1, slots=3),
+        }
+        for feed in feeds.values():
+            feed.start()
+        return feeds
+
+    def learn(self) -> None:
+        """Until the call's minutes or the horizon are over."""
+        options, trainer, started = self.options, self.trainer, time.perf_counter()
+        first = self._fresh(timeout=120.0)
+        assert first is not None, "no step was made in two minutes"
+        graphed = options.device.startswith("cuda")
+        if graphed:
+            trainer.capture(self.kept.steps[first])
+            print(f"captured after {time.perf_counter() - started:.1f} s", flush=True)
+        take_step = trainer.replay if graphed else trainer.step
+        sums, marks = torch.zeros(5, device=trainer.optimiser.rate.device), deque[Any]()
+        source, fresh_count, begun = random.Random(self.step_number), 0, time.perf_counter()
+        before, place = self.elapsed, first
+        while not self.stop_asked and time.perf_counter() - started < 60 * options.minutes:
+            self.elapsed = before + time.perf_counter() - begun
+            if self.elapsed >= options.horizon:
+                break
+            place, fresh = self._next(source)
+            fresh_count += fresh
+            share = rate_at(self.elapsed / options.horizon)
+            trainer.optimiser.rate.fill_(PEAK_RATE * share)
+            trainer.balance_rate.fill_(BALANCE * share)
+            outcome = take_step(self.kept.steps[place])
+            self.kept.uses[place] += 1
+            sums += _numbers(outcome)
+            self.step_number += 1
+            if graphed:
+                marks.append(torch.cuda.Event())
+                marks[-1].record()
+                if len(marks) > 3:
+                    marks.popleft().synchronize()
+            if self.step_number % LOG_EVERY == 0:
+                self._write_log(sums, fresh_count, PEAK_RATE * share)
+                sums.zero_()
+                fresh_count = 0
+            if self.step_number % 2000 == 0:
+                self.report(1)
+        self.elapsed = before + time.perf_counter() - begun
+
+    def _next(self, source: random.Random) -> tuple[int, bool]:
+        while True:
+            place = self._fresh(timeout=0.0)
+            if place is not None:
+                return place, True
+            repeated = self.kept.repeat(source)
+            if repeated is not None:
+                return repeated, False
+            place = self._fresh(timeout=1.0)
+            if place is not None:
+                return place, True
+
+    def _fresh(self, timeout: float) -> int | None:
+        feed = self.feeds["train"]
+        found = feed.take(timeout)
+        if found is None:
+            return None
+        slot, _, _ = found
+        place = self.kept.add(feed.tensors(slot))
+        feed.give_back(slot)
+        return place
+
+    def _write_log(self, sums: torch.Tensor, fresh: int, rate: float) -> None:
+        loss, count, right, norm, uneven = sums.tolist()
+        row = {
+            "step": self.step_number,
+            "seconds": round(self.elapsed, 2),
+            "loss": round(loss / count, 5),
+            "right": round(right / count, 5),
+            "norm": round(norm / LOG_EVERY, 4),
+            "imbalance": round(uneven / LOG_EVERY, 3),
+            "rate": f"{rate:.3e}",
+            "fresh": fresh,
+            "targets": int(count),
+        }
+        new = not self.log.exists()
+        with self.log.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, row)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+        if self.step_number % (4 * LOG_EVERY) == 0:
+            print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        if not math.isfinite(loss):
+            raise SystemExit("the loss is not finite")
+
+    @torch.no_grad()
+    def report(self, most: int = 100) -> None:
+        """Share of held-out cases whose whole answer is the likeliest at every token, by kind."""
+        for split in ("test", "unseen"):
+            feed, right, total = self.feeds[split], Counter[str](), Counter[str]()
+            steps = self._held_out(feed, split)[:most]
+            for tensors, kinds in steps:
+                predicted = self.trainer.logits(tensors).argmax(dim=1)
+                targets = tensors["targets_R"].long()
+                wrong = (predicted != targets) & (targets != IGNORED)
+                cases = set(tensors["sample_R"][wrong].tolist())
+                total.update(kinds)
+                right.update(kind for number, kind in enumerate(kinds) if number not in cases)
+            shares = " ".join(f"{kind} {100 * right[kind] / total[kind]:.0f}" for kind in sorted(total))
+            overall = 100 * right.total() / max(total.total(), 1)
+            print(f"  step {self.step_number} {split}: {overall:.1f} % of {total.total()} | {shares}", flush=True)
+
+    def _held_out(self, feed: Feed, split: str) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+        device = self.trainer.optimiser.rate.device
+        while len(self._held[split]) < feed.slots and (found := feed.take(60.0)) is not None:
+            slot, _, kinds = found
+            tensors = {name: tensor.to(device) for name, tensor in feed.tensors(slot).items()}
+            self._held[split].append((tensors, kinds))
+        return self._held[split]
+
+    def save(self) -> None:
+        """The state, and the packed checkpoint."""
+        folder, trainer = self.options.folder, self.trainer
+        facts = {"elapsed": self.elapsed, "drawn": self.feeds["train"].drawn}
+        tensors = {name: tensor.detach().cpu() for name, tensor in trainer.state_tensors().items()}
+        save_state(folder / "state", State(step=self.step_number, tensors=tensors, facts=facts))
+        write_checkpoint(trainer, self.model_folder)
+
+    def end(self) -> None:
+        """Stop the other processes."""
+        for feed in self.feeds.values():
+            feed.stop()
+
+
+def _numbers(outcome: Outcome) -> torch.Tensor:
+    parts = (outcome.loss, outcome.count, outcome.right, outcome.norm, outcome.imbalance)
+    return torch.stack([part.float() for part in parts])
+
+
+def write_checkpoint(trainer: WholeTrainer, folder: Path) -> None:
+    """The weights of the masters, packed; config and tokenizer are there."""
+    packed = trainer.masters.packed()
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    items = [
+        SaveItem(name, trainer.masters.specs[name], weight.format, partial(lambda value: value, weight))
+        for name, weight in packed.items()
+    ]
+    save_checkpoint(folder, items)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=14.5, help="of this call")
+    parser.add_argument("--horizon", type=float, default=780.0, help="seconds of learning of all calls together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", dest="compiled", action="store_false")
+    parser.add_argument("--copy-to", type=Path, help="copy state, log and checkpoint here at the end, flat")
+    given = vars(parser.parse_args(arguments))
+    copy_to = given.pop("copy_to")
+    run = Run(Options(**given, capacity=CAPACITY))
+    try:
+        run.learn()
+        run.save()
+        run.report()
+    finally:
+        run.end()
+    if copy_to is not None:
+        for path in (run.log, *(run.options.folder / "state").glob("*/*")):
+            shutil.copy(path, copy_to / path.name)
+
+
+if __name__ == "__main__":
+    main()
