@@ -31,6 +31,7 @@ GOLDEN_SPARSE_LOGITS = Tolerance(absolute=2e-3, why="the same with odd constants
 ROUNDED_LOGITS = Tolerance(absolute=1e-3, why="rounded arithmetic, as long as no code flips")
 MERGED_OF_MAX = 5e-5  # an adapter beside its weights = merged into them: every merged weight is rounded once more
 LAW_OF_MAX = 1e-5  # chunked = whole, batched = alone, fp32 plain: the same sums in another order
+GRADIENT_OF_MAX = 1e-3  # of a whole model in fp32, the same sums in another order, through nine layers
 
 # Ops against the reference in float64
 OP_FLOAT32 = Tolerance(absolute=2e-5, relative=2e-5, why="fp32 sums of up to a few thousand terms")

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
-from spyglass.engram import hash_constants, read_classes, row_ids
+from spyglass.engram import read_classes
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.tiny_world.cases import EFFORT, Split, make_case
 from spyglass.train.bins import Capacity, Filling, lay_out
@@ -61,30 +60,13 @@ def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, 
         if not filling.add(sample):
             break
         kinds[id(sample)] = case.kind
-    arrays = lay_out(filling, learner.config)
+    config, engram = learner.config, learner.config.text.engram
+    classes_V = None if engram is None else read_classes(source.folder, engram, config.text.vocab_size)
+    arrays = lay_out(filling, config, classes_V)
     order = [sample for group in filling.bins for sample in group]
     sample_R = np.full(source.capacity.targets, -1, np.int32)
     sample_R[: filling.targets] = np.repeat(np.arange(len(order)), [len(sample.rows) for sample in order])
-    arrays |= {"sample_R": sample_R} | engram_rows(arrays, source.folder, learner.config)
-    return arrays, [kinds[id(sample)] for sample in order]
-
-
-def engram_rows(arrays: dict[str, NDArray[Any]], folder: Path, config: ModelConfig) -> dict[str, NDArray[Any]]:
-    """`engram_TJ<layer>` int32 [T, J]: the table rows of every token of a step; nothing for models without."""
-    engram = config.text.engram
-    if engram is None:
-        return {}
-    starts = np.flatnonzero(np.diff(arrays["seq_T"], prepend=-1, append=-1)).astype(np.int32)
-    rows = row_ids(
-        arrays["ids_T"],
-        arrays["kinds_T"],
-        np.full((len(starts) - 1, engram.lookback), -1, np.int32),
-        starts,
-        classes_V=read_classes(folder, engram, config.text.vocab_size),
-        pad_token_id=engram.pad_token_id,
-        constants=hash_constants(engram),
-    )
-    return {f"engram_TJ{layer}": values.astype(np.int32) for layer, values in rows.items()}
+    return arrays | {"sample_R": sample_R}, [kinds[id(sample)] for sample in order]
 
 
 @dataclass(kw_only=True)

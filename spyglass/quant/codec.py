@@ -45,7 +45,7 @@ def ceil_pow2_scale(amax: torch.Tensor, limit_reciprocal: float) -> torch.Tensor
     `limit_reciprocal` is 1/448 or 1/6 and is rounded to float32 first. `amax` has its lower bound already applied
     (1e-4 for e4m3, 6 * 2^-126 for e2m1), so the product is a normal number.
     """
-    product = amax.float() * torch.tensor(limit_reciprocal, dtype=torch.float32, device=amax.device)
+    product = amax.float() * torch.full((), limit_reciprocal, dtype=torch.float32, device=amax.device)
     bits = product.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent << 23).view(torch.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,15 @@ from numpy.typing import NDArray
 
 from spyglass.batch.assemble import assemble
 from spyglass.batch.types import Batch, CacheView, PoolStep
-from spyglass.config.model import ModelConfig, TextConfig
+from spyglass.config.model import EngramConfig, ModelConfig, TextConfig
+from spyglass.engram import hash_constants, row_ids
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.train.loss import IGNORED
 from spyglass.train.packing import Sample, Tables, fresh_pages, sequence_steps
-from spyglass.vision.aligner import cell_index
+from spyglass.vision.aligner import cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, patch_positions
 
-Arrays = dict[str, NDArray[np.generic]]
+Arrays = dict[str, NDArray[Any]]
 _PAD = np.int32(0)  # any id: a padding row is seen by no other and predicts nothing
 
 
@@ -82,8 +84,11 @@ class Filling:
         return True
 
 
-def lay_out(filling: Filling, config: ModelConfig) -> Arrays:
-    """The step as host arrays of fixed shape; see `BinnedStep` for what each is."""
+def lay_out(filling: Filling, config: ModelConfig, classes_V: NDArray[np.int32] | None = None) -> Arrays:
+    """The step as host arrays of fixed shape, what `device_step` and its neighbours take.
+
+    `classes_V`: the compressed vocabulary of a model with memory tables.
+    """
     capacity, text = filling.capacity, config.text
     bins = [*filling.bins, *([] for _ in range(capacity.bins - len(filling.bins)))]
     whole = [_filled(samples, capacity.length) for samples in bins]
@@ -118,7 +123,24 @@ def lay_out(filling: Filling, config: ModelConfig) -> Arrays:
             place = np.full((count, *values.shape[1:]), default, np.int32)
             place[write_P] = values
             out[f"{name}{ratio}"] = place
+    if classes_V is not None and text.engram is not None:
+        out |= _memory_rows(out, text.engram, classes_V)
     return out | _pictures([sample.prompt for sample in samples], config, capacity)
+
+
+def _memory_rows(arrays: Arrays, engram: EngramConfig, classes_V: NDArray[np.int32]) -> Arrays:
+    """`engram_TJ<layer>`: the table rows of every token."""
+    starts = np.flatnonzero(np.diff(arrays["seq_T"], prepend=-1, append=-1)).astype(np.int32)
+    rows = row_ids(
+        arrays["ids_T"].astype(np.int32),
+        arrays["kinds_T"].astype(np.int8),
+        np.full((len(starts) - 1, engram.lookback), -1, np.int32),
+        starts,
+        classes_V=classes_V,
+        pad_token_id=engram.pad_token_id,
+        constants=hash_constants(engram),
+    )
+    return {f"engram_TJ{layer}": values.astype(np.int32) for layer, values in rows.items()}
 
 
 def _filled(samples: Sequence[Sample], length: int) -> list[Sample]:
@@ -276,6 +298,34 @@ def picture_rows(
         torch.cat([angle.index_select(0, row_U), angle.index_select(0, column_U)], dim=1) for angle in angles
     )
     return PackedRows(cos_UR=cos_UR, sin_UR=sin_UR, cu_seqlens_I1=tensors["borders_I1"], offsets=offsets, slot_U=None)
+
+
+class _Cells(torch.autograd.Function):
+    """Patches into cells. Every patch is in one cell at most, so the gradient is a gather as well."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UY: torch.Tensor, cells_I: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cells_I)
+        ctx.patches = len(rows_UY)
+        return gather_cells(rows_UY, cells_I.long())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (cells_I,) = ctx.saved_tensors
+        grad_NY = gradients[0].unflatten(1, (-1, cells_I.shape[1])).transpose(1, 2).flatten(0, 1)
+        patch_N = cells_I.flatten().long()
+        place_U = torch.full((ctx.patches + 1,), len(patch_N), device=patch_N.device)
+        place_U.scatter_(
+            0, torch.where(patch_N < 0, ctx.patches, patch_N), torch.arange(len(patch_N), device=patch_N.device)
+        )
+        padded_NY = torch.cat([grad_NY, grad_NY.new_zeros(1, grad_NY.shape[1])])
+        return padded_NY.index_select(0, place_U[:-1]), None
+
+
+def cells_of(rows_UY: torch.Tensor, cells_I: torch.Tensor) -> torch.Tensor:
+    """Cells [I, Y · ratio²] of the tower's rows, as `vision.aligner.gather_cells`; -1 is a row of zeros."""
+    out: torch.Tensor = _Cells.apply(rows_UY, cells_I)  # type: ignore[no-untyped-call]
+    return out
 
 
 def ratios_of(text: TextConfig) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from spyglass.ops.fake_quant import reference as fake_quant_reference
+from spyglass.ops.hyper_mix.reference import coefficients
+from spyglass.ops.linear_block.training import multiply
 from spyglass.ops.router_topk import reference as router_topk_reference
 from spyglass.ops.table import Ops, bind_ops
 from spyglass.ops.vit_attention import varlen
@@ -48,7 +50,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
     reference = bind_ops(device_type, dtype, "reference")
     round_to = StraightThrough(fused(fake_quant_reference.fake_quant))
     linear = Linears(round_to, fused(_gated))
-    small = ("rms_norm", "rope_partial", "rope_half", "silu_mul", "hyper_mix", "hyper_collapse", "hyper_expand")
+    small = ("rms_norm", "rope_partial", "rope_half", "silu_mul", "hyper_collapse", "hyper_expand")
     changed: dict[str, Callable[..., Any]] = {name: fused(getattr(reference, name)) for name in small}
     changed |= {
         "linear_block": linear.linear_block,
@@ -57,6 +59,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
         "router_topk": Router(state),
         "sparse_attention": Attention(state, fused(_attend)),
         "compress_pool": fused(compress_pool),
+        "hyper_mix": HyperMix(fused(coefficients)),
         "fake_quant": round_to,
         "cache_write": cache_write,
     }
@@ -117,9 +120,11 @@ class Linears:
     ) -> torch.Tensor:
         assert addend_TO is None, "the whole model is trained, not an adapter"
         x = x_TI if rounding is None else self.round_to(x_TI, rounding)
-        dtype = x_TI.dtype if out_dtype is None else out_dtype
-        bias = None if bias_O is None else bias_O.to(dtype)
-        return torch.nn.functional.linear(x.to(dtype), _values(weight).to(dtype), bias)
+        if out_dtype not in (None, x_TI.dtype):
+            assert bias_O is None
+            return fp32_product(x, _values(weight))
+        bias = None if bias_O is None else bias_O.to(x.dtype)
+        return torch.nn.functional.linear(x, _values(weight).to(x.dtype), bias)
 
     def experts_grouped(
         self,
@@ -141,6 +146,45 @@ class Linears:
         z_TEF = z_TEF if rounding is None else self.round_to(z_TEF, rounding)
         down_CE = _values(w2).to(x.dtype).transpose(0, 1).flatten(1)
         return torch.nn.functional.linear(z_TEF.flatten(1), down_CE).float()
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ in fp32. Its gradients are products in x's dtype, summed in fp32: small fp32 products are slow on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return x_TI.float() @ weight_OI.float().mT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TI, weight_OI = ctx.saved_tensors
+        grad_TO = gradients[0].to(x_TI.dtype)
+        return grad_TO @ weight_OI.to(x_TI.dtype), multiply(grad_TO.mT, x_TI).to(weight_OI.dtype)
+
+
+def fp32_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """[T, in] and [out, in] to fp32 [T, out]."""
+    out: torch.Tensor = _Product.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class HyperMix:
+    """`hyper_mix` with its product apart from the rest."""
+
+    coefficients: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def __call__(
+        self,
+        streams_TMC: torch.Tensor,
+        fn_JE: torch.Tensor,
+        scale_3: torch.Tensor,
+        base_J: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        product_TJ = fp32_product(streams_TMC.flatten(1), fn_JE)
+        return self.coefficients(product_TJ, streams_TMC, scale_3, base_J, **options)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, weight_TE: torch.Tensor, limit: float) -> torch.Tensor:

@@ -56,7 +56,7 @@ def _least_scale(amax: torch.Tensor, fp4: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Weights `names` of one logical shape and format, in order: `value` fp32 [len(names), *shape], a leaf."""
+    """Weights `names` of one logical shape and format, in order: `value` fp32 [len(names), *shape]."""
 
     names: tuple[str, ...]
     format: Format
@@ -94,14 +94,13 @@ class Masters:
                 names=names,
                 format=format,
                 rule=rule,
-                value=torch.stack([initial(name, specs[name]).float() for name in names])
-                .to(build.device)
-                .requires_grad_(),
+                value=torch.stack([initial(name, specs[name]).float() for name in names]).to(build.device),
             )
             for (_, format, rule, _), names in _groups(
                 (name for name in slots if name not in self.fixed), specs
             ).items()
         )
+        self.leaves: tuple[torch.Tensor, ...] = ()
         self._quantise = quantise
         self._dtype = build.dtype
         self._slots = slots
@@ -110,9 +109,13 @@ class Masters:
             slots[name].put(Packed(specs[name].official, self.fixed[name], None, specs[name].shape))
 
     def deliver(self) -> None:
-        """Hand the rounded weights to the modules; their gradients reach `stacks`."""
-        for stack in self.stacks:
-            rounded = straight_through(stack.value, partial(self._quantise, format=stack.format))
+        """Hand the rounded weights to the modules; their gradients reach `leaves`.
+
+        The leaves are new ones each time, over the same memory: a captured step may not meet the graph of another.
+        """
+        self.leaves = tuple(stack.value.detach().requires_grad_() for stack in self.stacks)
+        for stack, leaf in zip(self.stacks, self.leaves, strict=True):
+            rounded = straight_through(leaf, partial(self._quantise, format=stack.format))
             self._put(stack, rounded.to(self._dtype) if stack.rule == "matrix" else rounded)
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
@@ -130,7 +133,7 @@ class Masters:
         """Every entry of the checkpoint as its file holds it, on the host."""
         out = {}
         for stack in self.stacks:
-            for name, value in zip(stack.names, stack.value.detach().cpu().unbind(0), strict=True):
+            for name, value in zip(stack.names, stack.value.cpu().unbind(0), strict=True):
                 out[name] = encode(value, stack.format)
         for name, value in (self.fixed | self.only_stored).items():
             spec = self.specs[name]

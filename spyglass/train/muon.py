@@ -8,7 +8,7 @@ captured. Momentum is held in bf16, as it is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,44 +54,34 @@ class Muon:
         self.rate = torch.zeros((), device=device)
         self.state: dict[str, torch.Tensor] = {"number": torch.zeros((), device=device)}
         for index, stack in enumerate(stacks):
-            self.state[f"first.{index}"] = torch.zeros_like(stack.value, dtype=torch.bfloat16, requires_grad=False)
+            self.state[f"first.{index}"] = torch.zeros_like(stack.value, dtype=torch.bfloat16)
             if stack.rule == "other":
-                self.state[f"second.{index}"] = torch.zeros_like(stack.value, requires_grad=False)
+                self.state[f"second.{index}"] = torch.zeros_like(stack.value)
 
     @torch.no_grad()
-    def step(
-        self, count: torch.Tensor, orthogonal: Callable[[torch.Tensor], torch.Tensor] = orthogonalise
-    ) -> torch.Tensor:
-        """One update from the stacks' summed gradients, `count` targets together; the gradients' norm before clipping.
+    def step(self, gradients: Sequence[torch.Tensor | None], count: torch.Tensor) -> torch.Tensor:
+        """One update from the stacks' gradients, summed over `count` targets; their norm before clipping.
 
         A stack without gradient is left alone. A gradient that is not finite makes no update at all.
         """
-        live = [(index, stack) for index, stack in enumerate(self.stacks) if stack.value.grad is not None]
-        gradients = [stack.value.grad / count for _, stack in live if stack.value.grad is not None]
-        norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
+        live = [(index, grad / count) for index, grad in enumerate(gradients) if grad is not None]
+        norm = torch.stack([gradient.float().square().sum() for _, gradient in live]).sum().sqrt()
         finite = torch.isfinite(norm)
         factor = torch.where(finite, (self.settings.clip / (norm + 1e-6)).clamp(max=1.0), 0.0)
         self.state["number"].add_(finite)
         rate = self.rate * finite
-        for (index, stack), gradient in zip(live, gradients, strict=True):
-            gradient = torch.where(finite, gradient * factor, 0.0)
+        for index, gradient in live:
+            stack, gradient = self.stacks[index], torch.where(finite, gradient * factor, 0.0)
             if stack.rule == "matrix":
-                self._matrix(index, stack, gradient, rate, orthogonal)
+                self._matrix(index, stack, gradient, rate)
             else:
                 self._adam(index, stack, gradient, rate * self.settings.other_rate)
         return norm
 
-    def _matrix(
-        self,
-        index: int,
-        stack: Stack,
-        gradient: torch.Tensor,
-        rate: torch.Tensor,
-        orthogonal: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def _matrix(self, index: int, stack: Stack, gradient: torch.Tensor, rate: torch.Tensor) -> None:
         settings, first = self.settings, self.state[f"first.{index}"]
         first.copy_(first.float() * settings.momentum + gradient)
-        update = orthogonal(gradient + settings.momentum * first.float())
+        update = orthogonalise(gradient + settings.momentum * first.float())
         size = _SIZE * max(stack.value.shape[-2:]) ** 0.5
         stack.value.mul_(1 - rate * settings.decay).sub_(rate * size * update)
 

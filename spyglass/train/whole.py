@@ -16,12 +16,11 @@ from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.train.balance import BIASES, balance, imbalance
-from spyglass.train.bins import Capacity, device_step, masks_of, picture_rows
+from spyglass.train.bins import Capacity, cells_of, device_step, masks_of, picture_rows
 from spyglass.train.dense import StepState, training_ops
 from spyglass.train.loss import IGNORED, token_loss
 from spyglass.train.masters import Masters, stored_values
 from spyglass.train.muon import Muon, MuonSettings
-from spyglass.vision.aligner import gather_cells
 from spyglass.vision.tower import angle_tables
 
 _WARM_UP = 3
@@ -102,7 +101,7 @@ class WholeTrainer:
         offsets = tuple(borders.tolist()) if on_host else (0, self.capacity.largest_picture)
         rows = picture_rows(tensors, self._angles, offsets)
         rows_UY = vision.encode(vision.patch_values(tensors["patches_U"]), rows)
-        return aligner.project(gather_cells(rows_UY, tensors["cells_I"].long()))
+        return aligner.project(cells_of(rows_UY, tensors["cells_I"]))
 
     def _engram_rows(self, tensors: Tensors) -> dict[int, torch.Tensor]:
         """Rows of the memory tables, which are drawn once and not trained, as their file holds them."""
@@ -117,9 +116,7 @@ class WholeTrainer:
         targets = tensors["targets_R"].long()
         loss, count = token_loss(logits, targets)
         loss.backward()
-        norm = self.optimiser.step(count)
-        for stack in self.masters.stacks:
-            stack.value.grad = None
+        norm = self.optimiser.step([leaf.grad for leaf in self.masters.leaves], count)
         loads = self.state.loads
         balance(self.masters.fixed, loads, self.config.text, self.balance_rate)
         right = ((logits.detach().argmax(dim=1) == targets) & (targets != IGNORED)).sum()

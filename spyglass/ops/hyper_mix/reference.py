@@ -21,9 +21,24 @@ def hyper_mix(
     comb = Sinkhorn(softmax_target(m₂ s₂ + b₂) + hc_eps): columns first, `rounds` column and `rounds` - 1 row
     normalisations, each dividing by its sum + hc_eps.
     """
+    product_TJ = streams_TMC.flatten(1).float() @ fn_JE.float().mT
+    return coefficients(product_TJ, streams_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds)
+
+
+def coefficients(
+    product_TJ: torch.Tensor,
+    streams_TMC: torch.Tensor,
+    scale_3: torch.Tensor,
+    base_J: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    rounds: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `hyper_mix` makes of its product x · fnᵀ (fp32 [T, J])."""
     streams = streams_TMC.shape[1]
     x_TE = streams_TMC.flatten(1).float()
-    m_TJ = (x_TE @ fn_JE.float().mT) * torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + norm_eps)
+    m_TJ = product_TJ * torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + norm_eps)
     pre, post, comb = m_TJ.split([streams, streams, streams * streams], dim=-1)
     base_pre, base_post, base_comb = base_J.float().split([streams, streams, streams * streams])
     pre_TM = torch.sigmoid(pre * scale_3[0] + base_pre) + hc_eps
