@@ -1,0 +1,43 @@
+"""`spyglass merge MODEL --lora DIR --output DIR`: a checkpoint with an adapter merged into its weights."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "Write a checkpoint with an adapter merged into its weights, and say what the stored format loses of it."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", help="checkpoint folder or shipped model")
+    parser.add_argument("--lora", metavar="DIR", required=True, help="PEFT folder, or the name of a shipped adapter")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
+    parser.add_argument(
+        "--format", choices=("bf16", "same"), default="bf16", help="bfloat16, or each matrix in the format it had"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="write even if nine tenths of the touched values stay what they were"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint, say what was merged."""
+    from tqdm import tqdm
+
+    from spyglass.config.shipped import find_adapter, find_model
+    from spyglass.lora.merge import merge
+    from spyglass.lora.peft import read_adapter
+
+    model = find_model(args.model)
+    adapter = read_adapter(find_adapter(args.lora, model))
+    with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
+        report = merge(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
+    print(report)
+    print(f"vision: {_modules(sum(report.groups[g].modules for g in ('tower', 'aligner') if g in report.groups))}")
+    print(f"{args.output}: {args.format}, {report.unchanged_share:.1%} of the touched values unchanged")
+    return 0
+
+
+def _modules(count: int) -> str:
+    return f"{count} {'module' if count == 1 else 'modules'}"

@@ -1,0 +1,151 @@
+"""Merged checkpoints: every stored value is the one it should be, nothing else has moved, and no loss is hidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spyglass.checkpoint.match import native_tensors
+from spyglass.checkpoint.random import new_checkpoint, preset_tensors
+from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.checkpoint.schema import TensorSpec
+from spyglass.cli.main import main
+from spyglass.config.read import read_model_config
+from spyglass.errors import AdapterError, CheckpointError
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.merge import Loss, dense_delta, merge
+from spyglass.lora.write import write_adapter
+from spyglass.model import load_model
+from spyglass.quant.codec import decode, encode
+from spyglass.quant.formats import BF16, F32, fp8
+from spyglass.quant.packed import TORCH_DTYPES, Packed
+from tests.adapter_parts import random_adapter
+from tests.tolerance import OP_FLOAT32, assert_close
+
+GROUPS = ["attention", "compressor", "indexer", "shared", "experts", "engram", "tower", "aligner"]
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-v41"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("merge") / request.param
+    new_checkpoint(path, request.param, seed=3, names="hf" if request.param == "tiny" else "native")
+    return path
+
+
+def specs_of(folder: Path) -> dict[str, TensorSpec]:
+    return preset_tensors("tiny" if folder.name == "tiny" else "tiny-v41")
+
+
+def adapter_for(folder: Path, groups: list[str], size: float = 0.5) -> AdapterFile:
+    specs = specs_of(folder)
+    shapes = {name: spec.shape for name, spec in specs.items() if spec.kind == "matrix"}
+    return random_adapter(shapes, groups, rank=4, size=size, seed=1)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by native name, as bytes of its dtype."""
+    checkpoint, out = open_checkpoint(folder), {}
+    files = {file: file.read_bytes() for file in checkpoint.files}
+    for name, header in native_tensors(checkpoint).items():
+        data = files[header.file][header.start : header.start + header.nbytes]
+        out[name] = torch.frombuffer(bytearray(data), dtype=TORCH_DTYPES[header.dtype]).view(header.shape)
+    return out
+
+
+def values(found: dict[str, torch.Tensor], name: str, spec: TensorSpec) -> tuple[Packed, torch.Tensor]:
+    """A matrix of a checkpoint, packed and as fp32."""
+    data, scale = found[f"{name}.weight"], found.get(f"{name}.scale")
+    format = spec.official if scale is not None else BF16
+    packed = Packed(format, data, scale, spec.shape)
+    return packed, decode(packed, torch.float32)
+
+
+@pytest.mark.parametrize("format", ["same", "bf16"])
+def test_touched_matrices_hold_their_sum_and_all_others_what_they_held(
+    folder: Path, format: str, tmp_path: Path
+) -> None:
+    adapter = adapter_for(folder, GROUPS)
+    report = merge(folder, adapter, tmp_path / "out", format=format)  # type: ignore[arg-type]
+    before, after = stored(folder), stored(tmp_path / "out")
+    specs = specs_of(folder)
+    for name, spec in specs.items():
+        if spec.kind != "matrix":
+            entries = [entry for entry in before if entry in (name, f"{name}.weight", f"{name}.scale")]
+            assert entries and all(torch.equal(before[entry], after[entry]) for entry in entries), name
+            continue
+        packed, dense = values(before, name, spec)
+        expected = dense if name not in adapter.modules else dense + dense_delta(adapter.modules[name])
+        want = encode(expected, packed.format if format == "same" else BF16)
+        assert torch.equal(after[f"{name}.weight"], want.data), name
+        assert (want.scale is None) == (f"{name}.scale" not in after)
+        assert want.scale is None or torch.equal(after[f"{name}.scale"], want.scale)
+    assert {g: loss.modules for g, loss in report.groups.items()} == adapter.counts()
+    assert report.unchanged_share < 0.5 and all(0 < loss.relative_error < 1 for loss in report.groups.values())
+    assert (read_model_config(tmp_path / "out").weights is None) == (format == "bf16")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert load_model(tmp_path / "out", dtype="float32", progress=False).model is not None
+
+
+def test_a_delta_is_scale_times_b_times_a_group_by_group() -> None:
+    """The rows of B of a group meet the A of that group, or the A that all share."""
+    a, b = torch.randn(6, 5), torch.randn(8, 3)
+    own = dense_delta(LowRank(a_RI=a, b_OR=b, alpha=6.0))
+    assert_close(own, 2.0 * torch.cat([b[:4] @ a[:3], b[4:] @ a[3:]]), OP_FLOAT32)
+    assert_close(dense_delta(LowRank(a_RI=a[:3], b_OR=b, alpha=6.0)), 2.0 * b @ a[:3], OP_FLOAT32)
+
+
+def test_a_change_below_the_steps_of_the_format_is_seen() -> None:
+    """1.0 in e4m3 has neighbours 0.9375 and 1.125: 0.01 more is rounded away there, not in bf16."""
+    before, delta = torch.ones(128, 128), torch.full((128, 128), 0.01)
+    loss, plain = Loss(), Loss()
+    loss.add(before, delta, decode(encode(before + delta, fp8((128, 128))), torch.float32))
+    plain.add(before, delta, decode(encode(before + delta, BF16), torch.float32))
+    assert loss.unchanged_share == 1.0 and loss.relative_error == pytest.approx(1.0)
+    assert plain.unchanged_share == 0.0 and plain.relative_error == pytest.approx((0.01 - 0.0078125) / 0.01)
+    exact = Loss()
+    exact.add(before, delta, decode(encode(before + delta, F32), torch.float32))
+    assert exact.relative_error < 1e-4
+
+
+def test_a_merge_that_changes_next_to_nothing_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    small = adapter_for(folder, ["attention", "shared"], size=1e-3)
+    with pytest.raises(AdapterError, match=r"9\d\.\d% of the values the adapter touches would stay as they are"):
+        merge(folder, small, tmp_path / "out", format="same")
+    assert not list((tmp_path / "out").iterdir())
+    report = merge(folder, small, tmp_path / "out", format="same", force=True)
+    assert report.unchanged_share > 0.9
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
+        merge(folder, small, tmp_path / "out")
+
+
+def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    adapter = adapter_for(folder, ["attention"])
+    name = next(iter(adapter.modules))
+    pair = adapter.modules[name]
+    other = {"layers.99.attn.wq_a": pair, name: pair}
+    with pytest.raises(AdapterError, match=r"1 of 2 modules of the adapter matched; .* no layers\.99\.attn\.wq_a"):
+        merge(folder, AdapterFile(modules=other), tmp_path / "out")
+    wrong = LowRank(a_RI=pair.a_RI[:, 1:], b_OR=pair.b_OR, alpha=1.0)
+    with pytest.raises(AdapterError, match="made for another model"):
+        merge(folder, AdapterFile(modules={name: wrong}), tmp_path / "out")
+    with pytest.raises(AdapterError, match="experts, the adapter 3"):
+        stacked = AdapterFile(modules=adapter.modules, stacked={"layers.0.ffn.experts": 3})
+        merge(folder, stacked, tmp_path / "out")
+
+
+def test_the_command_names_what_was_merged_pictures_included(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter on one module of the aligner: the merged model gives the picture rows that the live one gives."""
+    adapter = adapter_for(folder, ["aligner"])
+    only = AdapterFile(modules={"aligner.w1": adapter.modules["aligner.w1"]})
+    write_adapter(tmp_path / "lora", only)
+    out = tmp_path / "out"
+    assert main(["merge", str(folder), "--lora", str(tmp_path / "lora"), "--output", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "aligner: 1 module merged" in told and "vision: 1 module\n" in told
+    assert json.loads((out / "config.json").read_text()).get("quantization_config") is None
+    assert main(["merge", str(folder), "--lora", str(tmp_path), "--output", str(out)]) == 2
