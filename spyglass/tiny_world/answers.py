@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from spyglass.tiny_world.cases import Case
-
 ENOUGH_OVERLAP = 0.5  # intersection over union of a right box: the usual criterion for pointing at things
 _BOX = re.compile(r"<｜box｜>\[\[(\d{1,3}), (\d{1,3}), (\d{1,3}), (\d{1,3})\]\]<｜/box｜>")
 _END_OF_REASONING = "</think>"
@@ -30,9 +28,9 @@ def parse_answer(text: str) -> Answer:
     return Answer(words=_BOX.sub("<｜box｜>", said), boxes=boxes)
 
 
-def is_right(case: Case, text: str) -> bool:
-    """Whether `text` is the whole answer of a case: the same words, and boxes that overlap enough."""
-    said, right = parse_answer(text), parse_answer(case.answer)
+def is_right(expected: str, text: str) -> bool:
+    """Whether `text` is the whole of the `expected` answer: the same words, and boxes that overlap enough."""
+    said, right = parse_answer(text), parse_answer(expected)
     return (
         said.words == right.words
         and len(said.boxes) == len(right.boxes)

@@ -113,7 +113,8 @@ def evaluate(
             cases = [
                 _case(seed, number, num, asked[number % len(asked)], split, control, variant) for number in numbers
             ]
-            verdicts += _answered(llm, cases)
+            said = ask_all(llm, [case.messages for case in cases], [case.reasoning is not None for case in cases])
+            verdicts += [_verdict(case, text) for case, text in zip(cases, said, strict=True)]
             bar.update(len(cases))
     return Report(verdicts=tuple(verdicts), by_pair=split == "unseen")
 
@@ -140,19 +141,17 @@ def _case(
     return case
 
 
-def _answered(llm: Answerer, cases: Sequence[Case]) -> list[Verdict]:
+def ask_all(llm: Answerer, chats: Sequence[Sequence[Mapping[str, Any]]], thinking: Sequence[bool]) -> list[str]:
+    """Greedy answers to conversations, asked together; `thinking` says for each whether to reason first."""
+    params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
     said: dict[int, str] = {}
-    for thinking in (False, True):
-        chosen = [number for number, case in enumerate(cases) if (case.reasoning is not None) == thinking]
+    for thinks in (False, True):
+        chosen = [number for number, each in enumerate(thinking) if each == thinks]
         if chosen:
-            outputs = llm.chat(
-                [cases[number].messages for number in chosen],
-                SamplingParams(temperature=0, max_tokens=_MOST_TOKENS),
-                thinking=thinking,
-                effort=EFFORT if thinking else None,
-            )
+            asked = [chats[number] for number in chosen]
+            outputs = llm.chat(asked, params, thinking=thinks, effort=EFFORT if thinks else None)
             said |= {number: output.text for number, output in zip(chosen, outputs, strict=True)}
-    return [_verdict(case, said[number]) for number, case in enumerate(cases)]
+    return [said[number] for number in range(len(chats))]
 
 
 def _verdict(case: Case, said: str) -> Verdict:
@@ -162,7 +161,7 @@ def _verdict(case: Case, said: str) -> Verdict:
         question=case.question,
         expected=case.answer,
         said=said,
-        right=is_right(case, said),
+        right=is_right(case.answer, said),
         thumbnails=tuple(ImageOps.contain(picture, _THUMBNAIL) for picture in case.pictures),
     )
 

@@ -78,6 +78,7 @@ def _slots(meaning: Meaning, *, roman: bool) -> dict[str, str]:
     first, second = meaning.addends
     slots = {
         "colour": colour or "",
+        "a_colour": words.a(colour) if colour else "",
         "shape": shape,
         "a_shape": words.a(shape),
         "noun": noun,

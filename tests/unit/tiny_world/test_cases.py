@@ -19,8 +19,6 @@ from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, PRINTED_WORDS, 
 
 LETTERS = re.compile(r"[a-z]+")
 
-LETTERS = re.compile(r"[a-z]+")
-
 
 def fingerprint(case: Case) -> str:
     told = repr((case.words, case.scenes)).encode()

@@ -133,12 +133,12 @@ def test_who_does_not_look_is_right_less_than_three_times_in_ten_on_every_kind()
 
 def test_an_answer_is_compared_whole() -> None:
     case = make_case(0, 1, kinds=("colour",))
-    assert is_right(case, case.answer) and is_right(case, f"  {case.answer}\n")
-    assert is_right(case, f"I see one thing.</think>{case.answer}")
+    assert is_right(case.answer, case.answer) and is_right(case.answer, f"  {case.answer}\n")
+    assert is_right(case.answer, f"I see one thing.</think>{case.answer}")
     for text in ("", case.answer + " Yes.", "Yes. " + case.answer, case.answer.lower(), case.answer.rstrip(".")):
-        assert not is_right(case, text)
+        assert not is_right(case.answer, text)
     other = next(c for c in (make_case(0, n, kinds=("colour",)) for n in range(99)) if c.answer != case.answer)
-    assert not is_right(case, other.answer)
+    assert not is_right(case.answer, other.answer)
 
 
 def test_a_box_is_right_when_it_overlaps_by_half() -> None:
@@ -148,11 +148,11 @@ def test_a_box_is_right_when_it_overlaps_by_half() -> None:
     x1, y1, x2, y2 = box
     half = [x1, y1, (x1 + x2 + 1) // 2, y2]
     less = [x1, y1, (x1 + x2) // 2 - 1, y2]
-    assert is_right(case, case.answer.replace(right, str(half)))
-    assert not is_right(case, case.answer.replace(right, str(less)))
-    assert not is_right(case, case.answer.replace(right, str([x2, y1, x1, y2])))
-    assert not is_right(case, case.answer.replace("<｜box｜>", "").replace("<｜/box｜>", ""))
-    assert not is_right(case, case.answer + case.answer[case.answer.index("<｜box｜>") :])
+    assert is_right(case.answer, case.answer.replace(right, str(half)))
+    assert not is_right(case.answer, case.answer.replace(right, str(less)))
+    assert not is_right(case.answer, case.answer.replace(right, str([x2, y1, x1, y2])))
+    assert not is_right(case.answer, case.answer.replace("<｜box｜>", "").replace("<｜/box｜>", ""))
+    assert not is_right(case.answer, case.answer + case.answer[case.answer.index("<｜box｜>") :])
 
 
 def test_overlap_is_intersection_over_union() -> None:

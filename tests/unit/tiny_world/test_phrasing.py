@@ -153,6 +153,7 @@ def test_every_wording_can_be_asked_and_leaves_no_slot_open() -> None:
                 assert "{" not in text and "  " not in text and text[0].isupper() and text[-1] in ".?!"
     assert ask("There is {a_noun} here. Where is it?", meaning) == "There is an orange star here. Where is it?"
     assert ask("Count the {nouns}.", Meaning(noun=(None, "cross"))) == "Count the crosses."
+    assert ask("I see {a_colour} thing. What is it?", meaning) == "I see an orange thing. What is it?"
     assert [plural(shape) for shape in ("cross", "star", "thing")] == ["crosses", "stars", "things"]
 
 

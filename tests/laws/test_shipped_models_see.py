@@ -1,0 +1,65 @@
+"""The models that come with the package answer stored questions about stored pictures, every one, word for word.
+
+Packed weights, greedy, on the CPU: whatever breaks seeing (a kernel, a cache, a quantiser, a layout) breaks this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from spyglass.config.shipped import shipped_models
+from spyglass.engine.llm import LLM
+from spyglass.tiny_world.answers import is_right
+from spyglass.tiny_world.evaluate import ask_all
+from spyglass.tiny_world.questions import KINDS, WITHOUT_PICTURE
+from spyglass.tiny_world.words import UNSEEN
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "seeing"
+QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
+
+
+def messages(question: dict[str, Any]) -> list[dict[str, Any]]:
+    first, *rest = question["turns"]
+    shown = [{"type": "image_url", "image_url": {"url": FOLDER / name}} for name in question["pictures"]]
+    later = [{"role": ("assistant", "user")[number % 2], "content": text} for number, text in enumerate(rest)]
+    return [{"role": "user", "content": [*shown, {"type": "text", "text": first}]}, *later]
+
+
+@pytest.fixture(scope="module", params=shipped_models() or [None])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    if request.param is None:
+        pytest.skip("no model comes with this checkout: there is no folder spyglass/models")
+    yield LLM(request.param, device="cpu")
+
+
+@pytest.mark.slow
+def test_every_stored_question_is_answered_right(llm: LLM) -> None:
+    said = ask_all(
+        llm, [messages(question) for question in QUESTIONS], [question["thinking"] for question in QUESTIONS]
+    )
+    wrong = [
+        (question["pictures"], question["answer"], text)
+        for question, text in zip(QUESTIONS, said, strict=True)
+        if not is_right(question["answer"], text)
+    ]
+    assert not wrong
+
+
+def test_the_stored_questions_are_of_every_kind_and_of_forty_small_pictures() -> None:
+    kinds = Counter(question["kind"] for question in QUESTIONS)
+    assert set(kinds) == set(KINDS) - set(WITHOUT_PICTURE) and min(kinds.values()) >= 2
+    named = [name for question in QUESTIONS for name in question["pictures"]]
+    files = sorted(path.name for path in FOLDER.glob("*.jpg"))
+    assert sorted(named) == files and len(files) == 40
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 400_000
+    sides = [max(Image.open(FOLDER / name).size) for name in files]
+    assert min(sides) < 100 and max(sides) > 1000
+    assert sum(tuple(question["pair"] or ()) in UNSEEN for question in QUESTIONS) >= 4
+    assert any(question["thinking"] for question in QUESTIONS)
