@@ -100,10 +100,8 @@ def assemble(
 
     kinds_T = np.concatenate([step.kinds_n for step in steps])
     lo_T, hi_T = _window(steps, rows, text.sliding_window)
-    image_index_T = np.concatenate(
-        [np.full(len(s.ids_n), -1, np.int32) if s.image_index_n is None else s.image_index_n for s in steps]
-    )
-    logit_rows = [f + np.asarray(s.logit_rows, np.int64) for f, s in zip(rows.first_S, steps, strict=True)]
+    image_index_T = _image_index(steps, rows)
+    logit_rows = [first + row for first, s in zip(rows.first_S.tolist(), steps, strict=True) for row in s.logit_rows]
     slot_T = np.repeat([step.slot for step in steps], rows.stop_S - rows.start_S)
     lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
     batch = Batch(
@@ -116,9 +114,9 @@ def assemble(
         window_lo_T=put(lo_T),
         window_hi_T=put(hi_T),
         window_width=int((hi_T - lo_T).max()) + 1,
-        image_index_T=put(image_index_T) if (image_index_T >= 0).any() else None,
+        image_index_T=None if image_index_T is None else put(image_index_T),
         has_pictures=bool((kinds_T >= 0).any()),
-        logit_rows_R=put(np.concatenate(logit_rows), torch.int64),
+        logit_rows_R=put(np.array(logit_rows, np.int64), torch.int64),
         slot_T=put(slot_T) if slot_T.any() else None,
         lookback_SL=put(np.stack(lookback)) if lookback else None,
     )
@@ -163,10 +161,21 @@ def _pack(steps: Sequence[SequenceStep]) -> _Rows:
 
 def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     """Tables of different lengths as one array, padded with -1 (no page)."""
+    if len({len(table) for table in tables}) == 1:
+        return np.array(tables, np.int32)
     out = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = table
     return out
+
+
+def _image_index(steps: Sequence[SequenceStep], rows: _Rows) -> Ints | None:
+    """Row of the step's image rows of every position, -1 = none; None when no position has one."""
+    image_index_T = np.full(len(rows.seq_T), -1, np.int64)
+    for step, first in zip(steps, rows.first_S, strict=True):
+        if step.image_index_n is not None:
+            image_index_T[first : first + len(step.image_index_n)] = step.image_index_n
+    return image_index_T if (image_index_T >= 0).any() else None
 
 
 def _window(steps: Sequence[SequenceStep], rows: _Rows, window: int) -> tuple[Ints, Ints]:

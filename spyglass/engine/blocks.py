@@ -20,6 +20,8 @@ from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
 
+_ALL = 1 << 40  # tokens; the retention of what keeps everything
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -73,7 +75,12 @@ class Blocks:
         for group in self.groups:
             width = 1 if group.retention is None else group.kept_pages + -(-step_tokens // group.page_rows)
             self._tables[group.name] = np.full((max_sequences, width), -1, np.int32)
-        self._live = {g.name: np.zeros((2, max_sequences), np.int64) for g in self.groups}  # logical pages first, stop
+        self._views = [self._views_of(row) for row in range(max_sequences)]
+        self._live_G2S = np.zeros((len(self.groups), 2, max_sequences), np.int64)  # logical pages: first, stop
+        self._live = {g.name: live for g, live in zip(self.groups, self._live_G2S, strict=True)}
+        columns = [(g.tokens_per_row, g.page_rows, _ALL if g.retention is None else g.retention) for g in self.groups]
+        self._row_tokens_G1, self._page_rows_G1, self._retention_G1 = np.array(columns, np.int64).T[:, :, None]
+        self._carries_G1 = np.array([[g.carries] for g in self.groups])
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
     @property
@@ -124,17 +131,21 @@ class Blocks:
         """A table row for one more sequence; None = all are taken."""
         return self._free_rows.pop() if self._free_rows else None
 
-    def reserve(self, row: int, tokens: int) -> bool:
-        """Give table row `row` the pool pages of its first `tokens` tokens; False, and nothing taken, if there are too
-        few."""
-        pools = [(g, self.pools[g.name]) for g in self.groups if g.retention is None]
-        for group, pool in pools:
-            missing = group.pages_for(tokens) - int(self._live[group.name][1, row])
+    def reserve(self, rows: Ints, tokens: Ints) -> bool:
+        """Give table rows `rows` the pool pages of so many first tokens each.
+
+        False, and nothing taken, if there are too few pages for all of them.
+        """
+        stop_GS = np.where(self._retention_G1 == _ALL, tokens, 0)
+        missing_GS = np.maximum(self._pages(stop_GS) - self._live_G2S[:, 1, rows], 0)
+        if not missing_GS.any():
+            return True
+        for group, missing in zip(self.groups, missing_GS.sum(axis=1), strict=True):
+            pool = self.pools[group.name]
             if pool.limit is not None and missing > pool.num_free:
                 return False
-        one, stop, start = np.array([row]), np.array([tokens]), np.zeros(1, np.int64)
-        for group, _ in pools:
-            self._hold(group, one, start, start, stop)
+        none_GS = np.zeros_like(stop_GS)
+        self._hold(rows, none_GS, none_GS, stop_GS)
         return True
 
     def extend(self, rows: Ints, start: Ints, stop: Ints, resumable: Sequence[tuple[int, int]] = ()) -> None:
@@ -143,23 +154,23 @@ class Blocks:
         A fixed memory has pages of rings for every step; those of pools must have been reserved. `resumable` (table
         row, position in (start, stop]): a snapshot is to be taken there after the step.
         """
+        first_GS = np.maximum(start - self._retention_G1, 0)
+        write_GS = np.where(self._carries_G1, np.maximum(start, stop - self._retention_G1), start)
+        self._hold(rows, first_GS, write_GS, np.broadcast_to(stop, first_GS.shape))
         for group in self.groups:
-            first = start if group.retention is None else np.maximum(start - group.retention, 0)
-            write = np.maximum(start, stop - group.retention) if group.carries and group.retention else start
-            self._hold(group, rows, first, write, stop)
             if group.carries:
                 for row, place in resumable:
                     self._fill_in(group, row, place)
 
     def settle(self, rows: Ints, stop: Ints) -> None:
         """Take back the pages behind the retention of sequences that now have `stop` tokens."""
-        for group in self.groups:
-            if group.retention is not None:
-                self._hold(group, rows, np.maximum(stop - group.retention, 0), stop, stop)
+        first_GS = np.maximum(stop - self._retention_G1, 0)
+        stop_GS = np.broadcast_to(stop, first_GS.shape)
+        self._hold(rows, first_GS, stop_GS, stop_GS)
 
     def tables(self, row: int) -> dict[str, NDArray[np.int32]]:
         """Page tables of a sequence by group, equally wide for every sequence (logical page modulo width)."""
-        return {name: table[row] for name, table in self._tables.items()}
+        return self._views[row]
 
     def snapshot(self, row: int, tokens: int) -> Snapshot:
         """What is needed to go on after the first `tokens` tokens of a sequence, until `forget`.
@@ -213,17 +224,27 @@ class Blocks:
             self._live[group.name][:, row] = 0
         self._free_rows.append(row)
 
-    def _hold(self, group: Group, rows: Ints, first_token: Ints, write_token: Ints, stop_token: Ints) -> None:
-        """Hold the pages of tokens from `first_token` on that are there, and of [write_token, stop_token)."""
-        live_first, live_stop = self._live[group.name][:, rows]
-        per_page = group.tokens_per_row * group.page_rows
-        first = live_first if group.retention is None else first_token // per_page
-        stop = -(-(stop_token // group.tokens_per_row) // group.page_rows)
-        for i in np.flatnonzero((first > live_first) | (stop > live_stop)):
-            row = int(rows[i])
-            self._drop(group, row, int(live_first[i]), min(int(first[i]), int(live_stop[i])))
-            self._add(group, row, max(int(live_stop[i]), int(write_token[i]) // per_page), int(stop[i]))
-            self._live[group.name][:, row] = first[i], max(stop[i], live_stop[i])
+    def _hold(self, rows: Ints, first_GS: Ints, write_GS: Ints, stop_GS: Ints) -> None:
+        """Hold the pages of tokens from `first` on that are there, and of [write, stop); tokens, by group and row."""
+        live_first_GS, live_stop_GS = self._live_G2S[:, 0, rows], self._live_G2S[:, 1, rows]
+        first_GS = first_GS // (self._row_tokens_G1 * self._page_rows_G1)
+        stop_GS = self._pages(stop_GS)
+        for g, i in np.argwhere((first_GS > live_first_GS) | (stop_GS > live_stop_GS)).tolist():
+            group, row = self.groups[g], int(rows[i])
+            first, stop, live_first, live_stop = (
+                int(pages[g, i]) for pages in (first_GS, stop_GS, live_first_GS, live_stop_GS)
+            )
+            self._drop(group, row, live_first, min(first, live_stop))
+            written = int(write_GS[g, i]) // (group.tokens_per_row * group.page_rows)
+            self._add(group, row, max(live_stop, written), stop)
+            self._live_G2S[g, :, row] = first, max(stop, live_stop)
+
+    def _pages(self, tokens_GS: Ints) -> Ints:
+        """`Group.pages_for` of many, by group and row."""
+        return -(-(tokens_GS // self._row_tokens_G1) // self._page_rows_G1)
+
+    def _views_of(self, row: int) -> dict[str, NDArray[np.int32]]:
+        return {name: table[row] for name, table in self._tables.items()}
 
     def _add(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:
@@ -264,6 +285,7 @@ class Blocks:
             grown = np.full((len(table), max(pages, 2 * table.shape[1])), -1, np.int32)
             grown[:, : table.shape[1]] = table
             self._tables[group.name] = table = grown
+            self._views = [self._views_of(row) for row in range(len(table))]
         return table
 
 

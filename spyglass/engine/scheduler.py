@@ -21,6 +21,9 @@ Laws, for at most half as many running requests as a step has tokens:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
 
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.sequence import Chunk, TokenSequence
@@ -132,12 +135,16 @@ class Scheduler:
 
     def _with_memory(self, chunks: list[Chunk]) -> list[Chunk]:
         """Take the pages of the chunks, oldest first; what is left of the chunks after preemptions."""
+        if self._reserve(chunks):
+            return chunks
         for chunk in chunks:
-            row = chunk.sequence.row
-            while row is not None and not self._blocks.reserve(row, chunk.stop):
+            while chunk.sequence.row is not None and not self._reserve([chunk]):
                 self._preempt()
-                row = chunk.sequence.row
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
+
+    def _reserve(self, chunks: Sequence[Chunk]) -> bool:
+        rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
+        return self._blocks.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
 
     def _preempt(self) -> None:
         """Send the youngest running sequence back to the front of the queue."""

@@ -38,6 +38,11 @@ def step(blocks: Blocks, rows: list[int], start: list[int], stop: list[int]) -> 
     blocks.extend(*arrays)
 
 
+def reserve(blocks: Blocks, row: int | None, tokens: int) -> bool:
+    assert row is not None
+    return blocks.reserve(np.array([row]), np.array([tokens]))
+
+
 def settle(blocks: Blocks, rows: list[int], stop: list[int]) -> None:
     blocks.settle(np.array(rows, np.int64), np.array(stop, np.int64))
 
@@ -158,7 +163,7 @@ def test_a_fixed_memory_stays_within_its_bytes_and_gives_out_only_what_it_has() 
     for row in rows:
         assert row is not None
         place = 0
-        while place < 900 and blocks.reserve(row, place + STEP):
+        while place < 900 and reserve(blocks, row, place + STEP):
             step(blocks, [row], [place], [place + STEP])
             settle(blocks, [row], [place + STEP])
             place += STEP
@@ -166,11 +171,11 @@ def test_a_fixed_memory_stays_within_its_bytes_and_gives_out_only_what_it_has() 
     assert ends[0] == 900 and 0 < sum(ends[1:]) < longest and ends[-1] < 900
     assert blocks.bytes_allocated == before
     held = used(blocks)
-    assert not blocks.reserve(rows[-1] or 0, ends[-1] + STEP)
+    assert not reserve(blocks, rows[-1], ends[-1] + STEP)
     assert used(blocks) == held, "a refused reservation takes nothing"
     assert max(blocks.pools[name].num_free for name in ("pool4", "pool128")) >= 0 and blocks.share_used == 1.0
     blocks.release(rows[0] or 0)
-    assert blocks.reserve(rows[-1] or 0, ends[-1] + STEP)
+    assert reserve(blocks, rows[-1], ends[-1] + STEP)
 
 
 def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
@@ -180,8 +185,8 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
     row = blocks.admit()
     assert row is not None
     blocks.refuse_if_never(longest)
-    assert not blocks.reserve(row, longest + 1)
-    assert blocks.reserve(row, longest)
+    assert not reserve(blocks, row, longest + 1)
+    assert reserve(blocks, row, longest)
     with pytest.raises(CapacityError, match=f"{longest + 1} tokens needs .* enough for {longest} tokens"):
         blocks.refuse_if_never(longest + 1)
     assert make_blocks().most_tokens is None
