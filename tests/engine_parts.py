@@ -15,6 +15,7 @@ from spyglass.engine.blocks import Blocks
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.engine.runner import ModelParts
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
 from tests.small_models import random_text, small_config, small_model
@@ -86,10 +87,10 @@ def run_all(
     return [done[i] for i in ids]
 
 
-def logits_of(engine: Engine, prompt: Prompt) -> torch.Tensor:
+def logits_of(engine: Engine, prompt: Prompt, adapter: AdapterUse = NO_ADAPTER) -> torch.Tensor:
     """Logits [T, V] of a prompt through the engine's loop."""
     out = torch.full((len(prompt), engine.vocab_size), float("nan"))
-    engine.add(prompt, SamplingParams(max_tokens=0), sink=out)
+    engine.add(prompt, SamplingParams(max_tokens=0), sink=out, adapter=adapter)
     while engine.has_work:
         engine.step()
     return out

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from spyglass.config.model import ModelConfig
+from spyglass.config.training import LossOn
 from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import ChatOptions, Effort, RenderedChat, SpecialPiece, encode_chat, render_chat
@@ -28,7 +29,6 @@ from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.train.packing import Sample
 
-LossOn = Literal["assistant", "all"]
 _ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
 _KEYS = {"messages", "tools"}
 # what a model points with is a token of its own in an answer, as it will be when the model says it (spec v4 9.8)

@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from spyglass.config.training import Schedule
 from spyglass.errors import ConfigError, SpyglassError
 from spyglass.parallel import Processes
 from spyglass.train.log import Row, TrainLog
 from spyglass.train.state import State, load_state, save_state
 
-Schedule = Literal["constant", "linear", "cosine"]
 ALONE = Processes()
 _MUST_AGREE = ("steps", "accumulate", "schedule", "warmup", "final", "clip", "seed")  # or a resumed run is another one
 
@@ -67,7 +67,8 @@ class Task:
 
     `leaves` by name, all of which the optimisers hold between them; `loss(number)` runs micro-batch `number` forward.
     `extra` tensors are saved and restored in place with the leaves; `after_step(step)` runs when leaves have changed,
-    `restored` when a saved state has been put into them.
+    `restored` when a saved state has been put into them. A run is resumed only with the `facts` (of JSON) it began
+    with: they tell it from others that train the same leaves.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -76,6 +77,7 @@ class Task:
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     after_step: Callable[[int], None] | None = None
     restored: Callable[[], None] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +280,7 @@ class _Loop:
     def _save(self, done: int) -> None:
         tensors = state_tensors(self._task, self._processes)
         if self._processes.rank == 0:
-            save_state(self._folder, State(step=done, tensors=tensors, facts=_facts(self._options)))
+            save_state(self._folder, State(step=done, tensors=tensors, facts=_facts(self._task, self._options)))
 
 
 def state_tensors(task: Task, processes: Processes = ALONE) -> dict[str, torch.Tensor]:
@@ -306,8 +308,8 @@ def _restore(task: Task, options: LoopOptions, folder: Path, processes: Processe
     state = load_state(folder)
     if state is None:
         return 0
-    asked = _facts(options)
-    for name in _MUST_AGREE:
+    asked = _facts(task, options)
+    for name in asked:
         if state.facts.get(name) != asked[name]:
             raise ConfigError(
                 f"{folder} holds a run with {name} {state.facts.get(name)}, this one has {asked[name]}; resume with "
@@ -341,8 +343,8 @@ def _restore_optimisers(task: Task, state: State, processes: Processes) -> None:
         optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
 
 
-def _facts(options: LoopOptions) -> dict[str, Any]:
-    return {name: value for name, value in asdict(options).items() if name in _MUST_AGREE}
+def _facts(task: Task, options: LoopOptions) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if name in _MUST_AGREE} | dict(task.facts)
 
 
 def _seed(seed: int, number: int) -> int:

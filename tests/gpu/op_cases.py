@@ -108,7 +108,7 @@ def sparse_attention(source: Source, *, pool: bool, picks: bool) -> Call:
             "pool_width": 11,
         }
     if picks:
-        chosen = source.below(12, ROWS, 4) - 1
+        chosen = torch.stack([torch.randperm(12, generator=source.generator)[:4] - 1 for _ in range(ROWS)]).int()
         options |= {"picks_TX": chosen, "pool_width": 4}
     args = (source.normal(ROWS, 3, 32), source.normal(9, 6, 32), TABLE, SEQUENCE, low, high)
     return Call(args=(*args, source.normal(3, dtype=torch.float32)), options=options)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+import spyglass.ops.sparse_attention.training as attention
 from spyglass.errors import DeviceError
 from spyglass.ops.table import OPS, bind_ops, describe
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
-from tests.gpu.op_cases import CASES, Source, run_call
+from tests.gpu.op_cases import CASES, Source, run_call, sparse_attention
 from tests.tolerance import OP_BFLOAT16, OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)
@@ -176,3 +177,48 @@ def test_a_router_score_that_underflows_has_a_finite_gradient() -> None:
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.0, 1.0]]
     (gradient,) = torch.autograd.grad(weights[0, 1] * 2 + weights[0, 0], [x])
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(("pool", "picks"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("logits_at_once", [1 << 25, 150])
+def test_the_gradient_of_attention_is_that_of_the_reference(
+    pool: bool, picks: bool, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one part per sequence and in many."""
+    monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", logits_at_once)
+    call = sparse_attention(Source(torch.float32), pool=pool, picks=picks)
+    q, window, *places, sink = call.args
+    places[-1][-1] = 3  # the last row sees something: the reference has no gradient for one that does not
+
+    def run(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def attend(q: torch.Tensor, window: torch.Tensor, sink: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            options = call.options | ({"pool_NBD": rest[0]} if rest else {})
+            return op(q, window, *places, sink, **options)
+
+        return attend
+
+    leaves = [q, window, sink, *([call.options["pool_NBD"]] if pool else [])]
+    same_gradients(run(TRAINING.sparse_attention), run(REFERENCE.sparse_attention), *leaves)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on() -> None:
+    call = sparse_attention(Source(torch.float32), pool=False, picks=False)
+    q, window, *places, sink = call.args
+    leaves = [leaf.requires_grad_() for leaf in (q, window, sink)]
+    out = TRAINING.sparse_attention(q, window, *places, sink, **call.options)
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert not out[-1].any() and not gradients[0][-1].any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_attention_keeps_rows_and_no_keys() -> None:
+    """What lies between the passes grows with the rows, not with rows times keys; unwritten memory is never touched."""
+    call = sparse_attention(Source(torch.float32), pool=True, picks=False)
+    q, window, *places, sink = call.args
+    window[4:5] = float("nan")  # no sequence has this page
+    q.requires_grad_()
+    own = storages(q, window, call.options["pool_NBD"], sink)
+    assert kept_bytes(lambda: TRAINING.sparse_attention(q, window, *places, sink, **call.options), own) <= (
+        q.nbytes + q[..., 0].nbytes
+    )
+    assert TRAINING.sparse_attention(q, window, *places, sink, **call.options).isfinite().all()

@@ -221,6 +221,15 @@ def test_a_run_is_not_resumed_as_another(tmp_path: Path, change: dict[str, objec
         run(tmp_path, replace(OPTIONS, **change), resume=True)  # type: ignore[arg-type]
 
 
+def test_a_run_is_resumed_with_the_facts_it_was_started_with(tmp_path: Path) -> None:
+    first, second = Toy(), Toy()
+    first.task = replace(first.task, facts={"rank": 8})
+    second.task = replace(second.task, facts={"rank": 4})
+    run(tmp_path, replace(OPTIONS, minutes=0.0), first)
+    with pytest.raises(ConfigError, match="rank 8, this one has 4"):
+        run(tmp_path, toy=second, resume=True)
+
+
 def test_a_run_that_trains_something_else_is_not_resumed(tmp_path: Path) -> None:
     run(tmp_path, replace(OPTIONS, minutes=0.0))
     toy = Toy()

@@ -1,0 +1,66 @@
+"""`spyglass finetune MODEL --data chats.jsonl --output DIR`: train an adapter on chats with pictures."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from spyglass.config.training import CHOICES, TrainConfig
+
+HELP = "Train an adapter on chats with pictures; the result is a PEFT folder."
+_NAMED = ("model", "data", "output", "targets")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: one per `TrainConfig` field."""
+    parser.usage = "spyglass finetune MODEL --data FILE --output DIR [options]"
+    parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help='chats, one a line: {"messages": [...]}; see the manual',
+    )
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for adapter, state and logs")
+    types = get_type_hints(TrainConfig)
+    for item in fields(TrainConfig):
+        if item.name == "targets":
+            parser.add_argument("--targets", metavar="LIST", type=_groups, default=item.default, help=_help(item))
+        elif item.name not in _NAMED:
+            _add_option(parser, item, types[item.name])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
+    config = TrainConfig(**{item.name: getattr(args, item.name) for item in fields(TrainConfig)})
+    from spyglass.cli.main import INTERRUPTED
+    from spyglass.train.finetune import finetune
+
+    result = finetune(config, tell=lambda line: print(line, flush=True))
+    return 0 if result.finished else INTERRUPTED
+
+
+def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> None:
+    option = "--" + item.name.replace("_", "-")
+    if kind is bool:
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=item.default, help=_help(item))
+    elif item.name in CHOICES:
+        parser.add_argument(option, choices=CHOICES[item.name], default=item.default, help=_help(item))
+    else:
+        parse = str if kind is str else int if kind in (int, int | None) else float
+        letter = {str: "NAME", int: "N", float: "X"}[parse]
+        parser.add_argument(option, metavar=letter, type=parse, default=item.default, help=_help(item))
+
+
+def _help(item: Field[Any]) -> str:
+    shown = ",".join(item.default) if isinstance(item.default, tuple) else item.default
+    silent = item.default is None or item.default is MISSING or isinstance(item.default, bool)
+    text: str = item.metadata["help"]
+    return text if silent else f"{text} (default: {shown})"
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,0 +1,100 @@
+"""What to train, on what, and how: the options of `spyglass finetune`, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from spyglass.config.engine import DEVICES, about, require_count
+from spyglass.errors import ConfigError
+
+Schedule = Literal["constant", "linear", "cosine"]
+LossOn = Literal["assistant", "all"]
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "schedule": get_args(Schedule),
+    "loss_on": get_args(LossOn),
+    "names": ("official", "hf"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "numerics": ("auto", "plain", "reference"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Checked when made; `model`, `data` and `output` are looked at when training starts.
+
+    Raises:
+        ConfigError: a field has a value that means nothing; the message names it.
+    """
+
+    model: Path
+    data: Path
+    output: Path
+    targets: tuple[str, ...] = field(
+        default=("attention", "shared"),
+        metadata=about("groups that get an adapter, with commas: attention,compressor,shared,experts,tower,aligner"),
+    )
+    rank: int = field(default=16, metadata=about("rank of every adapter"))
+    alpha: float = field(default=32.0, metadata=about("adapters are scaled by alpha / rank"))
+    rslora: bool = field(default=False, metadata=about("by alpha / sqrt(rank) instead"))
+    dropout: float = field(default=0.0, metadata=about("share of an adapter's inputs that is dropped"))
+    epochs: int = field(default=1, metadata=about("passes over the data"))
+    steps: int | None = field(default=None, metadata=about("steps, instead of passes"))
+    batch_tokens: int = field(
+        default=4096, metadata=about("most tokens of a micro-batch, and of a chat, pictures included")
+    )
+    accumulate: int = field(default=1, metadata=about("micro-batches of a step, over all processes"))
+    lr: float = field(default=2e-4, metadata=about("highest learning rate"))
+    weight_decay: float = field(default=0.0, metadata=about("of AdamW"))
+    schedule: Schedule = field(default="cosine", metadata=about("how the rate falls: constant, linear or cosine, to 0"))
+    warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all"))
+    clip: float = field(default=1.0, metadata=about("longest gradient of a step; longer ones are scaled down"))
+    seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout"))
+    loss_on: LossOn = field(
+        default="assistant", metadata=about("what is learnt: the assistant's tokens, or all that are text")
+    )
+    skip_bad: bool = field(default=False, metadata=about("leave out lines that cannot be used, naming them"))
+    checkpointing: bool = field(
+        default=True, metadata=about("compute layers again for the gradient, instead of keeping what is inside them")
+    )
+    resume: bool = field(default=False, metadata=about("go on with the run in the output folder, if it holds one"))
+    save_every: int = field(default=100, metadata=about("steps between saved states; the last is always saved"))
+    minutes: float | None = field(default=None, metadata=about("save and stop after so long; resume with --resume"))
+    names: Literal["official", "hf"] = field(
+        default="official", metadata=about("names of the adapter's modules: official, or those of Transformers")
+    )
+    device: str = field(default="auto", metadata=about("auto (a GPU if there is one), cpu, cuda or cuda:N"))
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
+        default="auto", metadata=about("activations: auto (bfloat16, as released), float32 or bfloat16")
+    )
+    numerics: Literal["auto", "plain", "reference"] = field(
+        default="auto", metadata=about("rounding of activations, as in `spyglass run`")
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
+        if not DEVICES.fullmatch(self.device):
+            raise ConfigError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
+        for name in ("epochs", "batch_tokens", "accumulate", "save_every", "rank"):
+            require_count(name, getattr(self, name), least=1)
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        require_count("warmup", self.warmup, least=0)
+        require_count("seed", self.seed, least=0)
+        if self.steps is not None:
+            require_count("steps", self.steps, least=1)
+        for name in ("lr", "alpha", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout is {self.dropout}, expected a share from 0 to below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number of at least 0")
+        if self.minutes is not None and not self.minutes >= 0:
+            raise ConfigError(f"minutes is {self.minutes}, expected a number of at least 0")

@@ -1,0 +1,180 @@
+"""Fine-tuning: a checkpoint folder and a file of chats become an adapter, through the very modules that serve.
+
+Everything that can be seen to go wrong is refused before the model is loaded. State, log and plot of a run lie in
+`training/` of its output folder; the adapter beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spyglass.config import read_model_config
+from spyglass.config.model import ModelConfig
+from spyglass.config.training import TrainConfig
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
+from spyglass.errors import ConfigError, PromptError
+from spyglass.lora.names import check_targets, describe_counts
+from spyglass.lora.new import TrainableAdapter, new_adapter
+from spyglass.lora.write import write_adapter
+from spyglass.model import LoadedModel, load_model
+from spyglass.parallel import Processes
+from spyglass.prompt.tokenizer import load_tokenizer
+from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
+from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
+from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
+from spyglass.train.loss import step_logits, token_loss
+from spyglass.train.packing import pack
+from spyglass.train.recompute import recompute_layers
+from spyglass.train.state import load_state
+
+RUN_FOLDER = "training"
+
+
+def finetune(
+    config: TrainConfig,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+    processes: Processes = ALONE,
+) -> LoopResult:
+    """Train an adapter and write it; `tell` gets lines for people. An interrupted run leaves what it has so far.
+
+    Raises:
+        ConfigError: options that mean nothing, an output folder that holds another run, logs that cannot be drawn.
+        PromptError: a line of the data cannot be used (all are listed), or the model has no tokenizer.
+        AdapterError: targets that are none, or of which the model has no module.
+        CheckpointError, DeviceError: as `load_model`; a training state that is damaged or cannot be written.
+        SpyglassError: training went astray (see `spyglass.train.loop.train`).
+    """
+    check_config(config)
+    learner = _learner(config)
+    chats, faults = read_chats(
+        config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
+    )
+    batches = Batches([chat.tokens for chat in chats], most_tokens=config.batch_tokens, seed=config.seed)
+    options = loop_options(config, batches)
+    check_options(options, processes)
+    tell(_data_line(config, chats, faults))
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    loaded = load_model(
+        config.model,
+        device=device,
+        dtype=config.dtype,
+        numerics=config.numerics,
+        ops="training",
+        vision_graphs="off",
+        progress=progress,
+    )
+    if config.checkpointing:
+        recompute_layers(loaded.model)
+    adapter = new_adapter(
+        loaded.model, config.targets, rank=config.rank, alpha=config.alpha, rslora=config.rslora, seed=config.seed
+    )
+    adapter.set_dropout(config.dropout)
+    trained = sum(leaf.numel() for leaf in adapter.parameters.values())
+    tell(f"training {describe_counts(dict(adapter.counts))}; {trained:,} numbers")
+    feed = Feed(chats, batches, learner, stride=processes.count)
+    task = _task(config, loaded, adapter, feed)
+    result = train(
+        task, options, config.output / RUN_FOLDER, resume=config.resume, processes=processes, progress=progress
+    )
+    adapter.set_dropout(0.0)
+    if processes.rank == 0:
+        write_adapter(
+            config.output,
+            adapter.file(),
+            names="native" if config.names == "official" else "hf",
+            base_model=str(config.model),
+            num_experts=loaded.config.text.n_routed_experts,
+        )
+        tell(_result_line(config, options, result))
+    return result
+
+
+def check_config(config: TrainConfig) -> None:
+    """What can be refused before any file is read.
+
+    Raises:
+        ConfigError, AdapterError: as `finetune`.
+    """
+    require_plots()
+    check_targets(config.targets)
+    folder = config.output / RUN_FOLDER
+    if not config.resume and (load_state(folder) is not None or (config.output / "adapter_config.json").exists()):
+        raise ConfigError(f"{config.output} already holds a run; go on with it (--resume), or choose another folder")
+
+
+def loop_options(config: TrainConfig, batches: Batches) -> LoopOptions:
+    """The loop's options; passes over the data become steps, the last of which may begin another pass."""
+    steps = config.steps
+    if steps is None:
+        steps = -(-batches.count(config.epochs) // config.accumulate)
+    return LoopOptions(
+        steps=steps,
+        accumulate=config.accumulate,
+        schedule=config.schedule,
+        warmup=min(config.warmup, steps // 2),
+        clip=config.clip,
+        seed=config.seed,
+        save_every=config.save_every,
+        minutes=config.minutes,
+    )
+
+
+def _learner(config: TrainConfig) -> Learner:
+    model, tokenizer = read_model_config(config.model), load_tokenizer(config.model)
+    if tokenizer is None:
+        raise PromptError(f"{config.model} has no tokenizer.json, and chats are text; add the file")
+    return Learner(model, tokenizer, config.loss_on)
+
+
+def _task(config: TrainConfig, loaded: LoadedModel, adapter: TrainableAdapter, feed: Feed) -> Task:
+    engram = _open_engram(config.model, loaded)
+
+    def loss(number: int) -> MicroLoss:
+        step = pack(
+            feed(number),
+            loaded.config,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            slot=adapter.slot,
+            engram=engram,
+        )
+        value, targets = token_loss(step_logits(loaded.model, step), step.targets_R)
+        pictures = 0 if step.images is None else len(step.images.grids_I2)
+        return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
+
+    group = {"params": list(adapter.parameters.values()), "lr": config.lr, "weight_decay": config.weight_decay}
+    return Task(leaves=adapter.parameters, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.config))
+
+
+def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
+    if loaded.config.text.engram is None:
+        return None
+    return EngramFeed(open_engram(folder, loaded.config), device=loaded.device, dtype=loaded.dtype)
+
+
+def _facts(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
+    """What a run cannot change when it is resumed, beside the loop's own options."""
+    same = ("rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
+    content = hashlib.blake2b(config.data.read_bytes(), digest_size=16).hexdigest()
+    return {name: getattr(config, name) for name in same} | {"data": content, "family": model.family}
+
+
+def _data_line(config: TrainConfig, chats: list[Chat], faults: list[str]) -> str:
+    tokens, targets = sum(chat.tokens for chat in chats), sum(chat.targets for chat in chats)
+    line = f"{config.data}: {len(chats)} chats, {tokens:,} tokens, {targets:,} of them learnt"
+    return "\n  left out: ".join([line, *faults])
+
+
+def _result_line(config: TrainConfig, options: LoopOptions, result: LoopResult) -> str:
+    folder = config.output / RUN_FOLDER
+    line = f"loss {result.loss:.4f} in step {result.step} of {options.steps}; adapter in {config.output}, "
+    line += f"{CSV_NAME} and {PLOT_NAME} in {folder}"
+    return line if result.finished else f"{line}\ninterrupted: --resume goes on from step {result.step}"

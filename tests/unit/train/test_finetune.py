@@ -1,0 +1,131 @@
+"""Fine-tuning from files to files: an adapter that is trained, stopped and resumed, loaded and served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from spyglass.cli.main import main
+from spyglass.config.training import TrainConfig
+from spyglass.errors import AdapterError, ConfigError, PromptError
+from spyglass.lora.peft import read_adapter
+from spyglass.train.finetune import finetune
+from spyglass.train.log import read_log
+
+pytestmark = pytest.mark.slow  # they load a checkpoint from disk
+ALL = ("attention", "compressor", "shared", "experts", "tower", "aligner")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture and what it shows, and a chat without one."""
+    folder = tmp_path_factory.mktemp("data")
+    Image.new("RGB", (56, 56), "red").save(folder / "red.png")
+    shown = {"type": "image_url", "image_url": {"url": "red.png"}}
+    questions = [[shown, {"type": "text", "text": "Which colour?"}], "Name a colour."]
+    lines = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Red."}]}
+        for question in questions
+    ]
+    path = folder / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def config(tiny_folder: Path, data: Path, tmp_path: Path) -> TrainConfig:
+    return TrainConfig(model=tiny_folder, data=data, output=tmp_path / "out", steps=2, rank=4, batch_tokens=150)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    pairs = read_adapter(folder).modules
+    return {f"{name}.{part}": getattr(pair, part) for name, pair in pairs.items() for part in ("a_RI", "b_OR")}
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(config: TrainConfig, tmp_path: Path) -> None:
+    config = replace(config, dropout=0.2, targets=ALL, steps=3)
+    whole = replace(config, output=tmp_path / "whole")
+    assert finetune(whole, progress=False).finished
+    stopped = finetune(replace(config, minutes=0.0), progress=False)
+    assert (stopped.step, stopped.finished) == (1, False)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        finetune(config, progress=False)
+    with pytest.raises(ConfigError, match="rank 4, this one has 8"):
+        finetune(replace(config, rank=8, resume=True), progress=False)
+    assert finetune(replace(config, resume=True), progress=False).finished
+    a, b = tensors(whole.output), tensors(config.output)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    logs = [[row.loss for row in read_log(out / "training")] for out in (whole.output, config.output)]
+    assert logs[0] == logs[1] and len(logs[0]) == 3
+
+
+@pytest.mark.parametrize("names", ["official", "hf"])
+def test_the_command_says_what_it_trains_and_writes_a_folder_that_loads(
+    names: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--targets", ",".join(ALL), "--steps", "1", "--rank", "3", "--batch-tokens", "150", "--names", names]
+    assert (
+        main(["finetune", str(config.model), "--data", str(config.data), "--output", str(config.output), *options]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "2 chats" in out and "experts 120" in out and "tower" in out and "loss" in out
+    counts = read_adapter(config.output).counts()
+    assert set(counts) == set(ALL) and counts["experts"] == 5 * 8 * 3
+    assert (config.output / "training" / "loss.png").exists()
+
+
+def test_the_command_ends_with_130_when_it_was_interrupted(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["finetune", str(config.model), "--data", str(config.data), "--output", str(config.output)]
+    arguments += ["--steps", "3", "--minutes", "0", "--batch-tokens", "150"]
+    assert main(arguments) == 130
+    assert "--resume goes on from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"targets": ("indexer",)}, AdapterError, "no gradient"),
+        ({"targets": ("router",)}, AdapterError, "not a group"),
+        ({"targets": ()}, AdapterError, "no targets"),
+        ({"batch_tokens": 50}, PromptError, "1 of 2 lines cannot be used"),
+        ({"data": Path("nothing.jsonl")}, PromptError, "cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(
+    changes: dict[str, Any], error: type[Exception], told: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("spyglass.train.finetune.load_model", never)
+    with pytest.raises(error, match=told):
+        finetune(replace(config, **changes), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"lr": 0.0}, "lr is 0.0"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"schedule": "square"}, "constant or linear or cosine"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"minutes": -1.0}, "minutes is -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused_by_name(
+    changes: dict[str, Any], told: str, config: TrainConfig
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replace(config, **changes)
