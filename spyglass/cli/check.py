@@ -21,18 +21,20 @@ WOULD_NOT_LOAD = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("directory", help="checkpoint folder")
+    parser.add_argument("directory", help="checkpoint folder or shipped model")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--plan", action="store_true", help="print only what fits where")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if the checkpoint would load, 1 if not."""
+    from spyglass.config.shipped import find_model
     from spyglass.errors import SpyglassError
 
-    report: dict[str, Any] = {"directory": args.directory, "would_load": False, "faults": []}
+    directory = str(find_model(args.directory))
+    report: dict[str, Any] = {"directory": directory, "would_load": False, "faults": []}
     try:
-        _examine(args.directory, report)
+        _examine(directory, report)
     except SpyglassError as error:
         report["faults"].append(str(error))
     report["would_load"] = not report["faults"]

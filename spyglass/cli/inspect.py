@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from spyglass.config import VisionConfig, read_model_config
+from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError
 from spyglass.prompt import (
     CHAT_RULES,
@@ -98,7 +99,7 @@ class _Seen:
 def _vision(args: argparse.Namespace) -> tuple[VisionConfig, int]:
     if args.model is None:
         return _FAMILIES[args.family], _RELEASED_WINDOW
-    config = read_model_config(args.model)
+    config = read_model_config(find_model(args.model))
     if config.vision is None:
         raise PromptError(f"{args.model} takes no pictures; use a vision checkpoint")
     return config.vision, config.text.sliding_window

@@ -1,0 +1,66 @@
+"""Models and adapters that come with the package are found by name; a folder that exists is taken as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spyglass.cli import options
+from spyglass.config.read import read_model_config
+from spyglass.config.shipped import SHIPPED, find_adapter, find_model, shipped_models
+from spyglass.errors import ConfigError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("second", "first"):
+        (tmp_path / "models" / name / "adapters" / "roman").mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    (tmp_path / "models" / "no-model").mkdir()
+    return tmp_path / "models"
+
+
+def test_shipped_models_are_the_folders_with_a_config_in_order(root: Path) -> None:
+    assert shipped_models(root) == ("first", "second")
+    assert shipped_models(root / "nothing") == ()
+    assert SHIPPED.parent.name == "spyglass" and set(shipped_models()) <= {path.name for path in SHIPPED.glob("*")}
+
+
+def test_a_folder_wins_over_a_name(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model("first", root) == root / "first"
+    assert find_model("no-model", root) == Path("no-model") and find_model("elsewhere/x", root) == Path("elsewhere/x")
+    (tmp_path / "first").mkdir()
+    assert find_model("first", root) == Path("first")
+
+
+def test_adapters_are_found_beside_their_model(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = root / "first" / "adapters" / "roman"
+    assert find_adapter("roman", root / "first") == shipped
+    assert find_adapter("greek", root / "first") == Path("greek")
+    assert find_adapter("some/roman", root / "first") == Path("some/roman")
+    (tmp_path / "roman").mkdir()
+    assert find_adapter("roman", root / "first") == Path("roman")
+
+
+def test_what_is_no_folder_is_answered_with_the_names_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spyglass.config.read.shipped_models", lambda: ("first", "second"))
+    with pytest.raises(ConfigError, match=r"frist: not a folder.*\(first, second\)"):
+        read_model_config("frist")
+    monkeypatch.setattr("spyglass.config.read.shipped_models", lambda: ())
+    with pytest.raises(ConfigError, match=r"config\.json$"):
+        read_model_config("frist")
+
+
+def test_the_default_is_the_first_shipped_model(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "shipped_models", lambda: shipped_models(root))
+    monkeypatch.setattr(options, "find_model", lambda name: find_model(name, root))
+    assert options.default_model() == "first" and options.model_folder(None) == root / "first"
+    assert options.model_folder("second") == root / "second" and options.model_folder("x/y") == Path("x/y")
+    monkeypatch.setattr(options, "shipped_models", lambda: ())
+    assert options.default_model() == "demo-model"
+    with pytest.raises(ConfigError, match="spyglass eval MODEL"):
+        options.model_folder(None, "spyglass eval MODEL")
