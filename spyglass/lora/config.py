@@ -71,8 +71,12 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         rank=_rank(path, "r", values.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", values.get("lora_alpha", 8)),
         rslora=_flag(path, values.get("use_rslora", False)),
-        rank_pattern={key: _rank(path, key, rank) for key, rank in _patterns(path, values, "rank_pattern").items()},
-        alpha_pattern={key: _alpha(path, key, a) for key, a in _patterns(path, values, "alpha_pattern").items()},
+        rank_pattern={
+            k: _rank(path, f"rank_pattern {k}", r) for k, r in _patterns(path, values, "rank_pattern").items()
+        },
+        alpha_pattern={
+            k: _alpha(path, f"alpha_pattern {k}", a) for k, a in _patterns(path, values, "alpha_pattern").items()
+        },
         target_parameters=_names(path, values.get("target_parameters")),
     )
 
@@ -94,13 +98,13 @@ def _refuse_the_rest(path: Path, values: Mapping[str, Any]) -> None:
 
 def _rank(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise AdapterError(f"{path}: the rank {name} is {value!r}; it must be a whole number of at least 1")
+        raise AdapterError(f"{path}: {name} is {value!r}; a rank is a whole number of at least 1")
     return value
 
 
 def _alpha(path: Path, name: str, value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or value == 0:
-        raise AdapterError(f"{path}: the alpha {name} is {value!r}; it must be a finite number, and 0 would do nothing")
+        raise AdapterError(f"{path}: {name} is {value!r}; an alpha is a finite number, and 0 would do nothing")
     return float(value)
 
 

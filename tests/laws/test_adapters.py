@@ -106,6 +106,23 @@ def test_requests_with_different_adapters_run_together_as_they_run_alone(world: 
     assert moved(together[0], together[4]) and moved(together[1], together[3])
 
 
+def test_in_bf16_too_mixed_is_alone_within_what_bf16_rounds_away(world: Small) -> None:
+    """The bound is the distance of the same logits from those in fp32."""
+    adapters = [random_adapter(world.shapes, groups_of(world), rank=rank, seed=rank) for rank in (2, 6)]
+    alone: dict[torch.dtype, list[torch.Tensor]] = {}
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = world.model(dtype=dtype)
+        pool = AdapterPool(model)
+        uses = [NO_ADAPTER, *(pool.attach(str(number), adapter) for number, adapter in enumerate(adapters))]
+        requests = [(world.prompt(SHAPE, seed), use) for seed, use in enumerate(uses)]
+        together[dtype] = logits_together(world.engine(model, step=512), requests)
+        alone[dtype] = [logits_together(world.engine(model, step=512), [request])[0] for request in requests]
+    for number, (mixed, single) in enumerate(zip(together[torch.bfloat16], alone[torch.bfloat16], strict=True)):
+        noise = (single - alone[torch.float32][number]).abs().mean()
+        assert (mixed - single).abs().mean() <= 0.5 * noise, f"request {number}"
+
+
 def places() -> list[Any]:
     """(ops, dtype): the defining ops, and the CPU kernels where they are built."""
     absent = why_not()
