@@ -54,7 +54,7 @@ LORA_ROWS: list[Mutant] = [
     Mutant(PEFT, 'if module != outer:\n        return native, "gate_up_proj"', 'if module != outer:\n        return native, "down_proj"',
            ON_PEFT, "the inner pair is down_proj"),
     Mutant(POOL, "if largest[0] > max_rank:", "if False:", ON_POOL, "no limit of ranks"),
-    Mutant(POOL, "self._next_slot += 1\n", "", ON_POOL, "slots given twice"),
+    Mutant(POOL, "self._next_slot += 1", "self._next_slot += 0", ON_POOL, "slots given twice"),
     Mutant(POOL, "eye_GG * b_rGO", "b_rGO + 0 * eye_GG", ON_POOL, "groups mixed"),
     Mutant(POOL, "[pair.scale * factor] * len(a_RI)", "[pair.scale] * len(a_RI)", LAWS, "factor dropped"),
     Mutant(POOL, "scales = [pair.scale * factor for", "scales = [pair.scale for", LAWS, "factor of experts dropped"),
