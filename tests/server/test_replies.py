@@ -214,14 +214,14 @@ def test_a_call_quoted_in_reasoning_is_reasoning() -> None:
 
 
 def test_a_call_cut_by_length_is_never_made_whole() -> None:
-    text = block(invoke("run", parameter("command", "rm -rf /home/me/old")))
-    at = text.index("/home") + 1
+    text = block(invoke("run", parameter("command", "rm -rf /data/me/old")))
+    at = text.index("/data") + 1
     for reason in ("length", "stop"):
         (call,) = say(text[:at], reason=reason).calls
         with pytest.raises(ValueError, match="Unterminated"):
             json.loads(call[1])
     begun = text.index("</｜DSML｜para") + len("</｜DSML｜param")
-    assert arguments(say(text[:begun])) == [{"command": "rm -rf /home/me/old"}], "only the closing tag is missing"
+    assert arguments(say(text[:begun])) == [{"command": "rm -rf /data/me/old"}], "only the closing tag is missing"
 
 
 def test_one_call_at_most_when_calls_may_not_be_parallel() -> None:

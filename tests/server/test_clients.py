@@ -1,0 +1,242 @@
+"""The official clients against a live server with the tiny model: what they send is understood, what they get is right.
+
+The model's weights are random, so its words mean nothing; forms of answer and calls that must be made are real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.server.app import create_app
+from tests.server.parts import Live, running
+from tests.server.protocol_parts import URL
+from tests.unit.prompt.test_data_url import PLAIN
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"mode": {"type": "string", "enum": ["near", "far"]}, "zoom": {"type": "boolean"}},
+    "required": ["mode", "zoom"],
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"seen": {"type": "boolean"}},
+    "required": ["seen"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # a random model would fill JSON with blanks
+}
+QUESTION: Any = [{"role": "user", "content": "Where?"}]
+PHOTO: Any = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text", "text": "?"}]}
+]
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Live]:
+    with running(create_app(llm, ServerConfig(grace_seconds=1))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(served: Live) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_streams_what_it_answers_whole(client: openai.OpenAI, llm: LLM) -> None:
+    options: Any = {"model": "tiny", "messages": PHOTO, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    pieces, usage = [], None
+    for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+        usage = chunk.usage or usage
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert whole.usage is not None and usage == whole.usage and whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 8 and whole.usage.prompt_tokens_details.images == 1  # type: ignore[union-attr]
+    assert llm.config.vision is not None
+
+
+def test_responses_stream_what_they_answer_whole(client: openai.OpenAI) -> None:
+    content: Any = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": URL, "detail": "auto"}]
+    options: Any = {"model": "tiny", "input": [{"role": "user", "content": content}], "max_output_tokens": 6}
+    options |= {"temperature": 0, "reasoning": {"effort": "low"}}
+    whole = client.responses.create(**options)
+    assert whole.status == "incomplete" and whole.incomplete_details is not None
+    assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens == 6
+    with client.responses.stream(**options) as stream:
+        events = list(stream)
+    first, last = events[0], events[-1]
+    assert first.type == "response.created" and last.type == "response.incomplete"
+    assert last.response.output[0].content == whole.output[0].content  # type: ignore[union-attr]
+    assert last.response.usage == whole.usage
+    counted: Any = client.responses.input_tokens.count(
+        model="tiny", input=options["input"], reasoning={"effort": "low"}
+    )
+    assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_messages_stream_what_they_answer_whole(claude: anthropic.Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": PLAIN}
+    messages: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "?"}]}]
+    options: Any = {"model": "tiny", "messages": messages, "max_tokens": 6, "extra_body": {"temperature": 0}}
+    whole = claude.messages.create(**options)
+    with claude.messages.stream(**options) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert whole.content[0].type == "text" and whole.content[0].text == text
+    assert (
+        (whole.stop_reason, whole.usage.output_tokens)
+        == ("max_tokens", 6)
+        == (final.stop_reason, final.usage.output_tokens)
+    )
+    counted = claude.messages.count_tokens(model="tiny", messages=messages)
+    assert counted.input_tokens == whole.usage.input_tokens == final.usage.input_tokens
+
+
+def test_calls_that_must_be_made_are_made_in_every_protocol(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    function: Any = {"name": "look", "parameters": PARAMETERS}
+    chat: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 99, "seed": 1, "parallel_tool_calls": False}
+    tools: Any = [{"type": "function", "function": function}]
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        (answer,) = client.chat.completions.create(**chat, tools=tools, tool_choice=choice).choices
+        (call,) = answer.message.tool_calls or ()
+        assert answer.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "look"
+        _check(json.loads(call.function.arguments))
+    response = client.responses.create(
+        model="tiny", input="Where?", tools=[{"type": "function", "strict": False, **function}], tool_choice="required",
+        max_output_tokens=99, parallel_tool_calls=False,
+    )  # fmt: skip
+    (item,) = response.output
+    assert item.type == "function_call" and response.status == "completed"
+    _check(json.loads(item.arguments))
+    with claude.messages.stream(
+        model="tiny", messages=QUESTION, max_tokens=99, tools=[{"name": "look", "input_schema": PARAMETERS}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    ) as stream:  # fmt: skip
+        message = stream.get_final_message()
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and block.type == "tool_use"
+    _check(block.input)
+
+
+def _check(arguments: Any) -> None:
+    assert arguments["mode"] in ("near", "far") and isinstance(arguments["zoom"], bool) and len(arguments) == 2
+
+
+def test_a_call_and_its_result_go_back_into_the_conversation(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+    first = client.chat.completions.create(
+        model="tiny", messages=QUESTION, tools=tools, tool_choice="required", max_tokens=99, parallel_tool_calls=False
+    )
+    message = first.choices[0].message
+    assert message.tool_calls is not None
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": PHOTO[0]["content"]}
+    turns: Any = [*QUESTION, message.model_dump(), result]
+    second = client.chat.completions.create(model="tiny", messages=turns, tools=tools, max_tokens=2)
+    assert second.usage is not None and second.usage.prompt_tokens_details.images == 1  # type: ignore[union-attr]
+
+
+def test_forms_of_answer_are_kept(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA, "strict": True}}
+    chat = client.chat.completions.create(model="tiny", messages=QUESTION, response_format=form, max_tokens=40)
+    assert set(json.loads(chat.choices[0].message.content or "")) == {"seen"}
+    assert chat.choices[0].finish_reason == "stop"
+    choice = client.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=9, extra_body={"guided_choice": ["left", "right"]}
+    )
+    assert choice.choices[0].message.content in ("left", "right")
+    message = claude.messages.create(
+        model="tiny", messages=QUESTION, max_tokens=9, extra_body={"structured_outputs": {"regex": "[ab]{3}"}}
+    )
+    assert message.content[0].type == "text" and len(message.content[0].text) == 3
+
+
+def test_several_answers_come_apart_with_their_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": QUESTION, "n": 3, "seed": 4, "max_tokens": 4}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    texts = {choice.index: choice.message.content for choice in whole.choices}
+    assert sorted(texts) == [0, 1, 2] and len(set(texts.values())) > 1
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert (
+            b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content).decode() == choice.message.content
+        )
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    streamed = dict.fromkeys(texts, "")
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for part in chunk.choices:
+            streamed[part.index] += part.delta.content or ""
+    assert streamed == texts
+
+
+def test_completions_continue_text_and_ids(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    expected = plain.choices[0].text
+    for prompt in ("Hello", [0, *_ids(client, "Hello")]):
+        done = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=5, temperature=0, echo=True, logprobs=1
+        )
+        (choice,) = done.choices
+        assert choice.text == "Hello" + expected and choice.finish_reason == "length"
+        logprobs = choice.logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
+        assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None
+        assert len(logprobs.tokens) == len(logprobs.text_offset) == len(logprobs.token_logprobs) == 2 + 5
+        assert logprobs.text_offset[:3] == [0, 0, 5]
+    stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def _ids(client: openai.OpenAI, text: str) -> list[int]:
+    body: Any = client.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)
+    back: Any = client.post("/../detokenize", body={"tokens": body["tokens"]}, cast_to=object)
+    assert back["prompt"] == text
+    ids: list[int] = body["tokens"]
+    return ids
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(openai.BadRequestError, match="did you mean messages") as bad:
+        client.chat.completions.create(model="tiny", messages=QUESTION, extra_body={"message": 1})
+    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="served are tiny"):
+        client.responses.create(model="other", input="hi")
+    with pytest.raises(anthropic.BadRequestError, match="unknown type 'imagee'"):
+        claude.messages.create(model="tiny", max_tokens=2, messages=[{"role": "user", "content": [{"type": "imagee"}]}])  # type: ignore[list-item,typeddict-item]
+    with pytest.raises(anthropic.NotFoundError, match="served are tiny"):
+        claude.messages.create(model="other", max_tokens=2, messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+        client.completions.create(model="tiny", prompt=[5] * 20_000)
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    def ask(number: int) -> tuple[int, str]:
+        question: Any = [{"role": "user", "content": f"Number {number % 8}?"}]
+        if number % 2:
+            message = claude.messages.create(
+                model="tiny", max_tokens=6, messages=question, extra_body={"temperature": 0}
+            )
+            return number % 8, message.content[0].text  # type: ignore[union-attr]
+        chunks = client.chat.completions.create(
+            model="tiny", max_tokens=6, temperature=0, messages=question, stream=True
+        )
+        return number % 8, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    alone = dict(map(ask, range(8)))
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(32)))
+    assert all(alone[number] == text for number, text in together) and len(set(alone.values())) > 4

@@ -1,0 +1,341 @@
+"""Requests: pictures wherever a protocol has them, text that stays text, no field that is lost in silence."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spyglass.engine.request import Structured
+from spyglass.errors import NotServedError, PromptError
+from spyglass.prompt.chat import WITHOUT_PICTURE
+from spyglass.server.completions import CompletionsEndpoint
+from spyglass.server.count import Tokenize
+from spyglass.server.endpoints import make_endpoints
+from tests.server.protocol_parts import (
+    FAMILIES,
+    PATH,
+    PROTOCOLS,
+    URL,
+    ChatProtocol,
+    Family,
+    body_of,
+    call_of,
+    endpoint_of,
+    picture,
+    served_of,
+    tokenizer_of,
+    words,
+)
+from tests.unit.prompt.conftest import PLACEHOLDER
+from tests.unit.prompt.pictures import encode, noise
+from tests.unit.prompt.test_data_url import SPELLINGS
+
+MARKS = ["<｜deepseek_image｜>", "<｜image｜>", "<｜image2｜>"]
+PHOTO = "data:image/png;base64," + base64.b64encode(encode(noise(640, 480), "PNG")).decode()
+
+
+def refusal(protocol: ChatProtocol, family: Family = "deepseek_v4", **body: Any) -> str:
+    with pytest.raises(PromptError) as caught:
+        endpoint_of(protocol, family).parse(body_of(protocol, **body), None)
+    return str(caught.value)
+
+
+def tool_result(protocol: ChatProtocol, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation whose last word is a tool's, in parts."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"path": "/x"}'}}
+    if protocol == "chat":
+        turn: Any = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {
+            "messages": [
+                {"role": "user", "content": "q"},
+                *turn,
+                {"role": "tool", "tool_call_id": "c", "content": parts},
+            ]
+        }
+    if protocol == "responses":
+        item = {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"path": "/x"}'}
+        result = {"type": "function_call_output", "call_id": "c", "output": parts}
+        return {"input": [{"role": "user", "content": "q"}, item, result]}
+    use = {"type": "tool_use", "id": "c", "name": "look", "input": {"path": "/x"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": parts}
+    turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    return {"messages": [{"role": "user", "content": "q"}, *turns], "max_tokens": 5}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(("family", "grown"), [("deepseek_v41", 206), ("deepseek_v4", 206)])
+def test_a_picture_in_a_tool_result_is_seen(protocol: ChatProtocol, family: Family, grown: int) -> None:
+    tools = body_of(protocol, tools={"look": PATH})["tools"]
+    endpoint, blank = endpoint_of(protocol, family), len(tokenizer_of(family).encode_text("\n\n"))
+    without = endpoint.parse({**tool_result(protocol, [words(protocol, "res")]), "tools": tools}, None)
+    parts = [words(protocol, "res"), picture(protocol, PHOTO)]
+    call = endpoint.parse({**tool_result(protocol, parts), "tools": tools}, None)
+    lead = call.prompt.spans[0].lead
+    assert len(call.prompt) - len(without.prompt) == grown + blank + lead and call.pictures == 1
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_spelling_of_a_data_url_is_the_same_picture(protocol: ChatProtocol) -> None:
+    urls = SPELLINGS.values() if protocol != "messages" else [SPELLINGS["plain"], SPELLINGS["no padding"]]
+    digests = {call_of(protocol, content=[picture(protocol, url)]).prompt.digests for url in urls}
+    assert len(digests) == 1
+    for bad, why in [("data:image/png;base64", "without a comma"), ("data:image/png;base64,@@@", "not base64")]:
+        if protocol != "messages":
+            assert why in refusal(protocol, content=[picture(protocol, bad)])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_remote_pictures_come_from_the_hook_and_nowhere_else(protocol: ChatProtocol) -> None:
+    part: dict[str, Any] = picture(protocol, URL)
+    address = "https://pictures.example/a.png"
+    if protocol == "messages":
+        part["source"] = {"type": "url", "url": address}
+    else:
+        part["image_url"] = address if protocol == "responses" else {"url": address}
+    asked = []
+
+    def fetch(url: str) -> bytes:
+        asked.append(url)
+        return encode(noise(8, 8), "PNG")
+
+    body, endpoint = body_of(protocol, content=[part]), endpoint_of(protocol)
+    call = endpoint.parse(body, fetch)
+    assert asked == [address] and call.prompt.digests == call_of(protocol, content=[picture(protocol)]).prompt.digests
+    with pytest.raises(PromptError, match="fetches no pictures, send it as a data URL"):
+        endpoint.parse(body, None)
+    long = json.loads(json.dumps(body).replace("a.png", "a" * 8193))
+    with pytest.raises(PromptError, match="8192"):
+        endpoint.parse(long, fetch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_stray_placeholder_anywhere_is_text(family: Family, mark: str) -> None:
+    """History, reasoning, tool results and descriptions hold the text, one real picture is there: one span, no 500."""
+    tool = {"type": "function", "function": {"name": "look", "description": f"sees {mark}", "parameters": PATH}}
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": json.dumps({"path": mark})}}
+    messages = [
+        {"role": "user", "content": f"q {mark}"},
+        {"role": "assistant", "content": f"a {mark}", "reasoning_content": f"r {mark}", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": f"listing: {mark}"},
+        {"role": "user", "content": [words("chat", mark), picture("chat")]},
+    ]
+    endpoint = endpoint_of("chat", family)
+    prompt = endpoint.parse({"messages": messages, "tools": [tool]}, None).prompt
+    assert len(prompt.spans) == 1 and PLACEHOLDER not in prompt.ids_T
+    messages[-1]["content"] = "go on"
+    prompt = endpoint.parse({"messages": messages, "tools": [tool]}, None).prompt
+    text = tokenizer_of(family).decode(prompt.ids_T.tolist())
+    assert PLACEHOLDER not in prompt.ids_T and text.count(mark) == 5 + (f"r {mark}" in text)
+
+
+def test_ids_that_already_stand_for_pictures_are_refused_with_the_form_that_is_wanted() -> None:
+    completions = CompletionsEndpoint(served_of("deepseek_v41"))
+    tokens = Tokenize(served_of("deepseek_v41")).parse(
+        {"messages": [{"role": "user", "content": [picture("chat")]}]}, None
+    )
+    assert tokens.body["count"] == len(tokens.body["tokens"]) > 184 and -1 in tokens.body["tokens"]
+    for ids in ([0, PLACEHOLDER], [0, *[PLACEHOLDER] * 184], tokens.body["tokens"], [129280], [0, 1.5], [True]):
+        with pytest.raises(PromptError, match="prompt: part 0"):
+            completions.parse({"prompt": ids}, None)
+    assert len(completions.parse({"prompt": [0, 5]}, None).prompt) == 2
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_text_only_model_names_the_old_picture_or_notes_it(protocol: ChatProtocol) -> None:
+    body = tool_result(protocol, [words(protocol, "res"), picture(protocol)])
+    with pytest.raises(
+        PromptError, match=r"(messages|input)\[2\]\.(content(\[0\]\.content)?|output)\[1\] is a picture"
+    ):
+        endpoint_of(protocol, vision=False).parse(body, None)
+    call = endpoint_of(protocol, vision=False, without_vision="note").parse(body, None)
+    assert WITHOUT_PICTURE in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.pictures == 0
+
+
+UNKNOWN = {
+    "chat": [
+        ({"foo": 1}, "foo is not a known field"),
+        ({"max_token": 1}, "did you mean max_tokens?"),
+        ({"functions": []}, "functions is not available"),
+        ({"content": [{"type": "image_urll"}]}, r"messages[0].content[0] has the unknown type 'image_urll'"),
+        ({"content": [{"type": "input_audio", "input_audio": {}}]}, "unknown type 'input_audio'"),
+        ({"content": [{"type": "file", "file": {"file_id": "f"}}]}, "unknown type 'file'"),
+        ({"content": [{"type": "text", "text": "a", "texts": "b"}]}, "content[0].texts is not a known field"),
+        ({"messages": [{"role": "user", "content": "a", "tools": []}]}, "messages[0].tools is not a known field"),
+        ({"messages": [{"role": "user", "content": "a"}, 3]}, "messages[1] must be an object"),
+        ({"messages": []}, "cannot be rendered"),
+        ({"messages": None}, "messages must be a list"),
+        ({"n": 0}, "n is 0"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_logprobs": 3}, "logprobs must be set to true"),
+        ({"logit_bias": {"x": 1}}, "not a token id"),
+        ({"modalities": ["text", "audio"]}, "modalities is not available on this server but as ['text']"),
+        ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, "needs thinking"),
+        ({"reasoning_effort": "huge"}, "unknown variant `huge`"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]}, "tools[0].function.params"),
+        ({"tools": {"look": PATH}, "tool_choice": "required", "thinking": True}, "does not support this tool_choice"),
+        ({"tools": {"look": PATH}, "guided_regex": "a"}, "a form of answer and tools"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
+        ({"structured_outputs": {"jsn": {}}}, "did you mean json"),
+        ({"guided_json": "{"}, "is text that is not JSON"),
+    ],
+    "responses": [
+        ({"foo": 1}, "foo is not a known field"),
+        ({"previous_response_id": "r"}, "previous_response_id is not available"),
+        ({"background": True}, "background is not available on this server but as False"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] has the unknown type 'item_reference'"),
+        ({"content": [{"type": "input_file", "file_id": "f"}]}, "unknown type 'input_file'"),
+        ({"content": [{"type": "input_image", "file_id": "f"}]}, "content[0].file_id is not available"),
+        ({"input": [{"role": "assistant", "content": [picture("responses")]}]}, "pictures go to system, user, tool"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
+        ({"truncation": "auto"}, "truncation is not available"),
+        ({"text": {"format": {"type": "grammar"}}}, "cannot be rendered"),
+    ],
+    "messages": [
+        ({"foo": 1}, "foo is not a known field"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"content": [{"type": "document", "source": {}}]}, "unknown type 'document'"),
+        ({"content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}, "source.file_id is not a known"),
+        ({"content": [{"type": "image", "source": {"type": "blob"}}]}, "sources are base64 and url"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is a tool that the server would"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not available"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "thinking": True},
+         "continues a message cannot be had with thinking"),
+        ({"output_config": {"format": {"type": "xml"}}}, "must have type json_schema"),
+        ({"tools": {"look": PATH}, "tool_choice": {"type": "any"}, "thinking": True}, "cannot be had with thinking"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body", "why"), [(p, body, why) for p, rows in UNKNOWN.items() for body, why in rows]
+)
+def test_what_is_not_to_be_had_is_refused_by_name(protocol: ChatProtocol, body: dict[str, Any], why: str) -> None:
+    if isinstance(body.get("tools"), list):
+        extra = {**body}
+        tools = extra.pop("tools")
+        with pytest.raises(PromptError) as caught:
+            endpoint_of(protocol).parse({**body_of(protocol, **extra), "tools": tools}, None)
+        assert why in str(caught.value)
+    else:
+        assert why in refusal(protocol, **body)
+
+
+def test_an_unknown_model_is_not_served_and_an_adapter_is_chosen_by_name() -> None:
+    with pytest.raises(NotServedError, match="model 'gpt' is not served here; served are tiny"):
+        endpoint_of("chat").parse(body_of("chat", model="gpt"), None)
+    call = endpoint_of("chat", adapters=("mine",)).parse(body_of("chat", model="mine"), None)
+    assert (call.model, call.adapter) == ("mine", "mine")
+    assert call_of("chat").model == "tiny" and call_of("chat").adapter is None
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sampling_fields_reach_the_sampler_as_they_were_stated(protocol: ChatProtocol) -> None:
+    """Also while thinking, where the library would put its own values."""
+    for thinking in (False, True):
+        stated = {"temperature": 0.3, "top_p": 0.4, "top_k": 5, "min_p": 0.1, "seed": 7, "stop_token_ids": [3]}
+        limit = {"chat": "max_completion_tokens", "responses": "max_output_tokens", "messages": "max_tokens"}[protocol]
+        stop = {"messages": "stop_sequences"}.get(protocol, "stop")
+        (params,) = call_of(protocol, thinking=thinking, **{**stated, limit: 9, stop: ["zz"]}).params
+        assert dataclasses.asdict(params) | {**stated, "stop_token_ids": (3,)} == dataclasses.asdict(params)
+        assert (params.max_tokens, params.stop) == (9, ("zz",))
+        assert params.stop_after == ("</think>" if thinking else None)
+
+
+def test_several_answers_have_seeds_of_their_own() -> None:
+    call = call_of("chat", n=3, seed=5, logprobs=True, top_logprobs=2, logit_bias={"7": -5}, frequency_penalty=1)
+    assert [params.seed for params in call.params] == [5, 6, 7]
+    assert all((p.logprobs, p.logit_bias, p.frequency_penalty) == (2, {7: -5}, 1) for p in call.params)
+    assert [params.seed for params in call_of("chat", n=2).params] == [None, None]
+
+
+def test_an_answer_without_a_stated_length_has_the_makers_default() -> None:
+    assert call_of("chat").params[0].max_tokens == 8192
+    assert call_of("chat", thinking=True).params[0].max_tokens == 65536
+    assert call_of("chat", reasoning_effort="max").params[0].max_tokens == 131072
+    assert call_of("chat", max_tokens=3, max_completion_tokens=4).params[0].max_tokens == 4
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMS: list[tuple[ChatProtocol, dict[str, Any], Structured]] = [
+    ("chat", {"content": "as json", "response_format": {"type": "json_object"}}, Structured(kind="json")),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+     Structured(kind="json_schema", value=SCHEMA)),
+    ("chat", {"response_format": {"type": "regex", "regex": "a+"}}, Structured(kind="regex", value="a+")),
+    ("chat", {"guided_json": json.dumps(SCHEMA)}, Structured(kind="json_schema", value=SCHEMA)),
+    ("chat", {"guided_choice": ["a", "b"]}, Structured(kind="choice", value=("a", "b"))),
+    ("chat", {"structured_outputs": {"grammar": 'start: "a"'}}, Structured(kind="grammar", value='start: "a"')),
+    ("chat", {"structured_outputs": {"json_object": True}}, Structured(kind="json")),
+    ("chat", {"guided_regex": "a", "thinking": True}, Structured(kind="regex", value="a", after="</think>")),
+    ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+     Structured(kind="json_schema", value=SCHEMA)),
+    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+     Structured(kind="json_schema", value=SCHEMA)),
+    ("messages", {"output_format": {"type": "json_schema", "schema": SCHEMA}, "thinking": True},
+     Structured(kind="json_schema", value=SCHEMA, after="</think>")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("protocol", "body", "form"), FORMS)
+def test_a_form_of_answer_reaches_the_engine(protocol: ChatProtocol, body: dict[str, Any], form: Structured) -> None:
+    call = call_of(protocol, **body)
+    assert call.params[0].structured == form
+    if form.kind == "json_schema" and "guided_json" not in body:
+        text = tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist())
+        assert json.dumps(SCHEMA) in text, "the model is told too"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_fields_without_effect_are_told_by_name(protocol: ChatProtocol) -> None:
+    assert call_of(protocol, metadata={"a": "b"}, service_tier="auto").user_fields[:2] == ("metadata", "service_tier")
+    assert call_of(protocol, metadata=None).user_fields == ()
+
+
+def test_a_message_of_the_assistant_at_the_end_is_continued_in_messages() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
+    prompt = call_of("messages", messages=turns).prompt
+    assert tokenizer_of("deepseek_v4").decode(prompt.ids_T.tolist()).endswith("</think>It is")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = (
+    "messages input prompt tools tool_choice response_format thinking stop n text reasoning system output_config "
+    "structured_outputs guided_choice logprobs stream_options include logit_bias max_tokens tokens model "
+    "chat_template_kwargs stream echo"
+).split()
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "image", "input_text", "input_image", "tool_result"]) | JSON},
+    optional=dict.fromkeys(("text", "image_url", "source", "content", "tool_use_id"), JSON),
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": JSON | st.lists(BLOCK, max_size=2)},
+    optional={"tool_calls": JSON, "type": st.sampled_from(["message", "function_call_output"]), "output": JSON},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
+    messages=st.lists(MESSAGE, max_size=2),
+    valid=st.booleans(),
+)
+def test_any_body_is_a_call_or_refused(body: dict[str, Any], messages: list[Any], valid: bool) -> None:
+    many = [{"role": "user", "content": "json"}] if valid else messages
+    for endpoint in make_endpoints(served_of()):
+        for more in ({}, {"messages": many, "max_tokens": 5}, {"input": many}, {"prompt": "a"}):
+            try:
+                endpoint.parse({**more, **body}, None)
+            except (PromptError, NotServedError) as error:
+                assert str(error)
