@@ -43,6 +43,8 @@ class Readiness:
         """Draw one token with each feature, one after the other."""
         for feature, trial in self._trials.items():
             self._seen[feature] = await self._try(trial)
+            if self._stopping():
+                return
             if self._seen[feature] != _OK:
                 _LOG.error("%s does not work: %s", feature, self._seen[feature])
 
