@@ -50,6 +50,19 @@ async def ask(url: str, body: Mapping[str, Any], key: str | None = None) -> Answ
     return answer
 
 
+def ask_all(url: str, body: Mapping[str, Any], streams: int) -> tuple[int, int]:
+    """Tokens and pieces of so many streams at once. For a process of its own; the first fault ends it."""
+
+    async def every() -> tuple[int, int]:
+        answers = await asyncio.gather(*(ask(url, body) for _ in range(streams)))
+        failed = [answer for answer in answers if answer.error or answer.status != 200]
+        if failed:
+            raise SystemExit(f"a stream failed with status {failed[0].status}: {failed[0].error}")
+        return sum(answer.tokens for answer in answers), sum(len(answer.pieces) for answer in answers)
+
+    return asyncio.run(every())
+
+
 async def _exchange(url: str, body: Mapping[str, Any], key: str | None, answer: Answer) -> None:
     place, payload = urlsplit(url), json.dumps(body).encode()
     assert place.hostname is not None

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "load": "files to memory, beside cat",
     "model": "decode and prefill, beside what the memory allows",
     "serve": "a server under load, beside the engine alone",
+    "stream": "the server's own work for each streamed token, beside fixed events",
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the picture tower on a GPU",
