@@ -5,9 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 JOBS ?= 2
 TESTS ?= tests
-MODEL ?= demo-model
-QUESTION ?= What do you see in this picture?
-EXAMPLE_PHOTO = $$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')
+# `make demo` asks the model that comes with the package if there is one, else one of random weights.
+SHIPPED := $(notdir $(patsubst %/config.json,%,$(firstword $(sort $(wildcard spyglass/models/*/config.json)))))
+MODEL ?= $(or $(SHIPPED),demo-model)
+QUESTION ?= $(if $(SHIPPED),What shape is the red thing?,What do you see in this picture?)
+EXAMPLE_PHOTO = $(if $(SHIPPED),examples/shapes.jpg,$(RANDOM_PHOTO))
+RANDOM_PHOTO = $$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')
 PHOTO ?=
 
 # One thread per test worker: two workers with two threads each only fight over two cores.
@@ -28,10 +31,10 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	$(BIN)/python -m spyglass.ops.build || true
 	touch $(STAMP)
 
-# A random-weights checkpoint answers until a trained small one exists: the path is real, the words are noise.
+# With random weights the path is real and the words are noise.
 demo: setup
-	test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
-	$(BIN)/spyglass run --model $(MODEL) --image "$(or $(PHOTO),$(EXAMPLE_PHOTO))" --max-tokens 64 "$(QUESTION)"
+	test "$(MODEL)" = "$(SHIPPED)" || test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
+	$(BIN)/spyglass run --model $(MODEL) --image "$(or $(PHOTO),$(EXAMPLE_PHOTO))" --max-tokens 64 --temperature 0 "$(QUESTION)"
 
 test: setup
 	$(PYTEST) $(TESTS)

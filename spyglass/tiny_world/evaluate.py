@@ -39,7 +39,7 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One question and how it was answered. `thumbnails` are its pictures, made small."""
+    """One question and how it was answered. `question` is the conversation up to it, `thumbnails` its pictures."""
 
     kind: str
     pair: tuple[str, str] | None
@@ -158,7 +158,7 @@ def _verdict(case: Case, said: str) -> Verdict:
     return Verdict(
         kind=case.kind,
         pair=case.words.pair,
-        question=case.question,
+        question=" / ".join(case.words.turns),
         expected=case.answer,
         said=said,
         right=is_right(case.answer, said),

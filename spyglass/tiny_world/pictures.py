@@ -136,10 +136,11 @@ def _background(kind: str, size: tuple[int, int], rng: Generator) -> Image.Image
 
 
 def _photo(base: NDArray[np.float64], size: tuple[int, int], rng: Generator) -> Image.Image:
-    """A piece of a photograph, with less contrast and its mean colour moved half way to `base`."""
+    """A piece of a photograph, its colours half as strong, less contrast, its mean colour half way to `base`."""
     name = PHOTOS[rng.integers(len(PHOTOS))]
     with Image.open(BytesIO((files("spyglass.tiny_world") / "photos" / f"{name}.jpg").read_bytes())) as file:
         photo = np.asarray(file.convert("RGB"), np.float64)
+    photo = (photo + photo.mean(-1, keepdims=True)) / 2
     longest = max(size)
     least = rng.uniform(0.4, 1.0) * len(photo)
     rows, columns = (max(8, round(least * side / longest)) for side in size[::-1])

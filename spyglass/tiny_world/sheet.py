@@ -51,5 +51,6 @@ def _tile(verdict: Verdict) -> Image.Image:
         lines += [(line, (90, 90, 90)) for line in textwrap.wrap("right: " + verdict.expected, _LETTERS)]
     font = ImageFont.load_default(12)
     for number, (line, colour) in enumerate(lines[:_MOST_LINES]):
-        pen.text((8, _PICTURES + 4 + number * _LINE), line, colour, font)
+        shown = line.replace("｜", "|")  # the font has no full-width bar
+        pen.text((8, _PICTURES + 4 + number * _LINE), shown, colour, font)
     return tile

@@ -52,6 +52,13 @@ def test_every_stored_question_is_answered_right(llm: LLM) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
+def test_the_demo_is_answered_right(llm: LLM) -> None:
+    picture = {"type": "image_url", "image_url": {"url": FOLDER.parents[3] / "examples" / "shapes.jpg"}}
+    asked = {"type": "text", "text": "What shape is the red thing?"}
+    assert ask_all(llm, [[{"role": "user", "content": [picture, asked]}]], [False]) == ["It is a triangle."]
+
+
 def test_the_stored_questions_are_of_every_kind_and_of_forty_small_pictures() -> None:
     kinds = Counter(question["kind"] for question in QUESTIONS)
     assert set(kinds) == set(KINDS) - set(WITHOUT_PICTURE) and min(kinds.values()) >= 2
