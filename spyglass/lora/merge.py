@@ -21,13 +21,14 @@ import torch
 from spyglass.checkpoint.layout import Spelling
 from spyglass.checkpoint.match import Match, Source, match, native_tensors
 from spyglass.checkpoint.names import to_native
-from spyglass.checkpoint.safetensors import INDEX_NAME, Checkpoint, TensorHeader, list_names, open_checkpoint
+from spyglass.checkpoint.safetensors import INDEX_NAME, Checkpoint, TensorHeader, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.checkpoint.schema import TensorSpec, draft_kind, draft_tensors, expected_tensors
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
+from spyglass.lora.fit import ShapeOf, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import GROUPS, Group, group_of
 from spyglass.quant.codec import decode, encode
@@ -112,7 +113,7 @@ def merge(
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     specs = _specs(config, checkpoint)
-    _check_fit(adapter, specs, config)
+    check_fit(adapter, _shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
@@ -129,23 +130,14 @@ def _specs(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]
     return specs | draft_tensors(config, kind) if kind is not None and config.num_draft_layers else specs
 
 
-def _check_fit(adapter: AdapterFile, specs: Mapping[str, TensorSpec], config: ModelConfig) -> None:
-    absent = [name for name in adapter.modules if name not in specs]
-    if absent:
-        raise AdapterError(
-            f"{len(adapter.modules) - len(absent)} of {len(adapter.modules)} modules of the adapter matched; the "
-            f"checkpoint has no {list_names(absent)}"
-        )
-    misfits = [
-        f"{name} is {list(specs[name].shape)}, the adapter's A {list(pair.a_RI.shape)} and B {list(pair.b_OR.shape)}"
-        for name, pair in adapter.modules.items()
-        if specs[name].shape != (len(pair.b_OR), pair.a_RI.shape[1])
-        or len(pair.a_RI) not in (pair.rank, pair.rank * config.text.o_groups)
-    ]
-    experts = config.text.n_routed_experts
-    misfits += [f"{layer}: {experts} experts, the adapter {n}" for layer, n in adapter.stacked.items() if n != experts]
-    if misfits:
-        raise AdapterError(f"the adapter was made for another model: {list_names(misfits)}")
+def _shape_of(specs: Mapping[str, TensorSpec], o_groups: int) -> ShapeOf:
+    def shape(name: str) -> tuple[int, int, int] | None:
+        if name not in specs or specs[name].kind != "matrix":
+            return None
+        outer, inner = specs[name].shape
+        return (o_groups if name.endswith(".wo_a") else 1), inner, outer
+
+    return shape
 
 
 def dense_delta(pair: LowRank) -> torch.Tensor:

@@ -12,12 +12,10 @@ from torch import nn
 
 from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
+from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, check_targets
-from spyglass.lora.places import Places, find_places
-
-MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
-TRAINED_SLOT = 1
+from spyglass.lora.places import TRAINED_SLOT, Places, find_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

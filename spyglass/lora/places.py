@@ -11,6 +11,8 @@ from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
 from spyglass.lora.names import Group, group_of, split_expert
 
+TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
@@ -33,6 +35,11 @@ class Places:
         if expert[1] >= spec.num_experts:
             return None
         return (1, spec.width, spec.hidden) if expert[2] == "w2" else (1, spec.hidden, spec.width)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return max((experts.spec.num_experts for experts in self.experts.values()), default=0)
 
     def device(self, name: str) -> torch.device:
         """Where a module computes; `name` as in `linears` or `experts`."""

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spyglass.checkpoint.safetensors import list_names
-from spyglass.errors import AdapterError
+from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
+from spyglass.lora.fit import MAX_RANK, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, split_expert
-from spyglass.lora.new import MAX_RANK, TRAINED_SLOT
-from spyglass.lora.places import Places, find_places
+from spyglass.lora.places import TRAINED_SLOT, Places, find_places
 from spyglass.lora.use import AdapterUse
 
 
@@ -66,10 +65,10 @@ class AdapterPool:
         """Put an adapter into the banks; `factor` multiplies what it adds.
 
         Raises:
-            AdapterError: the name is taken, the adapter does not fit the model, or a rank is above the limit. The
-                model is then as it was.
+            AdapterError: the name is taken, the adapter does not fit the model, or a rank is above the limit.
+            CapacityError: there is no memory for it. The model is as it was in all these cases.
         """
-        check_fit(adapter, self._places, self._max_rank)
+        check_fit(adapter, self._places.shape, self._places.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
             if name in self._attached:
@@ -92,49 +91,8 @@ class AdapterPool:
             self._places.clear(slot)
 
 
-def check_fit(adapter: AdapterFile, places: Places, max_rank: int = MAX_RANK) -> None:
-    """Whether every pair has a module of its shape, and a rank within the limit.
-
-    Raises:
-        AdapterError: "k of N modules matched" with those that are not there, or the shapes that differ, or both ranks.
-    """
-    absent = [name for name in adapter.modules if places.shape(name) is None]
-    if absent:
-        count = len(adapter.modules)
-        raise AdapterError(
-            f"{count - len(absent)} of {count} modules of the adapter matched, and an adapter is used wholly or not "
-            f"at all; this model has no {list_names(absent)}"
-        )
-    misfits = [text for name, pair in adapter.modules.items() if (text := _misfit(name, pair, places)) is not None]
-    misfits += [
-        f"{layer} has {places.experts[layer].spec.num_experts} experts, the adapter {count}"
-        for layer, count in adapter.stacked.items()
-        if count != places.experts[layer].spec.num_experts
-    ]
-    if misfits:
-        raise AdapterError(f"the adapter was made for another model: {list_names(misfits)}")
-    largest = max((pair.rank, name) for name, pair in adapter.modules.items())
-    if largest[0] > max_rank:
-        raise AdapterError(
-            f"{largest[1]} has rank {largest[0]}, the limit is {max_rank}; raise it or train a smaller one"
-        )
-
-
-def _misfit(name: str, pair: LowRank, places: Places) -> str | None:
-    shape = places.shape(name)
-    assert shape is not None
-    groups, inner, outer = shape
-    rows = (pair.rank, groups * pair.rank)
-    if pair.a_RI.shape[1] == inner and len(pair.b_OR) == outer and len(pair.a_RI) in rows:
-        return None
-    return (
-        f"{name} is {outer} x {inner}{f' in {groups} groups' if groups > 1 else ''}, the adapter's A "
-        f"{list(pair.a_RI.shape)} and B {list(pair.b_OR.shape)}"
-    )
-
-
 def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> None:
-    """Copy every pair into the bank of its module; nothing can fail here but memory, which leaves no trace."""
+    """Copy every pair into the bank of its module. All was judged before; only memory can be missing."""
     experts: dict[str, dict[str, dict[int, LowRank]]] = {}
     try:
         for name, pair in adapter.modules.items():
@@ -150,9 +108,9 @@ def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> Non
             count, device = places.experts[layer].spec.num_experts, places.device(layer)
             parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
             places.experts_bank(layer).put(slot, parts)
-    except (RuntimeError, MemoryError):
+    except (RuntimeError, MemoryError) as error:  # what allocators raise
         places.clear(slot)
-        raise
+        raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
 
 
 def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, torch.Tensor]:

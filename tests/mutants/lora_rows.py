@@ -8,6 +8,7 @@ ADAPTED = "spyglass/layers/adapted.py"
 LINEAR = "spyglass/layers/linear.py"
 BANK = "spyglass/lora/bank.py"
 CONFIG = "spyglass/lora/config.py"
+FIT = "spyglass/lora/fit.py"
 LOW_RANK = "spyglass/lora/low_rank.py"
 MERGE = "spyglass/lora/merge.py"
 NAMES = "spyglass/lora/names.py"
@@ -53,7 +54,7 @@ LORA_ROWS: list[Mutant] = [
            "ranks not compared"),
     Mutant(PEFT, 'if module != outer:\n        return native, "gate_up_proj"', 'if module != outer:\n        return native, "down_proj"',
            ON_PEFT, "the inner pair is down_proj"),
-    Mutant(POOL, "if largest[0] > max_rank:", "if False:", ON_POOL, "no limit of ranks"),
+    Mutant(FIT, "if rank > max_rank:", "if False:", ON_POOL, "no limit of ranks"),
     Mutant(POOL, "self._next_slot += 1", "self._next_slot += 0", ON_POOL, "slots given twice"),
     Mutant(POOL, "eye_GG * b_rGO", "b_rGO + 0 * eye_GG", ON_POOL, "groups mixed"),
     Mutant(POOL, "[pair.scale * factor] * len(a_RI)", "[pair.scale] * len(a_RI)", LAWS, "factor dropped"),

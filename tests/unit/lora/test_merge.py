@@ -126,7 +126,7 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
     name = next(iter(adapter.modules))
     pair = adapter.modules[name]
     other = {"layers.99.attn.wq_a": pair, name: pair}
-    with pytest.raises(AdapterError, match=r"1 of 2 modules of the adapter matched; .* no layers\.99\.attn\.wq_a"):
+    with pytest.raises(AdapterError, match=r"1 of 2 modules of the adapter matched.* no layers\.99\.attn\.wq_a"):
         merge(folder, AdapterFile(modules=other), tmp_path / "out")
     wrong = LowRank(a_RI=pair.a_RI[:, 1:], b_OR=pair.b_OR, alpha=1.0)
     with pytest.raises(AdapterError, match="made for another model"):

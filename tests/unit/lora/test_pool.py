@@ -13,8 +13,8 @@ import torch
 from spyglass.errors import AdapterError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import GroupedLinear, LinearSpec
+from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.new import MAX_RANK
 from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
 from spyglass.ops.table import bind_ops

@@ -1,0 +1,50 @@
+"""Whether an adapter fits a model, loaded or on disk. Judged wholly before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from spyglass.checkpoint.safetensors import list_names
+from spyglass.errors import AdapterError
+from spyglass.lora.low_rank import AdapterFile, LowRank
+
+MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
+# (groups, inputs of one group, outputs of all groups) of a module; None = there is none, or it takes no adapter
+ShapeOf = Callable[[str], tuple[int, int, int] | None]
+
+
+def check_fit(adapter: AdapterFile, shape_of: ShapeOf, num_experts: int, max_rank: int = MAX_RANK) -> None:
+    """Whether every pair has a module of its shape, and a rank within the limit.
+
+    Raises:
+        AdapterError: "k of N modules matched" with those that are not there, or the shapes that differ, or both ranks.
+    """
+    shapes = {name: shape_of(name) for name in adapter.modules}
+    absent = [name for name, shape in shapes.items() if shape is None]
+    if absent:
+        raise AdapterError(
+            f"{len(shapes) - len(absent)} of {len(shapes)} modules of the adapter matched, and an adapter is used wholly or not "
+            f"at all; this model has no {list_names(absent)}"
+        )
+    misfits = [_misfit(name, adapter.modules[name], *shape) for name, shape in shapes.items() if shape is not None]
+    found = [text for text in misfits if text is not None]
+    found += [
+        f"{layer} has {num_experts} experts, the adapter {count}"
+        for layer, count in adapter.stacked.items()
+        if count != num_experts
+    ]
+    if found:
+        raise AdapterError(f"the adapter was made for another model: {list_names(found)}")
+    rank, name = max((pair.rank, name) for name, pair in adapter.modules.items())
+    if rank > max_rank:
+        raise AdapterError(f"{name} has rank {rank}, the limit is {max_rank}; raise it or train a smaller one")
+
+
+def _misfit(name: str, pair: LowRank, groups: int, inner: int, outer: int) -> str | None:
+    rows = (pair.rank, groups * pair.rank)  # an A that all groups share, or one for each
+    if pair.a_RI.shape[1] == inner and len(pair.b_OR) == outer and len(pair.a_RI) in rows:
+        return None
+    return (
+        f"{name} is {outer} x {inner}{f' in {groups} groups' if groups > 1 else ''}, the adapter's A "
+        f"{list(pair.a_RI.shape)} and B {list(pair.b_OR.shape)}"
+    )
