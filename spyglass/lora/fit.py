@@ -23,8 +23,8 @@ def check_fit(adapter: AdapterFile, shape_of: ShapeOf, num_experts: int, max_ran
     absent = [name for name, shape in shapes.items() if shape is None]
     if absent:
         raise AdapterError(
-            f"{len(shapes) - len(absent)} of {len(shapes)} modules of the adapter matched, and an adapter is used wholly or not "
-            f"at all; this model has no {list_names(absent)}"
+            f"{len(shapes) - len(absent)} of {len(shapes)} modules of the adapter matched, and an adapter is used "
+            f"wholly or not at all; this model has no {list_names(absent)}"
         )
     misfits = [_misfit(name, adapter.modules[name], *shape) for name, shape in shapes.items() if shape is not None]
     found = [text for text in misfits if text is not None]
