@@ -27,8 +27,9 @@ from spyglass.engine.sampler import DrawStep, draw
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.stats import EngineStats
+from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
-from spyglass.errors import CapacityError, PromptError
+from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 
@@ -179,6 +180,36 @@ class Engine:
         """End a request now and free everything it holds; its last delta, or None if it is not running."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, "abort", (), "")
+
+    def warm_up(self, tokens: int = 1) -> None:
+        """Run the largest pictures (if the model sees) and a token of text through everything; nothing is left behind.
+
+        Each prompt is filled with text up to `tokens` tokens. For an engine that has no requests.
+
+        Raises:
+            CapacityError: the device has no memory for them.
+            SpyglassError: the model gives no sound answer.
+        """
+        assert not self._sequences, "an engine is warmed up before its first request"
+        counted, fits = self._counted, min(self.max_length, self.blocks.most_tokens or self.max_length)
+        try:
+            for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
+                if len(prompt) < fits:  # else a request with this picture is refused too
+                    self.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+            while self.has_work:
+                wrong = [delta.output.error for delta in self.step() if delta.output is not None and delta.output.error]
+                if wrong:
+                    raise SpyglassError(f"warming up failed: {wrong[0]}")
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"a step with the largest picture does not fit into what {self._device} has left beside weights and "
+                "rows; lower cache_bytes or max_step_tokens"
+            ) from error
+        finally:
+            self._lost.clear()
+            for request in list(self._sequences):
+                self.abort(request)
+            self._counted = counted
 
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.

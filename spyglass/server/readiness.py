@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.warm_up import blank, largest_pictures
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import SpyglassError
 from spyglass.prompt.build import Part, prompt_from_parts
@@ -82,7 +81,7 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
     start = [llm.config.bos_token_id or 0]
     trials = {"text": _Trial([start], one)}
     if llm.config.vision is not None and llm.options.images:
-        trials["pictures"] = _Trial([start, Image.new("RGB", (64, 64), "grey")], one)
+        trials["pictures"] = _Trial([start, blank(largest_pictures(llm.config.vision)[0])], one)
     if llm.tokenizer is not None:
         form = Structured(kind="regex", value="[a-z]+")
         trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))

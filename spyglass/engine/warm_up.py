@@ -1,0 +1,56 @@
+"""The largest pictures and steps, to be run once before anything is promised, so that nothing fails on them later."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spyglass.config.model import ModelConfig, VisionConfig
+from spyglass.errors import PromptError
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.plan import plan_image
+from spyglass.prompt.tokens import ImagePlan, Patches, Prompt
+
+_LONGEST = 64  # in aligner cells; the longest blocks belong to pictures one pixel wide and 10 to 40 cells high
+
+
+def largest_pictures(vision: VisionConfig) -> list[ImagePlan]:
+    """The picture with the most tokens (378 before pads on released V4, 1,024 on V4.1), and one with the most patches.
+
+    Of patches, which only decide about memory, odd shapes may have a tenth more.
+    """
+    side = vision.patch_size * vision.downsample_ratio
+    lines = [(1, length) for length in range(1, _LONGEST * side)]
+    sizes = (
+        lines
+        + [(length, 1) for _, length in lines]
+        + [(side * x, side * y) for x, y in np.ndindex(_LONGEST, _LONGEST) if x * y]
+    )
+    plans: dict[tuple[int, int], ImagePlan] = {}
+    for width, height in sizes:
+        try:
+            plan = plan_image(width, height, vision)
+        except PromptError:  # a shape that this model does not take
+            continue
+        plans.setdefault(plan.vit_grid, plan)
+    longest = max(plans.values(), key=lambda plan: plan.num_tokens)
+    widest = max(plans.values(), key=lambda plan: plan.vit_grid[0] * plan.vit_grid[1])
+    return [longest] if longest is widest else [longest, widest]
+
+
+def blank(plan: ImagePlan) -> Patches:
+    """A black picture of this plan."""
+    shape = plan.vit_grid[0] * plan.vit_grid[1], 3, plan.patch_size, plan.patch_size
+    return Patches(np.zeros(shape, np.uint8), plan.vit_grid)
+
+
+def largest_prompts(config: ModelConfig, *, pictures: bool, tokens: int) -> list[Prompt]:
+    """A prompt for each of the largest pictures, if the model is to see, and text up to `tokens` tokens, at least 1."""
+    text = [config.bos_token_id or 0]
+    if config.vision is None or not pictures:
+        return [prompt_from_parts([text * max(1, tokens)], config)]
+    prompts = []
+    for plan in largest_pictures(config.vision):
+        picture = blank(plan)
+        block = len(prompt_from_parts([picture], config))
+        prompts.append(prompt_from_parts([picture, text * max(1, tokens - block)], config))
+    return prompts
