@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
-from spyglass.config.server import LEVELS, ServerConfig, read_server_config
+from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
 from spyglass.config.shipped import find_model, shipped_models
 from spyglass.errors import ConfigError
 
-_CHOICES = {**CHOICES, "log_level": LEVELS}
+_CHOICES = {**CHOICES, **SERVER_CHOICES}
 _WITHOUT_SHIPPED = "demo-model"
 ADAPTER = "lora"  # what the one adapter of a command line is called
 

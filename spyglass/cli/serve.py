@@ -87,13 +87,14 @@ def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
     shown = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{shown}:{port}"
     device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    keys = "with an API key" if config.api_key else "no API key: whoever reaches this address may use it"
     pictures = "none (text-only)" if llm.config.vision is None else "data URLs"
     if llm.config.vision is not None and config.remote_images:
         pictures += " and http(s) addresses"
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
-        ("clients", f"{url}/v1  ({'with an' if config.api_key else 'no'} API key)"),
+        ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("pictures", pictures),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "

@@ -9,7 +9,10 @@ from typing import Any, Literal
 from spyglass.config.engine import SERVER_PREFIX, about, read_options, require_count
 from spyglass.errors import ConfigError
 
-LEVELS = ("debug", "info", "warning", "error")
+SERVER_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "without_vision": ("refuse", "note"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,12 @@ class ServerConfig:
     max_image_pixels: int = field(
         default=256_000_000, metadata=about("most pixels of the pictures of a request when unpacked")
     )
+    without_vision: Literal["refuse", "note"] = field(
+        default="refuse",
+        metadata=about(
+            "pictures sent to a text-only model: refuse the request, or note in the text that one is left out"
+        ),
+    )
     remote_images: bool = field(default=False, metadata=about("fetch pictures from http(s) addresses"))
     fetch_seconds: int = field(default=60, metadata=about("most time to fetch the pictures of a request"))
     cors_origin: tuple[str, ...] = field(
@@ -69,8 +78,9 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {values!r}, expected non-empty texts")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected a name or an address")
-        if self.log_level not in LEVELS:
-            raise ConfigError(f"log_level is {self.log_level!r}, expected {' or '.join(LEVELS)}")
+        for name, allowed in SERVER_CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
 
 
 def read_server_config(

@@ -70,12 +70,13 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        trying = asyncio.create_task(self.readiness.try_all())
+        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
         try:
             yield
         finally:
             self.stopping = True
-            trying.cancel()
+            for task in tasks:
+                task.cancel()
             self.parsers.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self.worker.stop)
 
@@ -205,6 +206,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         limits=limits,
         max_length=llm.engine.max_length,
         adapters=llm.adapters,
+        without_vision=config.without_vision,
     )
 
 
@@ -250,7 +252,9 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
+    names = _names(service)
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # for Anthropic's clients
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in names], **pages})
 
 
 async def _model(service: Service, request: Request) -> Response:

@@ -19,6 +19,7 @@ from spyglass.server.metrics import Metrics
 from spyglass.server.stream import send_json
 
 OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+_LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -65,6 +66,7 @@ class Gate:
                 raise
             await self._refuse(error, record, send_named)
         finally:
+            record.status = record.status or _LEFT
             record.total_s = time.monotonic() - began
             self._metrics.count(record, self._route(scope))
             log_request(record)

@@ -5,6 +5,7 @@ A feature that fails keeps `/health` at 503 and names itself; everything else go
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,16 @@ class Readiness:
                 return
             if self._seen[feature] != _OK:
                 _LOG.error("%s does not work: %s", feature, self._seen[feature])
+
+    async def watch(self) -> None:
+        """Log each stall once, when it is noticed."""
+        noted = False
+        while True:
+            await asyncio.sleep(STALL_S / 10)
+            stalled = self._worker.stats().step_s > STALL_S
+            if stalled and not noted:
+                _LOG.error("a step of the engine has taken more than %g s", STALL_S)
+            noted = stalled
 
     def report(self) -> tuple[int, dict[str, Any]]:
         """Status and body of `/health`: 200 when everything works, else 503."""

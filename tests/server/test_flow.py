@@ -162,6 +162,31 @@ def test_a_step_that_fails_ends_its_requests_in_words_and_the_server_goes_on(
         assert 'spyglass:failed_steps_total{model_name="tiny"} 1.0' in server.client.get("/metrics").text
 
 
+def test_a_step_of_the_real_engine_that_fails_costs_only_its_requests(
+    live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"ids": [0, 7, 8, 9], "max_tokens": 30}
+    expected = live.post(body).json()
+    run, steps = llm.engine._runner.run, []
+
+    def fail_once(chunks: Any) -> Any:
+        steps.append(len(chunks))
+        if len(steps) == 10:
+            raise RuntimeError("out of luck")
+        return run(chunks)
+
+    monkeypatch.setattr(llm.engine._runner, "run", fail_once)
+    with caplog.at_level(logging.CRITICAL), ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(live.post, [{**body, "stream": n > 0} for n in range(3)]))
+        assert answers[0].status_code == 500 and "model failed" in answers[0].json()["errors"][0]
+        assert all("model failed" in events(answer.text)[-2]["error"] for answer in answers[1:])
+        assert live.post(body).json()["answers"] == expected["answers"]
+    assert live.client.get("/health").status_code == 200
+    assert {name: pool.num_used for name, pool in llm.engine.blocks.pools.items()} == dict.fromkeys(
+        llm.engine.blocks.pools, 0
+    )
+
+
 def test_a_fault_of_ours_is_told_without_its_inside(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.CRITICAL), scripted(llm, ScriptedEngine()) as server:
         for stream in (True, False):

@@ -239,6 +239,7 @@ def encoded(kind: str) -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about what was damaged on purpose
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 @given(data=st.data())
 def test_a_damaged_picture_is_seen_or_refused(kind: str, open_to_all: Live, data: st.DataObject) -> None:

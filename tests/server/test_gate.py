@@ -6,13 +6,14 @@ import json
 import logging
 from collections.abc import Iterator
 
+import httpx2 as httpx
 import pytest
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
 from spyglass.server.log import JsonLines
-from tests.server.parts import Live, plain, running
+from tests.server.parts import Live, plain, running, wait_for
 
 KEYS = ("sk-first", "sk-second")
 ORIGIN = "https://pages.example"
@@ -111,6 +112,7 @@ def test_models_are_listed_under_every_name(guarded: Live) -> None:
     listed = guarded.client.get("/v1/models", headers=headers).json()
     assert listed["object"] == "list" and [card["id"] for card in listed["data"]] == ["tiny", "alias"]
     card = guarded.client.get("/v1/models/alias", headers=headers).json()
+    assert listed["first_id"] == "tiny" and listed["last_id"] == "alias" and listed["has_more"] is False
     assert card["id"] == "alias" and card["object"] == "model" and card["max_model_len"] > 0
     assert guarded.post({"model": "alias", "max_tokens": 1}, headers=headers).status_code == 200
     assert guarded.post({"model": "gpt-9", "max_tokens": 1}, headers=headers).status_code == 404
@@ -142,3 +144,13 @@ def test_the_log_tells_of_requests_and_never_what_is_in_them(live: Live, caplog:
     assert expected.items() <= first.items() and first["completion_tokens"] == 2 and first["ignored"] == ["user"]
     assert 0 < first["parse_s"] <= first["first_token_s"] <= first["total_s"] and first["finish"] == ["length"]
     assert [line["status"] for line in requests] == [200, 400, 200] and requests[1]["error"] == "PromptError"
+
+
+def test_who_left_is_told_from_who_was_answered(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="spyglass.server"):
+        with pytest.raises(httpx.ReadTimeout):
+            live.post({"max_tokens": 4000}, timeout=0.3)
+        live.wait_until_idle()
+        wait_for(lambda: any(record.getMessage() == "request" for record in caplog.records))
+    (line,) = [json.loads(JsonLines().format(record)) for record in caplog.records if record.getMessage() == "request"]
+    assert line["status"] == 499 and line["client_left"] is True

@@ -88,10 +88,12 @@ def test_steps_that_only_fail_show_and_recovery_shows_too(llm: LLM, caplog: pyte
         assert health(server)[0] == 200
 
 
-def test_a_step_that_does_not_end_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_end_shows_and_is_logged_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("spyglass.server.readiness.STALL_S", 0.1)
     engine = ScriptedEngine()
-    with held(llm, engine) as server:
+    with caplog.at_level(logging.ERROR), held(llm, engine) as server:
         wait_for(lambda: health(server)[0] == 200)
         engine.pause_s = 0.5
         asking = threading.Thread(target=server.post, args=({"max_tokens": 1},))
@@ -99,6 +101,9 @@ def test_a_step_that_does_not_end_shows(llm: LLM, monkeypatch: pytest.MonkeyPatc
         wait_for(lambda: health(server)[1]["status"].startswith("stalled"), 2)
         asking.join()
         assert health(server)[0] == 200
+    assert [record.getMessage() for record in caplog.records].count(
+        "a step of the engine has taken more than 0.1 s"
+    ) == 1
 
 
 def number(text: str, name: str, **labels: str) -> float:
