@@ -120,22 +120,12 @@ def box_in(
 def facing(rng: Generator, size: tuple[int, int], side: int) -> tuple[Box, Box]:
     """Two boxes, the first on one side of the second: 0 left, 1 right, 2 above, 3 below."""
     across = side < 2
-    grid = (2, 1) if across else (1, 2)
-    near, far = ((0, 0), (1, 0)) if across else ((0, 0), (0, 1))
-    length, breadth = size if across else size[::-1]
-    narrow = min(length / 2, breadth)
-    shift = (rng.random() - 0.5) * 0.4 * max(0.0, breadth - narrow)  # together, so that "left" stays plain
-    boxes = [_shifted(box_in(rng, size, grid, cell, 0.25), shift, across, size) for cell in (near, far)]
-    return (boxes[0], boxes[1]) if side % 2 == 0 else (boxes[1], boxes[0])
-
-
-def _shifted(box: Box, by: float, vertically: bool, size: tuple[int, int]) -> Box:
-    x1, y1, x2, y2 = box
-    if vertically:
-        move = min(max(round(by), -y1), size[1] - y2)
-        return x1, y1 + move, x2, y2 + move
-    move = min(max(round(by), -x1), size[0] - x2)
-    return x1 + move, y1, x2 + move, y2
+    breadth = size[1] if across else size[0]
+    lanes = int(rng.integers(1, 1 + min(3, int(breadth / (least_thing(size) * _ROOM)))))
+    lane = int(rng.integers(lanes))
+    grid, cells = ((2, lanes), ((0, lane), (1, lane))) if across else ((lanes, 2), ((lane, 0), (lane, 1)))
+    first, second = (box_in(rng, size, grid, cell, 0.25) for cell in cells)
+    return (first, second) if side % 2 == 0 else (second, first)
 
 
 def snap(box: Box, size: tuple[int, int]) -> Box:

@@ -39,7 +39,7 @@ TINY_WORLD_ROWS: list[Mutant] = [
     Mutant(ASKING, "most, winner = world.number(2, 5)", "most, winner = world.number(5, 5)", EVALUATE_TESTS,
            "an answer that can be guessed"),
     Mutant(ASKING, "side = world.number(0, 3)", "side = world.number(0, 0)", EVALUATE_TESTS, "always on the left"),
-    Mutant(SCENE, "if side % 2 == 0 else (boxes[1], boxes[0])", "if side % 2 else (boxes[1], boxes[0])", PICTURE_TESTS,
+    Mutant(SCENE, "return (first, second) if side % 2 == 0", "return (first, second) if side % 2", PICTURE_TESTS,
            "left and right swapped"),
     Mutant(SCENE, "max(LEAST_THING / scale_of(size), LEAST_DRAWN_THING)", "LEAST_DRAWN_THING", PICTURE_TESTS,
            "things too small after resizing"),
