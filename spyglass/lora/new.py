@@ -15,7 +15,9 @@ from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, check_targets
-from spyglass.lora.places import TRAINED_SLOT, Places, find_places
+from spyglass.lora.places import Places, find_places
+
+TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

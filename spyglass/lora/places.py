@@ -11,8 +11,6 @@ from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
 from spyglass.lora.names import Group, group_of, split_expert
 
-TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:

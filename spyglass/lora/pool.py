@@ -19,7 +19,8 @@ from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, split_expert
-from spyglass.lora.places import TRAINED_SLOT, Places, find_places
+from spyglass.lora.new import TRAINED_SLOT
+from spyglass.lora.places import Places, find_places
 from spyglass.lora.use import AdapterUse
 
 

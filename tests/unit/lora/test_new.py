@@ -10,9 +10,9 @@ import torch
 
 from spyglass.errors import AdapterError
 from spyglass.lora.names import check_targets, describe_counts
-from spyglass.lora.new import new_adapter
+from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
-from spyglass.lora.places import TRAINED_SLOT, find_places
+from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import AdapterUse
 from spyglass.lora.write import write_adapter
