@@ -13,6 +13,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.engine import Engine
+from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.engine.runner import ModelParts
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
@@ -21,6 +22,8 @@ from spyglass.prompt.tokens import Patches, Prompt
 from tests.small_models import random_text, small_config, small_model
 
 PAGE_ROWS = {"window": 5, "pool4": 3, "state4": 2, "pool128": 1, "state128": 7}
+PREFIX_BLOCK = 16  # tokens; no multiple of a page or of a compressed group of 128
+NO_CACHES = {"prefix_cache_bytes": 0, "image_cache_bytes": 0}  # unless a test asks for them: what runs, is computed
 MOST_PICTURE_TOKENS = 40  # of `engine_config`; a step must hold that many
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -40,7 +43,7 @@ def make_engine(
     model: ModelParts, config: ModelConfig, *, cache_bytes: int | None = None, step: int = 64, **options: Any
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
-    settings = {"max_step_tokens": step, "max_sequences": 6, **options}
+    settings = {"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
     blocks = Blocks(
         cache_plans(config.text),
@@ -53,7 +56,17 @@ def make_engine(
         page_rows=PAGE_ROWS,
         fill=float("nan"),
     )
-    return Engine(model, config, chosen, dtype=torch.float32, device=torch.device("cpu"), banned=[0], blocks=blocks)
+    prefixes = PrefixCache(blocks, chosen.prefix_cache_bytes or 0, PREFIX_BLOCK)
+    return Engine(
+        model,
+        config,
+        chosen,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        banned=[0],
+        blocks=blocks,
+        prefixes=prefixes,
+    )
 
 
 def patches(rows: int, columns: int, seed: int = 0, patch: int = 4) -> Patches:

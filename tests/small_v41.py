@@ -15,10 +15,11 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.engine import Engine
+from spyglass.engine.prefix import PrefixCache
 from spyglass.engram import EngramStore, TableRows, hash_constants
 from spyglass.engram.feed import EngramFeed
 from spyglass.quant.formats import F32
-from tests.engine_parts import patches
+from tests.engine_parts import NO_CACHES, PREFIX_BLOCK, patches
 from tests.small_models import build_model, empty_model, random_text, random_weights
 
 PAGE_ROWS = {"window": 5, "pool2": 3, "state2": 1, "pool1": 7}
@@ -125,7 +126,7 @@ def make_engine(
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
     config = model.config
-    chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **options})
+    chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options})
     dtype = model.options.build.dtype
     blocks = Blocks(
         cache_plans(config.text),
@@ -138,9 +139,18 @@ def make_engine(
         page_rows=PAGE_ROWS,
         fill=float("nan"),
     )
+    prefixes = PrefixCache(blocks, chosen.prefix_cache_bytes or 0, PREFIX_BLOCK)
     feed = EngramFeed(small_store(config) if store is None else store, device=torch.device("cpu"), dtype=dtype)
     return Engine(
-        model, config, chosen, dtype=dtype, device=torch.device("cpu"), banned=[0, 69], blocks=blocks, engram=feed
+        model,
+        config,
+        chosen,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        banned=[0, 69],
+        blocks=blocks,
+        prefixes=prefixes,
+        engram=feed,
     )
 
 

@@ -26,7 +26,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 # Page tables have room for every row of a step in every sequence, and a thread takes a stack, before anything runs.
 MOST: Mapping[str, int] = {"max_step_tokens": 1 << 20, "max_sequences": 4096, "threads": 1024}
 _Options = TypeVar("_Options")
-_MAY_BE_NONE = ("max_length", "cache_bytes", "threads")
+_MAY_BE_NONE = ("max_length", "cache_bytes", "prefix_cache_bytes", "threads")
+_MAY_BE_ZERO = ("images", "prefix_cache_bytes", "image_cache_bytes")
 
 
 def about(text: str) -> dict[str, str]:
@@ -72,6 +73,15 @@ class EngineConfig:
     cache_bytes: int | None = field(
         default=None, metadata=about("memory for the rows of running sequences (default: as the requests need)")
     )
+    prefix_cache_bytes: int | None = field(
+        default=None,
+        metadata=about(
+            "memory for beginnings of prompts that may come again (default: an eighth of what is free); 0 keeps none"
+        ),
+    )
+    image_cache_bytes: int = field(
+        default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none")
+    )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",
         metadata=about(
@@ -86,10 +96,9 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
-        require_count("images", self.images, least=0)
-        for name in ("max_step_tokens", "max_sequences", "max_length", "cache_bytes", "threads"):
+        for name in ("max_step_tokens", "max_sequences", "max_length", "cache_bytes", "threads", *_MAY_BE_ZERO):
             if name not in _MAY_BE_NONE or getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1, most=MOST.get(name))
+                require_count(name, getattr(self, name), least=name not in _MAY_BE_ZERO, most=MOST.get(name))
         if not isinstance(self.expand_weights, bool):
             raise ConfigError(f"expand_weights is {self.expand_weights!r}, expected True or False")
 

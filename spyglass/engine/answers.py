@@ -23,6 +23,7 @@ def last_delta(
             prompt_tokens=len(prompt),
             picture_tokens=int((prompt.kinds_T >= 0).sum()),
             completion_tokens=len(sequence.answer),
+            cached_tokens=sequence.cached,
         ),
         logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),

@@ -105,11 +105,13 @@ class Blocks:
         each = [(limit * g.page_rows + 1) * g.tokens_per_row - 1 for g, limit in kept if limit is not None]
         return min(each, default=None)
 
-    @property
-    def share_used(self) -> float:
-        """Pages held of the fullest pool, as a share of what it may have (or, where memory grows, of what it has)."""
-        pools = [self.pools[g.name] for g in self.groups if g.retention is None]
-        return max((pool.num_used / pool.capacity for pool in pools if pool.capacity), default=0.0)
+    def share_used(self, spare: Mapping[str, int]) -> float:
+        """Pages held of the fullest pool, as a share of what it may have (or, where memory grows, of what it has).
+
+        `spare` pages by group are held, but could be had.
+        """
+        pools = [(self.pools[g.name], spare[g.name]) for g in self.groups if g.retention is None]
+        return max(((pool.num_used - n) / pool.capacity for pool, n in pools if pool.capacity), default=0.0)
 
     def refuse_if_never(self, tokens: int) -> None:
         """Raises CapacityError when a sequence of `tokens` tokens would not fit even alone."""
@@ -189,8 +191,21 @@ class Blocks:
                     rows[key] = tensor.flatten(0, 1).index_select(0, place_W)
         return Snapshot(tokens=tokens, pages=pages, rows=rows)
 
+    def has_page_for(self, snapshot: Snapshot) -> bool:
+        """Whether the pages that `restore` copies fit into the memory now."""
+        growing = [
+            self.pools[g.name]
+            for g in self.groups
+            if g.retention is None and snapshot.tokens // g.tokens_per_row % g.page_rows
+        ]
+        return all(pool.limit is None or pool.num_free for pool in growing)
+
     def restore(self, row: int, snapshot: Snapshot) -> None:
-        """Let an empty table row go on from a snapshot. Full pages are shared, one that will be written is copied."""
+        """Let a table row go on from a snapshot instead of what it has.
+
+        Full pages are shared, one that will be written is copied: `has_page_for` must have been asked.
+        """
+        self._clear(row)
         for group in self.groups:
             pool, live = self.pools[group.name], self._live[group.name]
             if group.retention is None:
@@ -218,11 +233,14 @@ class Blocks:
 
     def release(self, row: int) -> None:
         """Take back all pages and the table row."""
+        self._clear(row)
+        self._free_rows.append(row)
+
+    def _clear(self, row: int) -> None:
         for group in self.groups:
             first, stop = self._live[group.name][:, row].tolist()
             self._drop(group, row, first, stop)
             self._live[group.name][:, row] = 0
-        self._free_rows.append(row)
 
     def _hold(self, rows: Ints, first_GS: Ints, write_GS: Ints, stop_GS: Ints) -> None:
         """Hold the pages of tokens from `first` on that are there, and of [write, stop); tokens, by group and row."""

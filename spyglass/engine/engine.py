@@ -20,7 +20,10 @@ from spyglass.engine.answers import keep_prompt_logprobs, last_delta
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.checks import check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
+from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.grammar import Form, Forms, Masks
+from spyglass.engine.image_cache import ImageCache
+from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw
@@ -41,9 +44,9 @@ _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is w
 class Engine:
     """Runs requests on a model. Not thread-safe: one thread calls it.
 
-    `banned` ids are never drawn. `blocks` lays out the memory (tests pass their own). Without `token_bytes` (a folder
-    without a tokenizer) answers are ids only. `engram` brings the rows of models that have engram layers. `forms`
-    compiles what `structured` asks for; None = it is refused.
+    `banned` ids are never drawn. `blocks` lays out the memory, `prefixes` keeps parts of it (tests pass their own).
+    Without `token_bytes` (a folder without a tokenizer) answers are ids only. `engram` brings the rows of models that
+    have engram layers. `forms` compiles what `structured` asks for; None = it is refused.
 
     Raises:
         ConfigError: a step is too small for the largest picture of the model.
@@ -61,6 +64,7 @@ class Engine:
         banned: Collection[int] = (),
         token_bytes: TokenBytes | None = None,
         blocks: Blocks | None = None,
+        prefixes: PrefixCache | None = None,
         engram: EngramFeed | None = None,
         forms: Forms | None = None,
     ) -> None:
@@ -78,8 +82,14 @@ class Engine:
             max_length=self.max_length,
             cache_bytes=options.cache_bytes,
         )
-        self._scheduler = Scheduler(self.blocks, options.max_step_tokens)
-        self._runner = Runner(model, config, self.blocks, device, engram)
+        if prefixes is None:
+            most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
+            prefixes = PrefixCache(self.blocks, most)
+        self.prefixes, self.pictures = prefixes, ImageCache(options.image_cache_bytes)
+        self._scheduler = Scheduler(self.blocks, options.max_step_tokens, prefixes)
+        self._runner = Runner(
+            model, config, self.blocks, device, prefixes=prefixes, pictures=self.pictures, engram=engram
+        )
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
         self._forms, self._masks = forms, Masks(config.text.vocab_size)
@@ -105,12 +115,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now; cheap enough for every step."""
+        prefixes, pictures = self.prefixes.counts, self.pictures.counts
         return replace(
             self._counted,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            cache_share=self.blocks.share_used,
+            cache_share=self.blocks.share_used(self.prefixes.spare_pages()),
             preemptions=self._scheduler.preemptions,
+            prefix_queries=prefixes.queried_tokens,
+            prefix_hits=prefixes.found_tokens,
+            image_queries=pictures.queries,
+            image_hits=pictures.hits,
         )
 
     def add(
@@ -347,7 +362,12 @@ class Engine:
         )
 
     def _refuse(self, sequence: TokenSequence) -> Delta:
-        """The model gave no finite logits: end this answer and say so, leave the others alone."""
+        """The model gave no finite logits: end this answer and say so, leave the others alone.
+
+        What made them so may lie in what is cached, so nothing of that is used again.
+        """
+        self.prefixes.clear()
+        self.pictures.clear()
         return self._finish(sequence, "abort", (), "", error="the model gave no finite logits for this request")
 
     def _finish(
@@ -360,7 +380,9 @@ class Engine:
         flush: bool = True,
         error: str | None = None,
     ) -> Delta:
-        """The last delta of a request, everything it held given back."""
+        """The last delta of a request, everything it held given back; the next turn of a chat may go on from it."""
+        if error is None and sequence.row is not None:
+            self.prefixes.keep(sequence, sequence.computed)
         self._drop(sequence)
         if flush and sequence.detokenizer is not None:
             rest, stopped = sequence.detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory that is free, from headers alone."""
+"""How much memory is free, and whether a model fits into it, from headers alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ import torch
 from spyglass.config.engine import EngineConfig
 from spyglass.plan import host_memory, require_room
 
+_UNKNOWN_SHARE = 1 << 30
+
+
+def free_memory(place: torch.device) -> int | None:
+    """Bytes that could be allocated now; None on a system that does not tell."""
+    if place.type == "cuda":
+        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # kept by torch for later use
+        return torch.cuda.mem_get_info(place)[0] + unused
+    memory = host_memory()
+    return memory.free if memory.total else None
+
+
+def prefix_bytes(place: torch.device) -> int:
+    """What the prefix cache may take unless somebody says: an eighth of what is free, 1 GiB where nobody knows."""
+    free = free_memory(place)
+    return _UNKNOWN_SHARE if free is None else free // 8
+
 
 def require_fit(path: str | os.PathLike[str], place: torch.device, options: EngineConfig) -> None:
     """Refuse a model that would not fit before a byte of it is read.
@@ -16,13 +33,8 @@ def require_fit(path: str | os.PathLike[str], place: torch.device, options: Engi
     Raises:
         CapacityError: the weights are larger than the free memory.
     """
-    if place.type == "cuda":
-        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # kept by torch for later use
-        free = torch.cuda.mem_get_info(place)[0] + unused
-    else:
-        memory = host_memory()
-        if memory.total == 0:  # a system that does not tell
-            return
-        free = memory.free
+    free = free_memory(place)
+    if free is None:
+        return
     beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
     require_room(path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside)

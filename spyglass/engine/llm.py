@@ -85,6 +85,8 @@ class LLM:
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
+        image_cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -102,6 +104,8 @@ class LLM:
             "max_sequences": max_sequences,
             "max_length": max_length,
             "cache_bytes": cache_bytes,
+            "prefix_cache_bytes": prefix_cache_bytes,
+            "image_cache_bytes": image_cache_bytes,
             "engram": engram,
             "threads": threads,
         }

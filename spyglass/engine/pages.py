@@ -101,6 +101,14 @@ class PagePool:
         """Pages that sequences and snapshots hold."""
         return self.capacity - len(self._free)
 
+    def count_only_in(self, holders: NDArray[np.int32]) -> int:
+        """Pages that nobody holds but those counted in `holders`, from page 0 on."""
+        return int(np.count_nonzero((holders > 0) & (holders == self._holders[: len(holders)])))
+
+    def only_in(self, holders: NDArray[np.int32], pages: NDArray[np.int32]) -> bool:
+        """Whether nobody holds some of these pages but those counted in `holders`, from page 0 on."""
+        return bool((holders[pages] == self._holders[pages]).any())
+
     def take(self, count: int) -> list[int]:
         """`count` page numbers. Never fails for a growing pool; a fixed one must have been asked first."""
         if count > len(self._free):

@@ -16,7 +16,9 @@ from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.blocks import Blocks
-from spyglass.engine.sequence import Chunk
+from spyglass.engine.image_cache import ImageCache, Key
+from spyglass.engine.prefix import PrefixCache
+from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt
 
@@ -55,9 +57,13 @@ class Runner:
         config: ModelConfig,
         blocks: Blocks,
         device: torch.device,
+        *,
+        prefixes: PrefixCache,
+        pictures: ImageCache,
         engram: EngramFeed | None = None,
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
+        self._prefixes, self._pictures = prefixes, pictures
         self._model, self._config, self._blocks, self._device = model, config, blocks, device
         self._engram = engram
 
@@ -68,14 +74,19 @@ class Runner:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         start = np.array([chunk.start for chunk in chunks], np.int64)
         stop = np.array([chunk.stop for chunk in chunks], np.int64)
-        self._blocks.extend(rows, start, stop)
+        places = [self._prefixes.places(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        resumable = [(int(row), place) for row, each in zip(rows, places, strict=True) for place in each]
+        self._blocks.extend(rows, start, stop, resumable)
         image_rows, index = _image_rows(chunks)
-        steps = [self._step(chunk, index_n) for chunk, index_n in zip(chunks, index, strict=True)]
+        steps = [self._step(*each) for each in zip(chunks, index, places, strict=True)]
         batch, cache = assemble(steps, self._config.text, self._blocks.page_rows, self._blocks.pages, self._device)
         if engram_rows is not None:
             batch = replace(batch, engram_rows=engram_rows())
         streams = self._model.embed(batch, image_rows)
         hidden, _ = self._model.text(streams, batch, cache)
+        for chunk, each in zip(chunks, places, strict=True):
+            for place in each:
+                self._prefixes.keep(chunk.sequence, place)
         self._blocks.settle(rows, stop)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
@@ -88,7 +99,7 @@ class Runner:
         """Logits fp32 [R, V] of rows of a step."""
         return self._model.logits(hidden_TC, rows_R)
 
-    def _step(self, chunk: Chunk, image_index_n: NDArray[np.int32] | None) -> SequenceStep:
+    def _step(self, chunk: Chunk, image_index_n: NDArray[np.int32] | None, resumable: Sequence[int]) -> SequenceStep:
         sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
         assert sequence.row is not None
         engram = self._config.text.engram
@@ -105,6 +116,7 @@ class Runner:
             image_index_n=image_index_n,
             slot=sequence.adapter.slot,
             lookback_L=None if engram is None else sequence.lookback(start, engram.lookback),
+            resumable=resumable,
         )
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
@@ -121,28 +133,34 @@ class Runner:
         )
 
     def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:
-        """Encode all pictures whose rows are first needed now, in one packed call."""
-        wanted = [
-            (chunk.sequence, picture)
-            for chunk in chunks
-            for picture in _pictures(chunk)
-            if picture not in chunk.sequence.image_rows
-        ]
-        if not wanted:
+        """Rows of all pictures that are first needed now: known ones, and the others in one packed call, each once."""
+        unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
+        for sequence, picture in ((chunk.sequence, picture) for chunk in chunks for picture in _pictures(chunk)):
+            if picture not in sequence.image_rows:
+                key = sequence.prompt.digests[picture], sequence.adapter.vision_digest
+                rows_IC = self._pictures.get(key)
+                if rows_IC is None:
+                    unknown.setdefault(key, []).append((sequence, picture))
+                else:
+                    sequence.image_rows[picture] = rows_IC
+        if not unknown:
             return
         assert self._config.vision is not None, "a prompt with pictures was accepted without a tower"
+        first = [holders[0] for holders in unknown.values()]
         images = pack_images(
-            [sequence.prompt.patches[picture] for sequence, picture in wanted],
-            [sequence.prompt.plans[picture].vit_grid for sequence, picture in wanted],
-            [len(sequence.prompt.spans[picture].order) for sequence, picture in wanted],
+            [sequence.prompt.patches[picture] for sequence, picture in first],
+            [sequence.prompt.plans[picture].vit_grid for sequence, picture in first],
+            [len(sequence.prompt.spans[picture].order) for sequence, picture in first],
             self._config.vision,
             device=self._device,
-            slots=[sequence.adapter.slot for sequence, _ in wanted],
+            slots=[sequence.adapter.slot for sequence, _ in first],
         )
         rows = self._model.encode_images(images)
-        parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in wanted])
-        for (sequence, picture), part in zip(wanted, parts, strict=True):
-            sequence.image_rows[picture] = part
+        parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
+        for (key, holders), part in zip(unknown.items(), parts, strict=True):
+            self._pictures.put(key, part)
+            for sequence, picture in holders:
+                sequence.image_rows[picture] = part
 
 
 def _pictures(chunk: Chunk) -> list[int]:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spyglass.engine.blocks import Blocks
+from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError
 
@@ -35,8 +36,8 @@ _GROWTH = 64  # tokens; steps that all can take before memory may be short again
 class Scheduler:
     """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens."""
 
-    def __init__(self, blocks: Blocks, step_tokens: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Blocks, step_tokens: int, prefixes: PrefixCache) -> None:
+        self._blocks, self._prefixes = blocks, prefixes
         self._step_tokens = step_tokens
         self._step = 0
         self._waiting: deque[TokenSequence] = deque()
@@ -73,6 +74,9 @@ class Scheduler:
         """The chunks of the next step, their memory taken; empty when there is nothing to do."""
         self._step += 1
         self._admit()
+        for sequence in self._running:
+            if sequence.pending > 1:
+                self._prefixes.resume(sequence)
         chunks: list[Chunk] = []
         while self._running and not chunks:
             chunks = self._with_memory(self._share())
@@ -139,7 +143,8 @@ class Scheduler:
             return chunks
         for chunk in chunks:
             while chunk.sequence.row is not None and not self._reserve([chunk]):
-                self._preempt()
+                if not self._prefixes.give_way():
+                    self._preempt()
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:
@@ -151,6 +156,7 @@ class Scheduler:
         assert len(self._running) > 1, "a sequence that does not fit alone was accepted"
         sequence = self._running.pop()
         assert sequence.row is not None
+        self._prefixes.keep(sequence, sequence.computed)
         self._blocks.release(sequence.row)
         sequence.restart()
         self._waiting.appendleft(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from spyglass.engine.sampler import UsedTokens
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
+
+if TYPE_CHECKING:
+    from spyglass.engine.prefix import PrefixNames
 
 _ROOM = 256  # answer tokens a buffer has room for before it first grows
 
@@ -49,7 +53,8 @@ class TokenSequence:
     """Tokens of one request. `computed` of its `length` tokens have their rows in memory.
 
     `limit` bounds the answer. `row` is its page-table row, None while it waits. `served` is the last step that ran it.
-    `sink` float32 [T, V] receives the logits of every prompt row.
+    `sink` float32 [T, V] receives the logits of every prompt row. `reached` is the most that was computed before it was
+    preempted, `cached` counts tokens that never were, thanks to the prefix cache, which keeps its `names` here.
     """
 
     __slots__ = (
@@ -58,6 +63,7 @@ class TokenSequence:
         "_kinds",
         "adapter",
         "answer",
+        "cached",
         "computed",
         "counts",
         "detokenizer",
@@ -66,9 +72,11 @@ class TokenSequence:
         "length",
         "limit",
         "logprobs",
+        "names",
         "params",
         "prompt",
         "prompt_logprobs",
+        "reached",
         "request_id",
         "row",
         "seed",
@@ -94,7 +102,8 @@ class TokenSequence:
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
         self.length = len(prompt)
-        self.computed = 0
+        self.computed = self.reached = self.cached = 0
+        self.names: PrefixNames | None = None
         self.row: int | None = None
         self.served = -1
         self.answer: list[int] = []
@@ -113,6 +122,16 @@ class TokenSequence:
         """Known tokens whose rows are not in memory yet."""
         return self.length - self.computed
 
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether somebody wants to see what the model says at every position of the prompt."""
+        return self.sink is not None or self.params.prompt_logprobs is not None
+
+    def go_on_from(self, tokens: int) -> None:
+        """The rows of the first `tokens` tokens, more than there were, have been found in memory."""
+        self.cached += max(0, tokens - max(self.reached, self.computed))
+        self.computed = tokens
+
     def append(self, token: int) -> None:
         """One more answer token."""
         if self.length == len(self._ids):
@@ -126,6 +145,7 @@ class TokenSequence:
 
     def restart(self) -> None:
         """Give up all rows in memory: prompt and answer so far are to be run again. What has been drawn stays."""
+        self.reached = max(self.reached, self.computed)
         self.computed = 0
         self.row = None
         self.image_rows.clear()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class EngineStats:
     """Gauges of now, and counters since the engine was made.
 
-    `cache_share` pages held of the fullest pool of rows, 0 to 1. `prompt_tokens` of requests taken, `computed_tokens`
-    run through the model (more after preemptions, fewer after cache hits), `cached_tokens` taken from the prefix cache.
-    `*_queries` and `*_hits` count tokens of prompts looked up for the prefix cache, pictures for the image cache.
+    `cache_share` pages that requests hold of the fullest pool of rows, 0 to 1. `prompt_tokens` of requests taken,
+    `computed_tokens` run through the model (more after preemptions, fewer after cache hits). `*_queries` and `*_hits`
+    count tokens that were looked up in the prefix cache, and pictures in the image cache.
     `mask_share` is the part of the time for grammar masks that went by during forward passes; 0 without any.
     """
 
@@ -23,7 +23,6 @@ class EngineStats:
     prompt_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    cached_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     image_queries: int = 0

@@ -14,7 +14,7 @@ from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from tests import engine_parts, small_v41
-from tests.engine_parts import make_model, pages_used, run_all
+from tests.engine_parts import NO_CACHES, make_model, pages_used, run_all
 from tests.tolerance import LAW_OF_MAX
 
 REQUESTS = 50
@@ -28,6 +28,16 @@ class Family:
     model: Callable[[], Any]
     engine: Callable[..., Engine]
     cache_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Requests of a family, and what each gets alone."""
+
+    family: Family
+    model: Any
+    requests: list[tuple[Prompt, SamplingParams]]
+    alone: list[RequestOutput]
 
 
 def v4_engine(model: Any, **options: Any) -> Engine:
@@ -78,7 +88,7 @@ def play(
             if delta.output is not None:
                 done[numbers[delta.request_id]] = delta.output
         live = [request for request, number in numbers.items() if number not in done]
-        if live and random.random() < 0.05:
+        if live and random.random() < 0.1:
             last = engine.abort(int(random.choice(live)))
             assert last is not None and last.output is not None
             done[numbers[last.request_id]] = last.output
@@ -96,27 +106,40 @@ def assert_as_alone(output: RequestOutput, alone: RequestOutput) -> None:
         np.testing.assert_allclose(*values, atol=30 * LAW_OF_MAX)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_interleaving_of_50_requests_gives_each_what_it_gets_alone(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
-    world = FAMILIES[family]
-    model = world.model()
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request: pytest.FixtureRequest) -> World:
+    """50 requests, a third of them with the prompt of an earlier one, and what each gets alone without caches."""
+    family = FAMILIES[request.param]
+    model = family.model()
     random = np.random.default_rng(7)
+    shapes = [random_parts(random) for _ in range(REQUESTS)]
+    first = [number - 1 if number % 3 == 1 else number for number in range(REQUESTS)]
     requests = [
         (
-            prompt_from_parts(small_v41.mixed_parts(random_parts(random), seed=number), model.config),
+            prompt_from_parts(small_v41.mixed_parts(shapes[first[number]], seed=first[number]), model.config),
             random_params(random, number),
         )
         for number in range(REQUESTS)
     ]
-    engine = world.engine(model, step=43, cache_bytes=world.cache_bytes)
-    done = play(engine, requests, random)
+    quiet = family.engine(model, step=512)
+    alone = [run_all(quiet, [prompt], params)[0] for prompt, params in requests]
+    return World(family=family, model=model, requests=requests, alone=alone)
+
+
+@pytest.mark.parametrize("caches", [NO_CACHES, {"prefix_cache_bytes": 1_000_000, "image_cache_bytes": 10_000}], ids=str)
+def test_any_interleaving_of_50_requests_gives_each_what_it_gets_alone(
+    caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caches or without, and with caches that give way to requests for lack of memory."""
+    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
+    engine = world.family.engine(world.model, step=43, cache_bytes=world.family.cache_bytes, **caches)
+    done = play(engine, world.requests, np.random.default_rng(8))
     assert sorted(done) == list(range(REQUESTS))
-    assert engine.stats().preemptions >= 5
+    assert engine.stats().preemptions >= 3
     assert sum(output.finish_reason == "abort" for output in done.values()) >= 3
+    found = engine.stats().prefix_hits, engine.stats().image_hits, engine.prefixes.counts.evictions
+    assert all(found) if caches is not NO_CACHES else not any(found)
+    engine.prefixes.clear()
     assert set(pages_used(engine).values()) == {0}
-    quiet = world.engine(model, step=512)
-    for number, (prompt, params) in enumerate(requests):
-        assert_as_alone(done[number], run_all(quiet, [prompt], params)[0])
+    for number, alone in enumerate(world.alone):
+        assert_as_alone(done[number], alone)

@@ -115,7 +115,7 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(SEQUENCE, "len(self.sequence.answer) < self.sequence.limit", "True", ON_LOOP, "max_tokens 0 draws a token"),
     Mutant(RUNNER, "row_n - before + first", "row_n + first", ON_LOOP, "image rows of the wrong picture in later chunks"),
     Mutant(RUNNER, "row_n - before + first", "row_n - before", ON_LOOP, "image rows of the first sequence for all"),
-    Mutant(RUNNER, "if picture not in chunk.sequence.image_rows", "", ON_LOOP, "pictures encoded again in every chunk"),
+    Mutant(RUNNER, "if picture not in sequence.image_rows:", "if True:", ON_LOOP, "pictures encoded again in every chunk"),
     Mutant(RUNNER, "visible_n2=visible,", "visible_n2=None,", ON_LOOP,
            "no in-span visibility"),
     Mutant(RUNNER, "        self._blocks.settle(rows, stop)\n", "", ON_LOOP, "a long prompt keeps its window pages"),

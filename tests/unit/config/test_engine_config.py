@@ -47,6 +47,9 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
         ("max_sequences", 4097),
         ("max_length", 0),
         ("cache_bytes", 0),
+        ("prefix_cache_bytes", -1),
+        ("image_cache_bytes", -1),
+        ("image_cache_bytes", None),
         ("threads", 0),
         ("threads", 1025),
         ("expand_weights", 1),
@@ -55,6 +58,10 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
 def test_a_meaningless_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is "):
         EngineConfig(**{field: value})
+
+
+def test_caches_may_be_off() -> None:
+    EngineConfig(prefix_cache_bytes=0, image_cache_bytes=0, images=0)
 
 
 def test_what_takes_memory_before_anything_runs_may_be_as_large_as_the_message_says() -> None:

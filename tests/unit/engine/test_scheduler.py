@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spyglass.config.cache import cache_plans
 from spyglass.engine.blocks import Blocks
+from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
@@ -31,7 +32,7 @@ def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None
         cache_bytes=cache_bytes,
         page_rows=PAGE_ROWS,
     )
-    return Scheduler(blocks, step)
+    return Scheduler(blocks, step, PrefixCache(blocks, 0))
 
 
 def make_sequence(number: int, parts: list[int | tuple[int, int]], limit: int = 5) -> TokenSequence:

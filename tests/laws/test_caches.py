@@ -1,0 +1,397 @@
+"""What is found in a cache is what would have been computed: logits and answers of hits equal those of cold runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spyglass.batch.types import ImageBatch
+from spyglass.engine.engine import Engine
+from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.prompt.build import prompt_from_parts
+from spyglass.prompt.tokens import Patches, Prompt
+from tests import engine_parts, small_v41
+from tests.engine_parts import NO_CACHES, PREFIX_BLOCK, make_model, pages_used, patches
+from tests.small_models import random_text
+from tests.tolerance import assert_law
+
+BOTH_CACHES = {"prefix_cache_bytes": 1 << 30, "image_cache_bytes": 1 << 30}
+VOCABULARY = 70
+# every logit of each answer token is compared, not only the best one
+SHOWN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=VOCABULARY)
+BRIEF = replace(SHOWN, max_tokens=2)
+
+
+class CountedModel:
+    """The same model; `pictures` counts those that went through the tower, `rows` the tokens of all steps."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.pictures = self.rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def encode_images(self, images: ImageBatch) -> torch.Tensor:
+        self.pictures += len(images.grids_I2)
+        out: torch.Tensor = self._model.encode_images(images)
+        return out
+
+    def embed(self, batch: Any, rows: Any) -> torch.Tensor:
+        self.rows += len(batch.ids_T)
+        out: torch.Tensor = self._model.embed(batch, rows)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A model, engines over it, and answers of an engine without caches to compare with."""
+
+    model: Any = field(repr=False)
+    build: Callable[..., Engine]
+    plain: Engine = field(repr=False)  # without caches
+    cold: dict[bytes, RequestOutput] = field(default_factory=dict, repr=False)
+
+    def engine(self, **options: Any) -> Engine:
+        return self.build(self.model, **{"step": 64, **options})
+
+    def prompt(self, parts: Sequence[Any]) -> Prompt:
+        return prompt_from_parts(list(parts), self.model.config)
+
+    def check(self, output: RequestOutput, prompt: Prompt, params: SamplingParams = SHOWN) -> None:
+        """An answer equals that of a run without caches: ids, and the log-probability of every token beside them."""
+        key = prompt.ids_T.tobytes() + prompt.kinds_T.tobytes() + b"".join(prompt.digests) + repr(params).encode()
+        if key not in self.cold:
+            self.cold[key] = ask(self.plain, prompt, params)
+        cold = self.cold[key]
+        assert output.token_ids == cold.token_ids
+        assert_law(spread(output), spread(cold))
+
+
+def v4_engine(model: Any, **options: Any) -> Engine:
+    return engine_parts.make_engine(model, model.config, **options)
+
+
+@pytest.fixture(scope="module", params=["v4", "v41"])
+def world(request: pytest.FixtureRequest) -> World:
+    if request.param == "v4":
+        model, build = make_model(seed=3), v4_engine
+    else:
+        model, build = small_v41.small_v41_model(seed=3), small_v41.make_engine
+    return World(model=model, build=build, plain=build(model, step=200, **NO_CACHES))
+
+
+def spread(output: RequestOutput) -> np.ndarray[Any, Any]:
+    """Log-probabilities [answer, V] by id."""
+    assert output.logprobs is not None
+    return np.array([[value for _, value in sorted(entry.top)] for entry in output.logprobs])
+
+
+def ask(
+    engine: Engine, prompt: Prompt, params: SamplingParams = SHOWN, adapter: AdapterUse = NO_ADAPTER
+) -> RequestOutput:
+    return finish(engine, [engine.add(prompt, params, adapter=adapter)])[0]
+
+
+def finish(engine: Engine, ids: Sequence[int]) -> list[RequestOutput]:
+    done: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.output is not None:
+                done[delta.request_id] = delta.output
+    return [done[request] for request in ids]
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Ids that no model here bans or treats as a picture."""
+    return random_text(length, seed, 68).tolist()
+
+
+def picture(rows: int, columns: int, seed: int) -> Patches:
+    return patches(rows, columns, seed=seed)
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(1, 40), st.integers(0, 2)),  # text: length, seed
+        st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2)),  # picture: rows, columns, seed
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def parts_of(pieces: Sequence[Any]) -> list[Any]:
+    return [text(*piece) if len(piece) == 2 else picture(*piece) for piece in pieces]
+
+
+@settings(max_examples=12)
+@given(turns=st.lists(PIECES, min_size=2, max_size=4), fork=st.integers(0, 2), step=st.integers(40, 90))
+def test_every_turn_of_a_conversation_and_of_a_fork_of_it_answers_as_a_cold_run(
+    turns: list[Any], fork: int, step: int, world: World
+) -> None:
+    engine = world.engine(step=step, **BOTH_CACHES)
+    said: list[Any] = []
+    histories: list[list[Any]] = []
+    for turn in turns:
+        said = said + parts_of(turn)
+        prompt = world.prompt(said)
+        output = ask(engine, prompt)
+        world.check(output, prompt)
+        if histories:
+            assert output.usage.cached_tokens >= len(world.prompt(histories[-1])) - 1
+        said = [*said, list(output.token_ids)]
+        histories.append(said)
+    again = world.prompt([*histories[fork % len(histories)], *parts_of(turns[0])])
+    world.check(ask(engine, again), again)
+    engine.prefixes.clear()
+    assert set(pages_used(engine).values()) == {0}
+
+
+MIXED: list[Any] = [text(21, 1), picture(4, 4, 2), text(5, 3), picture(6, 6, 4), picture(3, 5, 5), text(30, 6)]
+
+
+def test_a_prompt_that_shares_any_beginning_goes_on_from_the_last_snapshot_before_the_difference(world: World) -> None:
+    """The other prompt differs from position c on; c takes every place in a block and in a compressed group."""
+    whole = world.prompt(MIXED)
+    places = legal_places(whole)
+    engine = world.engine(step=50, **BOTH_CACHES)
+    ask(engine, whole)
+    for c in [c for c in range(1, len(whole), 3) if whole.kinds_T[c] < 0]:
+        other = world.prompt([*cut(MIXED, whole, c), [(int(whole.ids_T[c]) + 1) % 60 + 2], text(3, c)])
+        output = ask(engine, other, BRIEF)
+        world.check(output, other, BRIEF)
+        assert max([place for place in places if place <= c], default=0) <= output.usage.cached_tokens <= c, c
+
+
+def legal_places(prompt: Prompt) -> list[int]:
+    """Where a prompt that was run must have left snapshots: blocks, ends of pictures, the last cut before its end."""
+    legal = [c for c in range(1, len(prompt)) if prompt.visible_T2[c - 1, 1] == 0]
+    ends = {span.start + span.length for span in prompt.spans}
+    return [c for c in legal if c % PREFIX_BLOCK == 0 or c in ends or c == legal[-1]]
+
+
+def cut(parts: Sequence[Any], prompt: Prompt, c: int) -> list[Any]:
+    """Parts of a prompt up to its position c, which lies in text."""
+    out: list[Any] = []
+    spans = iter(prompt.spans)
+    place = 0
+    for part in parts:
+        if place < c:
+            out.append(part[: c - place] if isinstance(part, list) else part)
+        place += len(part) if isinstance(part, list) else next(spans).length
+    return out
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_a_picture_is_encoded_once_wherever_it_stands(offset: int, world: World) -> None:
+    """On V4 its block is 0 to 3 tokens longer, depending on where it begins (field report 36)."""
+    counted = CountedModel(world.model)
+    engine = replace(world, model=counted).engine(**BOTH_CACHES)
+    lengths = set()
+    for before in [8 + offset, 8, 9, 10, 11]:
+        prompt = world.prompt([text(before, before), picture(4, 6, 1), text(3, 9)])
+        output = ask(engine, prompt, BRIEF)
+        world.check(output, prompt, BRIEF)
+        lengths.add(prompt.spans[0].length)
+    assert counted.pictures == 1
+    stats = engine.stats()
+    assert (stats.image_queries, stats.image_hits) == (4, 3)  # the prompt that came twice needs no picture at all
+    assert len(lengths) == (4 if world.model.config.vision.layout == "paired" else 1)
+
+
+def test_requests_with_the_same_picture_in_one_step_encode_it_once(world: World) -> None:
+    counted = CountedModel(world.model)
+    for options in (BOTH_CACHES, NO_CACHES):
+        engine = replace(world, model=counted).engine(step=300, **options)
+        prompts = [world.prompt([text(n, n), picture(4, 6, 1), picture(2, 2, n), text(n, 9)]) for n in (1, 2, 3)]
+        outputs = finish(engine, [engine.add(prompt, BRIEF) for prompt in prompts])
+        for output, prompt in zip(outputs, prompts, strict=True):
+            world.check(output, prompt, BRIEF)
+        assert counted.pictures == 4
+        counted.pictures = 0
+
+
+def test_another_picture_of_the_same_size_is_not_taken_for_the_first(world: World) -> None:
+    """A, then B, then A (field reports 49 and 50: B differs in its very last pixel only)."""
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 3, 4, 4), dtype=np.uint8)
+    other = pixels.copy()
+    other[-1, -1, -1, -1] ^= 255
+    a, b = (world.prompt([text(18, 1), Patches(each, (6, 6)), text(4, 2)]) for each in (pixels, other))
+    engine = world.engine(**BOTH_CACHES)
+    first, second, third = (ask(engine, prompt) for prompt in (a, b, a))
+    for output, prompt in zip((first, second, third), (a, b, a), strict=True):
+        world.check(output, prompt)
+    assert not np.array_equal(spread(first), spread(second))
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == PREFIX_BLOCK  # text before the picture
+    assert third.usage.cached_tokens == len(a) - 1
+
+
+def test_a_repeated_prompt_computes_its_last_token_only(world: World) -> None:
+    counted = CountedModel(world.model)
+    engine = replace(world, model=counted).engine(**BOTH_CACHES)
+    prompt = world.prompt(MIXED)
+    ask(engine, prompt)
+    counted.rows = counted.pictures = 0
+    output = ask(engine, prompt)
+    world.check(output, prompt)
+    assert output.usage.cached_tokens == len(prompt) - 1
+    assert (counted.rows, counted.pictures) == (SHOWN.max_tokens, 0)
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (2 * len(prompt), len(prompt) - 1)
+    assert (stats.image_queries, stats.image_hits) == (3, 0)
+    assert stats.cache_share == 0 < engine.prefixes.counts.bytes_held  # what only the cache holds can be had
+
+
+def test_a_prompt_that_ends_with_a_picture_is_run_again_from_before_its_block_where_it_cannot_be_cut(
+    world: World,
+) -> None:
+    prompt = world.prompt([text(9, 1), picture(4, 4, 1)])
+    engine = world.engine(**BOTH_CACHES)
+    for known in (0, prompt.spans[0].start + prompt.spans[0].lead if prompt.visible_T2.any() else len(prompt) - 1):
+        output = ask(engine, prompt)
+        world.check(output, prompt)
+        assert output.usage.cached_tokens == known
+
+
+def test_rows_of_one_adapter_are_never_used_for_another(world: World) -> None:
+    """Field reports 74 to 76: digests cover weights, alpha and scale; the name of an adapter and its slot count not."""
+    engine = world.engine(**BOTH_CACHES)
+    prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(20, 2)])
+    text_a, text_b = AdapterUse(text_digest=b"a"), AdapterUse(text_digest=b"b")
+    vision_a, vision_b = AdapterUse(vision_digest=b"a"), AdapterUse(vision_digest=b"b")
+    whole, before_picture = len(prompt) - 1, PREFIX_BLOCK
+    encoded = 0
+    for adapter, known, encodes in (
+        (NO_ADAPTER, 0, True),
+        (text_a, 0, False),  # an adapter of the text leaves the pictures as they are
+        (text_b, 0, False),
+        (vision_a, before_picture, True),
+        (vision_b, before_picture, True),
+        (replace(vision_b, text_digest=b"b"), before_picture, False),
+        (NO_ADAPTER, whole, None),
+        (text_a, whole, None),
+        (vision_a, whole, None),
+    ):
+        output = ask(engine, prompt, BRIEF, adapter)
+        assert output.usage.cached_tokens == known, adapter
+        world.check(output, prompt, BRIEF)
+        encoded += encodes is True
+        assert engine.pictures.counts.queries - engine.pictures.counts.hits == encoded, adapter
+
+
+def test_an_edit_near_the_end_of_an_agents_long_context_costs_a_block_at_most(world: World) -> None:
+    """Field report 80 in small: live 556 tokens, new prompt 553, 540 in common."""
+    engine = world.engine(step=128, **BOTH_CACHES)
+    live = ask(engine, world.prompt([text(552, 1)]))
+    assert live.usage.cached_tokens == 0
+    common = text(552, 1)[:540]
+    output = ask(engine, world.prompt([common, text(13, 2)]))
+    assert 540 - PREFIX_BLOCK < output.usage.cached_tokens <= 540
+    world.check(output, world.prompt([common, text(13, 2)]))
+
+
+def test_all_turns_of_many_sessions_go_on_where_they_were(world: World) -> None:
+    """Field report 41 in small: 32 sessions, 5 turns, a shared beginning of 80 tokens with a picture."""
+    counted = CountedModel(world.model)
+    engine = replace(world, model=counted).engine(step=64, **BOTH_CACHES)
+    shared = [text(70, 1), picture(3, 3, 1)]
+    ends = world.prompt([*shared, [5]]).spans[0]
+    sessions: list[list[Any]] = [list(shared) for _ in range(32)]
+    known = [ends.start + ends.length] * len(sessions)
+    ask(engine, world.prompt([*shared, [5]]), BRIEF)
+    for turn in range(5):
+        prompts = [world.prompt([*said, text(5, 100 * turn + number)]) for number, said in enumerate(sessions)]
+        outputs = finish(engine, [engine.add(prompt, BRIEF) for prompt in prompts])
+        for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
+            assert output.usage.cached_tokens == known[number]
+            if number % 11 == turn:
+                world.check(output, prompt, BRIEF)
+            sessions[number] += [text(5, 100 * turn + number), list(output.token_ids)]
+            known[number] = len(prompt) + len(output.token_ids) - 1
+    assert counted.pictures == 1
+
+
+def test_prompts_that_arrive_together_run_what_they_share_about_once(world: World) -> None:
+    counted = CountedModel(world.model)
+    engine = replace(world, model=counted).engine(step=64, **BOTH_CACHES)
+    shared = text(320, 1)
+    prompts = [world.prompt([shared, text(4, 10 + number)]) for number in range(4)]
+    outputs = finish(engine, [engine.add(prompt, BRIEF) for prompt in prompts])
+    for output, prompt in zip(outputs, prompts, strict=True):
+        world.check(output, prompt, BRIEF)
+    assert counted.rows < 2 * len(shared)
+    assert counted.rows == sum(len(p) + 1 for p in prompts) - sum(output.usage.cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("kept", [1, 40_000, 150_000, 400_000])
+def test_a_small_cache_holds_no_more_than_it_may_and_changes_no_answer(kept: int, world: World) -> None:
+    engine = world.engine(prefix_cache_bytes=kept, image_cache_bytes=3000)
+    for number in (1, 2, 1, 3, 1, 1):
+        prompt = world.prompt([text(20, number), picture(4, 4, number), text(50, number)])
+        output = ask(engine, prompt, BRIEF)
+        world.check(output, prompt, BRIEF)
+        assert engine.prefixes.counts.bytes_held <= kept
+        assert engine.pictures.counts.bytes_held <= 3000
+    if kept == 1:
+        assert len(engine.prefixes) == 0
+        assert set(pages_used(engine).values()) == {0}
+    engine.prefixes.clear()
+    assert engine.prefixes.counts.bytes_held == 0
+    assert set(pages_used(engine).values()) == {0}
+
+
+def test_a_request_whose_pictures_exceed_the_cache_still_runs(world: World) -> None:
+    engine = world.engine(step=40, image_cache_bytes=100, prefix_cache_bytes=0)
+    prompt = world.prompt(MIXED)
+    world.check(ask(engine, prompt), prompt)
+    assert len(engine.pictures) == 0
+
+
+def test_whoever_asks_for_the_logits_of_a_prompt_gets_them_all(world: World) -> None:
+    engine = world.engine(step=50, **BOTH_CACHES)
+    prompt = world.prompt(MIXED)
+    ask(engine, prompt)
+    cold = engine_parts.logits_of(world.plain, prompt)
+    assert_law(engine_parts.logits_of(engine, prompt), cold)
+    output = ask(engine, prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.usage.cached_tokens == 0
+    assert output.prompt_logprobs is not None
+    missing = [t for t, entry in enumerate(output.prompt_logprobs) if entry is None]
+    assert missing == [t for t in range(len(prompt)) if t == 0 or prompt.kinds_T[t] >= 0]
+
+
+class BrokenOnce:
+    """A model whose rows hold NaN in one step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.broken = model, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def embed(self, batch: Any, rows: Any) -> torch.Tensor:
+        out: torch.Tensor = self._model.embed(batch, rows)
+        return out * float("nan") if self.broken else out
+
+
+def test_what_was_computed_beside_a_fault_of_the_model_is_not_used_again(world: World) -> None:
+    broken = BrokenOnce(world.model)
+    engine = replace(world, model=broken).engine(**BOTH_CACHES)
+    prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(9, 2)])
+    broken.broken = True
+    assert ask(engine, prompt).error is not None
+    assert len(engine.prefixes) == len(engine.pictures) == 0
+    broken.broken = False
+    output = ask(engine, prompt)
+    world.check(output, prompt)
+    assert output.usage.cached_tokens == 0
