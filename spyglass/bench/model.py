@@ -207,10 +207,10 @@ class TimedParts:
 def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tuple[float, float]:
     """Tokens per second over `steps` decode steps, and seconds per step outside the model's parts."""
     timed = TimedParts(loaded.model)
-    engine = _engine(timed, loaded, folder)
+    engine = make_engine(timed, loaded, folder)
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
     for number in range(batch):
-        engine.add(_prompt(loaded, CONTEXT, seed=number), params)
+        engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
     drawn = 0
     while drawn < batch:  # until every prompt is in memory
         drawn = len(engine.step())
@@ -226,10 +226,10 @@ def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tu
 
 def prefill_rate(loaded: LoadedModel, folder: Path, tokens: int) -> float:
     """Prompt tokens per second until the first token."""
-    engine = _engine(loaded.model, loaded, folder)
-    engine.add(_prompt(loaded, 16, seed=1), SamplingParams(max_tokens=2))
+    engine = make_engine(loaded.model, loaded, folder)
+    engine.add(make_prompt(loaded, 16, seed=1), SamplingParams(max_tokens=2))
     _run_out(engine)
-    engine.add(_prompt(loaded, tokens, seed=2), SamplingParams(temperature=0, max_tokens=1))
+    engine.add(make_prompt(loaded, tokens, seed=2), SamplingParams(temperature=0, max_tokens=1))
     started = time.perf_counter()
     _run_out(engine)
     return tokens / (time.perf_counter() - started)
@@ -251,8 +251,8 @@ def report_memory(folder: Path, tokens: str, threads: str) -> None:
     """Run one prompt and print resident bytes before and at the peak; meant for a process of its own (Linux)."""
     torch.set_num_threads(int(threads))
     loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
-    engine = _engine(loaded.model, loaded, folder)
-    prompt = _prompt(loaded, int(tokens), seed=2)
+    engine = make_engine(loaded.model, loaded, folder)
+    prompt = make_prompt(loaded, int(tokens), seed=2)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     before = resident("VmRSS")
     engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))
@@ -322,7 +322,7 @@ def checkpoint_folder(folder: Path, preset: Preset, weights: WeightFormat) -> Pa
     return path
 
 
-def _engine(model: ModelParts, loaded: LoadedModel, folder: Path) -> Engine:
+def make_engine(model: ModelParts, loaded: LoadedModel, folder: Path) -> Engine:
     """An engine without the short position limit of `mini`, so that long prompts run too."""
     config = replace(loaded.config, text=replace(loaded.config.text, max_position_embeddings=1 << 20))
     engram = None
@@ -336,7 +336,8 @@ def _run_out(engine: Engine) -> None:
         engine.step()
 
 
-def _prompt(loaded: LoadedModel, tokens: int, seed: int) -> Prompt:
+def make_prompt(loaded: LoadedModel, tokens: int, seed: int) -> Prompt:
+    """Random text."""
     ids = np.random.default_rng(seed).integers(1000, loaded.config.text.vocab_size - 1000, tokens)
     return prompt_from_parts([ids], loaded.config, placeholder=loaded.config.text.vocab_size - 1)
 

@@ -10,6 +10,7 @@ BENCHMARKS = {
     "image": "pictures to patches, beside a plain pipeline",
     "load": "files to memory, beside cat",
     "model": "decode and prefill, beside what the memory allows",
+    "engine": "many requests at once, beside what the machine allows",
     "serve": "a server under load, beside the engine alone",
     "stream": "the server's own work for each streamed token, beside fixed events",
     "ops": "each op, beside its reference",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -96,7 +97,7 @@ class Engine:
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
-        self._counted = EngineStats()
+        self._counted, self._sampling_s = EngineStats(), 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -126,6 +127,8 @@ class Engine:
             prefix_hits=prefixes.found_tokens,
             image_queries=pictures.queries,
             image_hits=pictures.hits,
+            sampling_seconds=self._sampling_s,
+            mask_share=self._masks.hidden_share or 0.0,
         )
 
     def add(
@@ -206,7 +209,8 @@ class Engine:
             SpyglassError: the model gives no sound answer.
         """
         assert not self._sequences, "an engine is warmed up before its first request"
-        counted, fits = self._counted, min(self.max_length, self.blocks.most_tokens or self.max_length)
+        counted, sampling_s = self._counted, self._sampling_s
+        fits = min(self.max_length, self.blocks.most_tokens or self.max_length)
         try:
             for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
                 if len(prompt) < fits:  # else a request with this picture is refused too
@@ -224,7 +228,7 @@ class Engine:
             self._lost.clear()
             for request in list(self._sequences):
                 self.abort(request)
-            self._counted = counted
+            self._counted, self._sampling_s = counted, sampling_s
 
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.
@@ -235,6 +239,7 @@ class Engine:
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
+        began = time.perf_counter()
         chunks = self._scheduler.schedule()
         if not chunks:
             return []
@@ -247,7 +252,7 @@ class Engine:
                 self._score(chunks, output)
                 self._draw(chunks, output, deltas, masks)
             done = True
-            self._count(chunks, deltas)
+            self._count(chunks, deltas, time.perf_counter() - began)
         finally:
             if not done:
                 self._lost = deltas + [
@@ -265,11 +270,12 @@ class Engine:
         most = self.blocks.most_tokens
         return room if most is None else max(1, min(room, most - len(prompt)))
 
-    def _count(self, chunks: Sequence[Chunk], deltas: Sequence[Delta]) -> None:
+    def _count(self, chunks: Sequence[Chunk], deltas: Sequence[Delta], seconds: float) -> None:
         counted = self._counted
         self._counted = replace(
             counted,
             steps=counted.steps + 1,
+            step_seconds=counted.step_seconds + seconds,
             computed_tokens=counted.computed_tokens + sum(chunk.stop - chunk.start for chunk in chunks),
             generated_tokens=counted.generated_tokens + sum(len(delta.token_ids) for delta in deltas),
         )
@@ -317,7 +323,9 @@ class Engine:
             form_rows=[row for row, _ in _forms_of(drawing)],
             allowed=None if masks is None else masks(),
         )
+        began = time.perf_counter()
         drawn = draw(logits_SV, step, self._banned)
+        self._sampling_s += time.perf_counter() - began
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
 

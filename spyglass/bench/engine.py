@@ -1,0 +1,164 @@
+"""Many requests at once through the step loop: what a step costs besides the model, and how near the machine's bound.
+
+"host" is the time of a decode step outside the model's parts and sampling. The bound of a decode step of R rows is the
+longer of two times: to read its weights once (every expert that some row is expected to choose) at the rate of the best
+matrix-vector product measured here, and to do its multiplications at the rate of the best large product. One request at
+a time stands beside it as the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from spyglass.bench.arguments import positive
+from spyglass.bench.machine import describe_machine
+from spyglass.bench.model import (
+    CONTEXT,
+    PLAIN_READ,
+    TimedParts,
+    WeightFormat,
+    checkpoint_folder,
+    make_engine,
+    make_prompt,
+    measure_bandwidths,
+    step_bytes,
+)
+from spyglass.checkpoint.presets import PRESETS
+from spyglass.engine.request import SamplingParams
+from spyglass.model import LoadedModel, load_model
+
+_RESULTS = Path("benchmarks/results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Decoding of `requests` at once. `bound` is tokens per second; times are medians of a step."""
+
+    preset: str
+    requests: int
+    tokens_per_second: float
+    step_ms: float
+    host_ms: float
+    sampling_ms: float
+    bound: float
+    bound_by: str
+    share: float
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print a line per preset and number of requests; writes the checkpoints first if they are not there."""
+    parser = argparse.ArgumentParser(prog="spyglass bench engine", description=__doc__)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept (default build/bench)"
+    )
+    parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models to run")
+    parser.add_argument("--requests", type=positive, nargs="*", default=[1, 32], help="how many at once")
+    parser.add_argument("--steps", type=positive, default=60, help="decode steps that are timed")
+    parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
+    parser.add_argument("--save", action="store_true", help=f"write the numbers to {_RESULTS}")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    machine = describe_machine() | {"threads": str(args.threads)}
+    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    bandwidth = max(rate for name, rate in measure_bandwidths().items() if name != PLAIN_READ)
+    multiplications = measure_products()
+    print(f"{bandwidth / 1e9:.1f} GB/s, {multiplications / 1e9:.0f} G multiply-adds/s")
+    results = []
+    for preset in args.presets:
+        weights: WeightFormat = "packed"
+        folder = checkpoint_folder(args.folder, preset, weights)
+        loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
+        for requests in args.requests:
+            bounds = {
+                "memory": bandwidth / step_bytes(folder, loaded.config.text, requests),
+                "arithmetic": multiplications / step_products(loaded, requests),
+            }
+            results.append(measure(loaded, folder, preset, requests, args.steps, bounds))
+            print(_line(results[-1]), flush=True)
+    if args.save:
+        _RESULTS.mkdir(parents=True, exist_ok=True)
+        path = _RESULTS / f"engine-{machine['commit'].rstrip('+')}.json"
+        numbers = {"machine": machine, "results": [asdict(result) for result in results]}
+        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        print(f"saved to {path}")
+    return 0
+
+
+def measure(
+    loaded: LoadedModel, folder: Path, preset: str, requests: int, steps: int, bounds: Mapping[str, float]
+) -> Load:
+    """Decode `requests` prompts of CONTEXT tokens together; `bounds` are the most steps per second, by what sets it."""
+    timed = TimedParts(loaded.model)
+    engine = make_engine(timed, loaded, folder)
+    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    for number in range(requests):
+        engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
+    while len(engine.step()) < requests:  # until every prompt is in memory
+        pass
+    times: list[tuple[float, float, float]] = []
+    for _ in range(steps):
+        before, timed.seconds = engine.stats(), 0.0
+        started = time.perf_counter()
+        engine.step()
+        seconds = time.perf_counter() - started
+        sampling = engine.stats().sampling_seconds - before.sampling_seconds
+        times.append((seconds, sampling, seconds - timed.seconds - sampling))
+    step, sampling, host = (statistics.median(column) for column in zip(*times, strict=True))
+    bound_by = min(bounds, key=bounds.__getitem__)
+    bound = requests * bounds[bound_by]
+    rate = requests * steps / sum(seconds for seconds, _, _ in times)
+    return Load(
+        preset=preset,
+        requests=requests,
+        tokens_per_second=rate,
+        step_ms=step * 1e3,
+        host_ms=host * 1e3,
+        sampling_ms=sampling * 1e3,
+        bound=bound,
+        bound_by=bound_by,
+        share=rate / bound,
+    )
+
+
+def step_products(loaded: LoadedModel, requests: int) -> float:
+    """Multiply-adds of one decode step: every weight matrix once per row, of the experts those that a row chooses."""
+    text = loaded.config.text
+    dense = experts = 0
+    for slot in loaded.model.slots():
+        if slot.kind != "matrix" or slot.name == "embed" or slot.name.startswith(("vision.", "aligner.")):
+            continue
+        if ".ffn.experts." in slot.name:
+            experts += math.prod(slot.shape)
+        else:
+            dense += math.prod(slot.shape)
+    return requests * (dense + experts * text.num_experts_per_tok / text.n_routed_experts)
+
+
+def measure_products(width: int = 2048, rounds: int = 5) -> float:
+    """Multiply-adds per second of torch's best large product, bf16 or fp32."""
+    best = 0.0
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
+        torch.nn.functional.linear(x, weight)
+        for _ in range(rounds):
+            started = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            best = max(best, width**3 / (time.perf_counter() - started))
+    return best
+
+
+def _line(load: Load) -> str:
+    return (
+        f"{load.preset:>6}  {load.requests:>3} at once: {load.tokens_per_second:8.1f} tok/s, bound {load.bound:8.1f} "
+        f"({load.bound_by}), share {load.share:4.0%}; a step {load.step_ms:.2f} ms, of it sampling "
+        f"{load.sampling_ms:.2f}, host {load.host_ms:.2f}"
+    )
