@@ -7,7 +7,8 @@ import numpy as np
 from spyglass.batch.images import check_pictures
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
-from spyglass.errors import ConfigError, PromptError
+from spyglass.engine.request import SamplingParams
+from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.prompt.tokens import Prompt
 
 
@@ -51,3 +52,22 @@ def check_prompt(prompt: Prompt, config: ModelConfig, *, images: int) -> None:
     if config.vision is not None:
         grids = [plan.vit_grid for plan in prompt.plans]
         check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], config.vision)
+
+
+def check_params(params: SamplingParams, prompt: Prompt, max_length: int, vocab_size: int, *, spelled: bool) -> None:
+    """The answer has room, and its parameters fit this model; `spelled`: there is a tokenizer.
+
+    Raises:
+        PromptError: a parameter needs what is not there.
+        CapacityError: the prompt leaves no room for a token.
+    """
+    if len(prompt) + (params.max_tokens != 0) > max_length:
+        raise CapacityError(
+            f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
+            f"together is {max_length}; shorten it or raise max_length"
+        )
+    outside = [token for token in params.logit_bias if token >= vocab_size]
+    if outside:
+        raise PromptError(f"logit_bias holds {outside[0]}; ids are 0 to {vocab_size - 1}")
+    if params.stop and not spelled:
+        raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")

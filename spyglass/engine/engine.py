@@ -19,7 +19,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.answers import keep_prompt_logprobs, last_delta
 from spyglass.engine.blocks import Blocks
-from spyglass.engine.checks import check_prompt, check_step_size
+from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.grammar import Form, Forms, Masks
@@ -174,18 +174,8 @@ class Engine:
             PromptError, CapacityError: as `add`.
         """
         check_prompt(prompt, self._config, images=self._images)
-        need = len(prompt) + (params.max_tokens != 0)
-        if need > self.max_length:
-            raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
-                f"together is {self.max_length}; shorten it or raise max_length"
-            )
+        check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
         self._form(params)
-        outside_bias = [token for token in params.logit_bias if token >= self.vocab_size]
-        if outside_bias:
-            raise PromptError(f"logit_bias holds {outside_bias[0]}; ids are 0 to {self.vocab_size - 1}")
-        if self._token_bytes is None and params.stop:
-            raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
 
     def _form(self, params: SamplingParams) -> Form | None:
         if params.structured is None:
@@ -228,6 +218,8 @@ class Engine:
             self._lost.clear()
             for request in list(self._sequences):
                 self.abort(request)
+            self.prefixes.clear()
+            self.pictures.clear()
             self._counted, self._sampling_s = counted, sampling_s
 
     def step(self) -> list[Delta]:
