@@ -93,6 +93,8 @@ class InstantEngine:
 
 
 class _PlainReply:
+    odd = False
+
     def __init__(self) -> None:
         self._tokens = 0
 

@@ -101,16 +101,16 @@ class EndpointRoute:
             body = await read_body(Request(scope, receive), service.config.max_body_bytes)
             answering = asyncio.create_task(self._answer(body, scope, send))
             leaving = asyncio.create_task(_left(receive))
-            try:
-                await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():
-                    answering.result()
-                else:
-                    scope["record"].client_left = True
-            finally:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            if not answering.done():
+                scope["record"].client_left = True
                 answering.cancel()
-                leaving.cancel()
-                await asyncio.gather(answering, leaving, return_exceptions=True)
+            try:
+                await answering
+            except asyncio.CancelledError:
+                if not scope["record"].client_left:
+                    raise
         except ClientDisconnect:
             scope["record"].client_left = True
         finally:
@@ -135,6 +135,7 @@ class EndpointRoute:
                 await send_whole(call, submission, watch, record.request_id, send)
         finally:
             self._service.worker.cancel(submission)
+            record.odd_markup = call.reply.odd
 
     async def _parse(self, body: bytes) -> Call | Immediate:
         def parse() -> Call | Immediate:

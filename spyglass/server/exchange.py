@@ -54,6 +54,10 @@ class Reply(Protocol):
     def end(self) -> bytes:
         """Server-sent events after the last answer has ended (usage, the closing event)."""
 
+    @property
+    def odd(self) -> bool:
+        """Whether an answer held markup of calls that is no call and was left as text; for the log."""
+
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
         """Status and JSON body of a call that does not stream, after every delta has been pushed."""
 

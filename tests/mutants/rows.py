@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.op_rows import OP_ROWS
 from tests.mutants.prompt_rows import PROMPT_ROWS
 from tests.mutants.quant_rows import QUANT_ROWS
-from tests.mutants.server_rows import SERVER_ROWS
+from tests.mutants.server_protocol_rows import SERVER_PROTOCOL_ROWS
 from tests.mutants.text_rows import TEXT_ROWS
 from tests.mutants.tiny_world_rows import TINY_WORLD_ROWS
 from tests.mutants.v41_rows import V41_ROWS
@@ -24,7 +24,7 @@ ROWS: list[Mutant] = [
     *OP_ROWS,
     *PROMPT_ROWS,
     *QUANT_ROWS,
-    *SERVER_ROWS,
+    *SERVER_PROTOCOL_ROWS,
     *TEXT_ROWS,
     *TINY_WORLD_ROWS,
     *V41_ROWS,

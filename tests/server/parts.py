@@ -35,6 +35,7 @@ class PlainReply:
     """Events hold what a delta holds; the whole body holds every answer's ids."""
 
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    odd: bool = False
 
     def begin(self, request_id: str) -> bytes:
         return event({"id": request_id})
@@ -88,7 +89,7 @@ class PlainEndpoint:
             prompt=prompt,
             params=[params] * body.get("n", 1),
             stream=body.get("stream", False),
-            reply=PlainReply(),
+            reply=PlainReply(odd=body.get("odd", False)),
             adapter=model if model in self.served.adapters else None,
             pictures=len(parts) - 1,
             user_fields=tuple(name for name in ("user",) if name in body),

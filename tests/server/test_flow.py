@@ -147,17 +147,6 @@ def test_requests_that_only_send_count_too(llm: LLM) -> None:
         assert server.post({"max_tokens": 1}).status_code == 200
 
 
-def test_a_stopped_server_leaves_nothing_running_for_who_does_not_read(llm: LLM) -> None:
-    """Its last words cannot be delivered; then its connection is cut, and what it asked for ends with it."""
-    engine = ScriptedEngine(lambda prompt, params: ["x" * 1000] * (params.max_tokens or 0), pause_s=0.001)
-    with scripted(llm, engine, grace_seconds=0) as server:
-        raw = ask(server, {"max_tokens": 100_000, "stream": True})
-        wait_for(lambda: engine.steps > 3000)
-        server.server.config.timeout_graceful_shutdown = 1
-    assert not engine.live and server.service.calls == 0
-    raw.close()
-
-
 def test_a_step_that_fails_ends_its_requests_in_words_and_the_server_goes_on(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,7 +132,7 @@ def test_a_page_of_an_allowed_origin_may_call_and_others_may_not(guarded: Live, 
 def test_the_log_tells_of_requests_and_never_what_is_in_them(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     secret = "do-not-log-me"
     with caplog.at_level(logging.INFO, logger="spyglass.server"):
-        live.post({"ids": [0, 7, 8], "max_tokens": 2, "user": secret}, headers={"x-request-id": "told"})
+        live.post({"ids": [0, 7, 8], "max_tokens": 2, "user": secret, "odd": True}, headers={"x-request-id": "told"})
         live.post({"ids": secret})
         live.post({"max_tokens": 1}, path=f"/plain?key={secret}", headers={"x-api-key": secret})
         live.wait_until_idle()
@@ -143,6 +143,7 @@ def test_the_log_tells_of_requests_and_never_what_is_in_them(live: Live, caplog:
     expected = {"method": "POST", "path": "/plain", "status": 200, "answers": 1, "prompt_tokens": 3}
     assert expected.items() <= first.items() and first["completion_tokens"] == 2 and first["ignored"] == ["user"]
     assert 0 < first["parse_s"] <= first["first_token_s"] <= first["total_s"] and first["finish"] == ["length"]
+    assert [line.get("odd_markup") for line in requests] == [True, None, None]
     assert [line["status"] for line in requests] == [200, 400, 200] and requests[1]["error"] == "PromptError"
 
 

@@ -52,6 +52,8 @@ class Scripted:
 
 
 class ScriptedReply:
+    odd = False
+
     def begin(self, request_id: str) -> bytes:
         pieces = [{"reasoning_content": "I look <b>closely</b>. "}, *({"content": text} for text in SAID)]
         return b"".join(self._event({"choices": [{"index": 0, "delta": piece}]}) for piece in pieces)

@@ -177,8 +177,8 @@ def test_arguments_that_were_wrapped_once_more_are_unwrapped() -> None:
         said = say(block(invoke("look", parameter(wrapper, inner, text=False))))
         assert arguments(said) == [{"path": "/x", "n": 2}]
         assert arguments(say(block(invoke("look", parameter(wrapper, "/y"))))) == [{"path": "/y"}]
-    said = say(block(invoke("run", parameter("arguments", inner, text=False))))
-    assert arguments(said) == [{"arguments": {"path": "/x", "n": 2}}], "the tool really has that parameter"
+    said = say(block(invoke("run", parameter("arguments", '{"command": "x"}', text=False))))
+    assert arguments(said) == [{"arguments": {"command": "x"}}], "the tool really has that parameter"
     strange = say(block(invoke("look", parameter("arguments", '{"unknown": 1}', text=False))))
     assert arguments(strange) == [{"arguments": {"unknown": 1}}]
 
@@ -211,6 +211,8 @@ def test_a_call_quoted_in_reasoning_is_reasoning() -> None:
     for more in ("</think>Yes.", " so I will not.</think>Yes."):
         said = say(quoted + more, thinking=True)
         assert said.calls == [] and said.content == "Yes." and said.reasoning == quoted + more.split("</think>")[0]
+    cut_off = say(quoted + " so I", thinking=True, reason="length")
+    assert cut_off.calls == [] and cut_off.reasoning == quoted + " so I"
 
 
 def test_a_call_cut_by_length_is_never_made_whole() -> None:
@@ -222,6 +224,10 @@ def test_a_call_cut_by_length_is_never_made_whole() -> None:
             json.loads(call[1])
     begun = text.index("</｜DSML｜para") + len("</｜DSML｜param")
     assert arguments(say(text[:begun])) == [{"command": "rm -rf /data/me/old"}], "only the closing tag is missing"
+    (call,) = say(text[:begun], reason="length").calls
+    assert call[1] == '{"command": "rm -rf /data/me/old"', "more parameters may have been meant"
+    (call,) = say(text[:at] + "<", reason="length").calls
+    assert call[1] == '{"command": "rm -rf /<'
 
 
 def test_one_call_at_most_when_calls_may_not_be_parallel() -> None:

@@ -250,6 +250,15 @@ def test_sampling_fields_reach_the_sampler_as_they_were_stated(protocol: ChatPro
         assert params.stop_after == ("</think>" if thinking else None)
 
 
+def test_a_developer_is_the_system_and_reasoning_has_two_names() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning": "because"}]
+    body = {"tools": {"look": PATH}, "thinking": True}
+    for role, name in (("system", "reasoning_content"), ("developer", "reasoning")):
+        spoken = [{"role": role, "content": "S"}, turns[0], {"role": "assistant", "content": "a", name: "because"}]
+        prompt = call_of("chat", messages=[*spoken, turns[0]], **body).prompt
+        assert "because" in tokenizer_of("deepseek_v4").decode(prompt.ids_T.tolist())
+
+
 def test_several_answers_have_seeds_of_their_own() -> None:
     call = call_of("chat", n=3, seed=5, logprobs=True, top_logprobs=2, logit_bias={"7": -5}, frequency_penalty=1)
     assert [params.seed for params in call.params] == [5, 6, 7]

@@ -56,6 +56,8 @@ def test_an_engine_error_becomes_the_protocols_own(protocol: ChatProtocol) -> No
     body = whole_of(call_of(protocol), failed)
     assert "the model failed" in body["error"]["message"]
     events = stream_of(call_of(protocol, stream=True), ["pa", "r"], failed)
+    if protocol == "responses":
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
     error = events[-1]["response"]["error"] if protocol == "responses" else events[-1]["error"]
     assert "the model failed" in error["message"]
     aborted = whole_of(call_of(protocol), output("par", [5], reason="abort"))

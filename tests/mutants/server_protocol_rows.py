@@ -1,0 +1,60 @@
+"""Faults in the protocols: fields, pictures, markup, usage, forms."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MARKUP = "spyglass/server/markup.py"
+TAGS = "spyglass/server/tags.py"
+FIELDS = "spyglass/server/fields.py"
+ANSWER = "spyglass/server/answer.py"
+CHAT = "spyglass/server/chat.py"
+MESSAGES = "spyglass/server/messages.py"
+RESPONSES = "spyglass/server/responses.py"
+COMPLETIONS = "spyglass/server/completions.py"
+CONVERSATION = "spyglass/server/conversation.py"
+SAMPLING = "spyglass/server/sampling.py"
+GRAMMAR = "spyglass/server/tool_grammar.py"
+ON_REPLIES = "tests/server/test_replies.py"
+ON_REQUESTS = "tests/server/test_requests.py"
+ON_TOLD = "tests/server/test_told.py"
+ON_CLIENTS = "tests/server/test_clients.py"
+
+SERVER_PROTOCOL_ROWS: list[Mutant] = [
+    Mutant(MARKUP, "if begun > 0 or (isinstance(closed, ClosedCall) and self._is_sound(closed)):", "if begun > 0:", ON_REPLIES,
+           "orphan calls are lost"),
+    Mutant(MARKUP, "call.tool in tools and call", "call.tool in tools or call", ON_REPLIES, "orphan calls of unknown tools"),
+    Mutant(MARKUP, 'issuperset(_listed(tools[call.tool], "required"))', "issuperset(())", ON_REPLIES, "parameters not required"),
+    Mutant(MARKUP, "end > 0 and not self._buffer[end:].strip()", "end > 0", ON_REPLIES, "quoted calls held to the end"),
+    Mutant(MARKUP, "rest if cut or not answer.strip() else", "rest if True else", ON_REPLIES, "an answer lost in reasoning"),
+    Mutant(MARKUP, "        if half <= len(MARK):\n", "        if half <= 0:\n", ON_REPLIES, "data taken for a closing tag"),
+    Mutant(MARKUP, "return whole if cut else whole +", "return whole +", ON_REPLIES, "a call cut off is made whole"),
+    Mutant(MARKUP, "self._is_text or _parsed(value) is _BROKEN", "self._is_text", ON_REPLIES, "broken JSON as arguments"),
+    Mutant(MARKUP, "and self._parameter not in properties", "", ON_REPLIES, "a real parameter unwrapped"),
+    Mutant(MARKUP, "parsed if set(parsed) <= set(properties) else None", "parsed", ON_REPLIES, "unknown parameters unwrapped"),
+    Mutant(MARKUP, "if self._expected.one_call and self.num_calls:", "if False:", ON_REPLIES, "parallel calls that were not allowed"),
+    Mutant(MARKUP, "if self._expected.tools else -1\n        if mark != 0:\n            return", "if True else -1\n        if mark != 0:\n            return",
+           ON_REPLIES, "markup searched without tools"),
+    Mutant(TAGS, '(" ", "calls") if family', '("", "tool_calls") if family', ON_REPLIES, "V4 markup for V4.1"),
+    Mutant(FIELDS, "raise PromptError(_unknown(str(name), path, fields))", "continue", ON_REQUESTS, "unknown fields lost"),
+    Mutant(FIELDS, "    if value not in allowed:\n", "    if False:\n", ON_REQUESTS, "fixed fields take any value"),
+    Mutant(ANSWER, "self.prompt - self.cached", "self.prompt", ON_TOLD, "cached tokens counted twice"),
+    Mutant(ANSWER, "ids.index(self._think_end) + 1", "ids.index(self._think_end)", ON_TOLD, "the end of reasoning not counted"),
+    Mutant(ANSWER, "output.error or (CUT_OFF", "None or (CUT_OFF", ON_TOLD, "an engine's error lost"),
+    Mutant(CHAT, 'if role == "developer":', "if False:", ON_REQUESTS, "no role developer"),
+    Mutant(CHAT, '"reasoning_effort", "none")\n', '"effort", "none")\n', ON_REQUESTS, "an effort dropped beside disabled thinking"),
+    Mutant(CHAT, "if index:\n            text = text.replace", "if False:\n            text = text.replace", ON_CLIENTS,
+           "every answer streams as the first"),
+    Mutant(MESSAGES, 'changed["tool_choice"] = "required"', "pass", ON_CLIENTS, "any means auto"),
+    Mutant(MESSAGES, 'return {"stop_reason": "stop_sequence", "stop_sequence": self._output.stopped_by}', "return {}", ON_TOLD,
+           "stop sequences not told"),
+    Mutant(RESPONSES, "self._number += 1", "self._number += 2", ON_TOLD, "error events numbered apart"),
+    Mutant(COMPLETIONS, "self._offsets[index] += len(self._dec", "self._offsets[index] += 1 + len(self._dec", ON_CLIENTS,
+           "text offsets drift"),
+    Mutant(CONVERSATION, "if self._fetch is None:", "if False:", ON_REQUESTS, "remote pictures without permission"),
+    Mutant(CONVERSATION, "if len(value) > self._limits.url_chars:", "if False:", ON_REQUESTS, "addresses of any length"),
+    Mutant(CONVERSATION, "if stated is not None and expected.tools:", "if False:", ON_REQUESTS, "forms forbid calls in silence"),
+    Mutant(SAMPLING, "params.seed + number", "params.seed", ON_REQUESTS, "the same answer n times"),
+    Mutant(SAMPLING, "after=THINK_END) if thinking", "after=None) if thinking", ON_REQUESTS, "reasoning squeezed into a form"),
+    Mutant(GRAMMAR, "{'' if required else '?'}", "?", ON_CLIENTS, "required parameters left out"),
+]  # fmt: skip

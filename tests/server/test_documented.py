@@ -1,0 +1,51 @@
+"""The examples of docs/server.md, run against a live server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
+from spyglass.server.app import create_app
+from spyglass.server.endpoints import make_endpoints
+from tests.server.parts import Live, running
+from tests.server.protocol_parts import served_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "server.md"
+BLOCKS = re.findall(r"^```(python|sh) live\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Live]:
+    with running(create_app(llm, ServerConfig(grace_seconds=1, model_name=("demo-model",)))) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("language", "code"), BLOCKS, ids=[f"{n}" for n in range(len(BLOCKS))])
+def test_the_example_runs(
+    language: str, code: str, served: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import skimage
+
+    shutil.copy(Path(skimage.__file__).parent / "data" / "rocket.jpg", tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("http://localhost:8000", served.url)
+    if language == "python":
+        exec(compile(code, str(PAGE), "exec"), {})
+        return
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl on this machine")
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and '"choices"' in done.stdout, done.stdout + done.stderr
+
+
+def test_every_path_is_documented() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert not [endpoint.path for endpoint in make_endpoints(served_of()) if f"`{endpoint.path}`" not in text
+                and f"POST {endpoint.path}`" not in text]  # fmt: skip
