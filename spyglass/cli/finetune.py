@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -37,10 +38,21 @@ def run(args: argparse.Namespace) -> int:
     """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
     config = TrainConfig(**{item.name: getattr(args, item.name) for item in fields(TrainConfig)})
     from spyglass.cli.main import INTERRUPTED
-    from spyglass.train.finetune import finetune
+    from spyglass.parallel import init_workers, leave_workers
+    from spyglass.train.finetune import chosen_device, finetune
 
-    result = finetune(config, tell=lambda line: print(line, flush=True))
+    processes = init_workers(chosen_device(config))
+    first = processes.rank == 0  # the others work in silence
+    tell = partial(print, flush=True) if first else _say_nothing
+    try:
+        result = finetune(config, tell=tell, progress=first, processes=processes)
+    finally:
+        leave_workers()
     return 0 if result.finished else INTERRUPTED
+
+
+def _say_nothing(line: str) -> None:
+    """What processes other than the first tell."""
 
 
 def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> None:

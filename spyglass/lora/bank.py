@@ -7,7 +7,7 @@ Rank rows lie one after another, so adapters of different ranks share a bank, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,10 @@ class LinearBank:
         parts = {**self._parts, slot: rows}
         self._parts, self._rows = parts, _join(list(parts.values()))
 
+    def swap(self, slot: int, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+        """Put other tensors of the same shapes in an adapter's place."""
+        self.put(slot, replace(self._parts[slot], a_RI=a_RI, b_RO=b_RO))
+
     def remove(self, slot: int) -> None:
         """Take one out, if it is there."""
         parts = {number: rows for number, rows in self._parts.items() if number != slot}
@@ -128,6 +132,11 @@ class ExpertsBank:
         if frozen:
             self._pages = {**self._pages, slot: {matrix: part.pages() for matrix, part in parts.items()}}
         self._parts = {**self._parts, slot: parts}
+
+    def swap(self, slot: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+        """Put other tensors of the same shapes in place of those of one matrix of an adapter."""
+        part = self._parts[slot][matrix]
+        self.put(slot, {**self._parts[slot], matrix: replace(part, rows=replace(part.rows, a_RI=a_RI, b_RO=b_RO))})
 
     def remove(self, slot: int) -> None:
         """Take one out, if it is there."""

@@ -41,6 +41,14 @@ class TrainableAdapter:
         the model is evaluated."""
         self.places.dropout.share = share
 
+    def swap(self, place: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+        """Let the model use these tensors in place of the leaves `<place>.lora_A` and `<place>.lora_B`."""
+        layer, _, matrix = place.rpartition(".")
+        if layer in self.places.experts:
+            self.places.experts_bank(layer).swap(self.slot, matrix, a_RI, b_RO)
+        else:
+            self.places.linear_bank(place).swap(self.slot, a_RI, b_RO)
+
     def file(self) -> AdapterFile:
         """A copy of what was trained so far, on the host, one pair per native module."""
         modules: dict[str, LowRank] = {}

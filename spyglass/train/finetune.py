@@ -7,7 +7,7 @@ Everything that can be seen to go wrong is refused before the model is loaded. S
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.names import check_targets, describe_counts
-from spyglass.lora.new import TrainableAdapter, new_adapter
+from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, load_model
 from spyglass.parallel import Processes
@@ -31,6 +31,7 @@ from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task,
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
+from spyglass.train.sharding import shard_layers, whole_adapter
 from spyglass.train.state import load_state
 
 RUN_FOLDER = "training"
@@ -61,10 +62,9 @@ def finetune(
     options = loop_options(config, batches)
     check_options(options, processes)
     tell(_data_line(config, chats, faults))
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     loaded = load_model(
         config.model,
-        device=device,
+        device=chosen_device(config),
         dtype=config.dtype,
         numerics=config.numerics,
         ops="training",
@@ -79,12 +79,15 @@ def finetune(
     adapter.set_dropout(config.dropout)
     trained = sum(leaf.numel() for leaf in adapter.parameters.values())
     tell(f"training {describe_counts(dict(adapter.counts))}; {trained:,} numbers")
-    feed = Feed(chats, batches, learner, stride=processes.count)
-    task = _task(config, loaded, adapter, feed)
+    leaves: Mapping[str, torch.Tensor] = adapter.parameters
+    if processes.count > 1:
+        leaves = shard_layers(loaded.model, adapter, processes)
+    task = _task(config, loaded, leaves, Feed(chats, batches, learner, stride=processes.count))
     result = train(
         task, options, config.output / RUN_FOLDER, resume=config.resume, processes=processes, progress=progress
     )
     adapter.set_dropout(0.0)
+    adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
         write_adapter(
             config.output,
@@ -95,6 +98,13 @@ def finetune(
         )
         tell(_result_line(config, options, result))
     return result
+
+
+def chosen_device(config: TrainConfig) -> str:
+    """The device, "auto" settled."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
 
 
 def check_config(config: TrainConfig) -> None:
@@ -134,7 +144,7 @@ def _learner(config: TrainConfig) -> Learner:
     return Learner(model, tokenizer, config.loss_on)
 
 
-def _task(config: TrainConfig, loaded: LoadedModel, adapter: TrainableAdapter, feed: Feed) -> Task:
+def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.Tensor], feed: Feed) -> Task:
     engram = _open_engram(config.model, loaded)
 
     def loss(number: int) -> MicroLoss:
@@ -143,15 +153,15 @@ def _task(config: TrainConfig, loaded: LoadedModel, adapter: TrainableAdapter, f
             loaded.config,
             device=loaded.device,
             dtype=loaded.dtype,
-            slot=adapter.slot,
+            slot=TRAINED_SLOT,
             engram=engram,
         )
         value, targets = token_loss(step_logits(loaded.model, step), step.targets_R)
         pictures = 0 if step.images is None else len(step.images.grids_I2)
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
 
-    group = {"params": list(adapter.parameters.values()), "lr": config.lr, "weight_decay": config.weight_decay}
-    return Task(leaves=adapter.parameters, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.config))
+    group = {"params": list(leaves.values()), "lr": config.lr, "weight_decay": config.weight_decay}
+    return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.config))
 
 
 def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:

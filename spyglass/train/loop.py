@@ -232,13 +232,16 @@ class _Loop:
 
     def _scale_and_clip(self, targets: torch.Tensor) -> torch.Tensor:
         """Sums become means over the step's targets; the result is the norm before clipping."""
-        grads = [leaf.grad for leaf in self._task.leaves.values() if leaf.grad is not None]
+        leaves = self._task.leaves
+        self._processes.sum_gradients(leaves.values())
+        grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         if not grads:
             raise SpyglassError("no gradient reached anything that is trained; choose other targets")
-        torch._foreach_mul_(grads, (1 / targets).float())
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self._processes.norm(grads) / targets
+        scale = 1 / targets
         if self._options.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._task.leaves.values(), self._options.clip, norm)
+            scale = scale * (self._options.clip / (norm + 1e-6)).clamp(max=1)
+        self._processes.scale(grads, scale.float())
         return norm
 
     def _any(self, stop: bool) -> bool:

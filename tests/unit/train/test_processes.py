@@ -1,0 +1,68 @@
+"""Several processes train what one does: the same loss curve, also in a run that one process began."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spyglass.cli.main import main
+from spyglass.lora.peft import read_adapter
+from spyglass.train.log import read_log
+
+pytestmark = pytest.mark.slow
+OPTIONS = [
+    *("--targets", "compressor,experts,aligner", "--rank", "2", "--dropout", "0.1"),
+    *("--steps", "3", "--accumulate", "2", "--batch-tokens", "150", "--warmup", "0", "--lr", "0.01"),
+    *("--dtype", "float32", "--numerics", "plain", "--device", "cpu"),
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FP32 = 1e-5  # of the loss: the same sums in another order
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats of which two micro-batches see a picture and two do not, and none fills the slowest pool alone."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("data")
+    Image.new("RGB", (56, 56), "red").save(folder / "red.png")
+    shown = {"type": "image_url", "image_url": {"url": "red.png"}}
+    questions = [[shown, {"type": "text", "text": "Which colour?"}], "Name a colour.", "Name another one.", "Say it."]
+    lines = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": f"Red {number}."}]}
+        for number, question in enumerate(questions)
+    ]
+    path = folder / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
+    tiny_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    """FSDP2 over gloo, started by torchrun; packed weights and adapters of every layer are spread over both."""
+
+    def arguments(name: str, *more: str) -> list[str]:
+        return ["finetune", str(tiny_folder), "--data", str(data), "--output", str(tmp_path / name), *OPTIONS, *more]
+
+    assert main(arguments("one")) == 0
+    assert main(arguments("two", "--minutes", "0")) == 130
+    command = [*TORCHRUN, "-m", "spyglass.cli.main", *arguments("two", "--resume")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("4 chats") == 1, "only one process talks"
+    curves = {name: [(row.loss, row.norm) for row in read_log(tmp_path / name / "training")] for name in ("one", "two")}
+    assert len(curves["one"]) == 3
+    np.testing.assert_allclose(curves["two"], curves["one"], rtol=FP32)
+    one, two = (read_adapter(tmp_path / name).modules for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    changed = [name for name, pair in one.items() if pair.b_OR.any()]
+    assert any(name.startswith("aligner") for name in changed) and any("experts" in name for name in changed)
+    for name, pair in one.items():
+        torch.testing.assert_close(two[name].b_OR, pair.b_OR, rtol=1e-2, atol=1e-3)
