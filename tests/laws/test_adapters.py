@@ -88,21 +88,23 @@ def test_factor_and_rslora_scale_what_is_added(world: Small, prompt: Prompt, bas
 
 
 def test_requests_with_different_adapters_run_together_as_they_run_alone(world: Small, base: torch.Tensor) -> None:
-    """Ranks differ, one adapter only sees, one only reads, and some requests have none."""
+    """Ranks differ, one adapter only sees, one only reads, and some requests have none; alone: no other is attached."""
     model = world.model()
-    pool = AdapterPool(model)
-    uses = [
-        pool.attach("all", random_adapter(world.shapes, groups_of(world), rank=5, seed=4)),
-        pool.attach("sees", random_adapter(world.shapes, ["tower", "aligner"], rank=2, seed=5)),
-        pool.attach("reads", random_adapter(world.shapes, ["experts", "shared"], rank=1, seed=6)),
-        NO_ADAPTER,
+    adapters = [
+        random_adapter(world.shapes, groups_of(world), rank=5, seed=4),
+        random_adapter(world.shapes, ["tower", "aligner"], rank=2, seed=5),
+        random_adapter(world.shapes, ["experts", "shared"], rank=1, seed=6),
+        None,
     ]
-    requests = [(world.prompt(SHAPE, seed % 2), use) for seed, use in enumerate([*uses, *reversed(uses)])]
+    asked = [(world.prompt(SHAPE, number % 2), adapter) for number, adapter in enumerate([*adapters, *adapters[::-1]])]
+    alone = [run(world, model, prompt, adapter) for prompt, adapter in asked]
+    pool = AdapterPool(model)
+    uses = [NO_ADAPTER if a is None else pool.attach(str(number), a) for number, a in enumerate(adapters)]
+    requests = [(prompt, use) for (prompt, _), use in zip(asked, [*uses, *uses[::-1]], strict=True)]
     for step in (512, 45):
         together = logits_together(world.engine(model, step=step), requests)
-        for number, request in enumerate(requests):
-            (alone,) = logits_together(world.engine(model), [request])
-            assert_law(together[number], alone, f"request {number} at {step} tokens a step")
+        for number, logits in enumerate(together):
+            assert_law(logits, alone[number], f"request {number} at {step} tokens a step")
     assert moved(together[0], together[4]) and moved(together[1], together[3])
 
 

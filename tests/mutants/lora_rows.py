@@ -22,6 +22,7 @@ LLM = "spyglass/engine/llm.py"
 LAWS = "tests/laws/test_adapters.py"
 ON_PEFT = "tests/unit/lora/test_peft.py"
 ON_POOL = "tests/unit/lora/test_pool.py"
+ON_NAMES = "tests/unit/lora/test_names.py"
 ON_NEW = "tests/unit/lora/test_new.py"
 ON_MERGE = "tests/unit/lora/test_merge.py"
 ON_LLM = "tests/unit/engine/test_llm_adapters.py"
@@ -34,17 +35,17 @@ LORA_ROWS: list[Mutant] = [
     Mutant(ADAPTED, ".float().clamp(-limit, limit)", ".float().clamp(max=limit)", LAWS, "up clamped from above only"),
     Mutant(ADAPTED, " * weights_TK[token, choice, None]", "", LAWS, "routing weight dropped"),
     Mutant(ADAPTED, "addend_TO=delta(matrix, expert, x, slot)", "addend_TO=None", LAWS, "experts without addend"),
-    Mutant(LINEAR, "if adapted_T.all():", "if adapted_T.any():", LAWS, "rows without adapter through the slow path"),
+    Mutant(LINEAR, "if adapted_T.all():", "if adapted_T.any():", "tests/unit/layers/test_adapted_experts.py", "rows without adapter through the slow path"),
     Mutant(BANK, "rows = rows if keep_R.all() else rows.select(keep_R)", "rows = rows.select(~keep_R)", LAWS,
            "the rows of absent slots"),
     Mutant(BANK, "parts = {**self._parts, slot: rows}", "parts = {slot: rows}", LAWS, "the last adapter alone"),
     Mutant(BANK, "total = added if total is None else total + added", "total = added", LAWS, "the last adapter's rows"),
     Mutant(CONFIG, 'rf"(.*\\.)?({pattern})$"', 'rf"({pattern})$"', ON_PEFT, "patterns match whole names"),
     Mutant(CONFIG, 'or value in ("none", 0, [], {}, "")', "or True", ON_PEFT, "unknown fields ignored"),
-    Mutant(LOW_RANK, "math.sqrt(self.rank) if self.rslora else self.rank", "self.rank", LAWS, "rsLoRA ignored"),
+    Mutant(LOW_RANK, "math.sqrt(self.rank) if self.rslora else self.rank", "self.rank", ON_PEFT, "rsLoRA ignored"),
     Mutant(LOW_RANK, "shapes, pair.scale * factor", "shapes", ON_POOL, "scale not in the digest"),
-    Mutant(LOW_RANK, "(pair.a_RI, pair.b_OR):\n", "(pair.a_RI,):\n", ON_POOL + " " + ON_LLM, "B not in the digest"),
-    Mutant(NAMES, 'r"attn\\.(wq_a|wq_b|wkv|wo_a|wo_b)"', 'r"attn\\.(indexer\\.)?(wq_a|wq_b|wkv|wo_a|wo_b)"', ON_POOL,
+    Mutant(LOW_RANK, "(pair.a_RI, pair.b_OR):\n", "(pair.a_RI,):\n", ON_POOL, "B not in the digest"),
+    Mutant(NAMES, 'r"attn\\.(wq_a|wq_b|wkv|wo_a|wo_b)"', 'r"attn\\.(indexer\\.)?(wq_a|wq_b|wkv|wo_a|wo_b)"', ON_NAMES,
            "the indexer's query is attention's"),
     Mutant(PEFT, "b.view(len(b), rank, experts)", "b.view(len(b), experts, rank).transpose(1, 2)", ON_PEFT,
            "B of stacked experts read like A"),

@@ -166,6 +166,12 @@ def test_digests_tell_weights_alpha_factor_and_rank_apart_and_pictures_from_text
     ]
     digests = [adapter.digests() for adapter in [base, *others]] + [base.digests(0.5)]
     assert len({text for text, _ in digests}) == len(digests) == len({seen for _, seen in digests})
+    halves = [
+        {n: dataclasses.replace(p, **{side: getattr(p, side) + 1e-3}) for n, p in base.modules.items()}
+        for side in ("a_RI", "b_OR")
+    ]
+    for text, seen in (AdapterFile(modules=modules).digests() for modules in halves):
+        assert text != base.digests()[0] and seen != base.digests()[1]
     reads = random_adapter(world.shapes, ["attention"], seed=1)
     assert reads.digests() == (base.digests()[0], b"")
     moved = {name.replace("layers.0.attn.wkv", "layers.1.attn.wkv"): pair for name, pair in reads.modules.items()}
