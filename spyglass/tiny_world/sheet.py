@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
+from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.evaluate import Verdict
 
 _COLUMNS = 6
@@ -43,6 +44,7 @@ def _tile(verdict: Verdict) -> Image.Image:
     for number, thumbnail in enumerate(verdict.thumbnails):
         small = thumbnail.copy()
         small.thumbnail((room - 4, _PICTURES - 8))
+        _frame(small, verdict)
         tile.paste(small, (8 + number * room, 8))
     lines = [(line, (0, 0, 0)) for line in textwrap.wrap(verdict.question, _LETTERS)]
     said = "says: " + " ".join(verdict.said.split())
@@ -54,3 +56,13 @@ def _tile(verdict: Verdict) -> Image.Image:
         shown = line.replace("｜", "|")  # the font has no full-width bar
         pen.text((8, _PICTURES + 4 + number * _LINE), shown, colour, font)
     return tile
+
+
+def _frame(picture: Image.Image, verdict: Verdict) -> None:
+    """Draw the boxes of the answer, and of the right one where they differ."""
+    pen = ImageDraw.Draw(picture)
+    for text, colour in ((verdict.expected, _RIGHT), (verdict.said, _RIGHT if verdict.right else _WRONG)):
+        for box in parse_answer(text).boxes:
+            (x1, x2), (y1, y2) = sorted(box[::2]), sorted(box[1::2])
+            wide, high = (picture.width - 1) / 999, (picture.height - 1) / 999
+            pen.rectangle((x1 * wide, y1 * high, x2 * wide, y2 * high), outline=colour)

@@ -205,6 +205,28 @@ def test_the_contact_sheet_shows_wrong_and_right_ones() -> None:
     assert Report(verdicts=tuple(verdicts)).accuracy == 0.9
 
 
+def test_the_contact_sheet_draws_the_boxes_of_answers() -> None:
+    case = make_case(0, 3, kinds=("grounding",))
+    plain, boxed = (
+        contact_sheet(
+            [
+                Verdict(
+                    kind="grounding",
+                    pair=None,
+                    question="",
+                    expected=text,
+                    said="<｜box｜>[[900, 900, 10, 10]]<｜/box｜>" if text else "",
+                    right=False,
+                    thumbnails=case.pictures,
+                )
+            ]
+        ).crop((8, 8, 290, 120))
+        for text in ("", case.answer)
+    )
+    drawn = Counter(boxed.get_flattened_data()) - Counter(plain.get_flattened_data())
+    assert drawn[(30, 140, 60)] > 20 and drawn[(200, 30, 30)] > 100
+
+
 @pytest.mark.slow
 def test_eval_runs_on_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new_checkpoint(tmp_path / "tiny", "tiny", seed=0)
