@@ -38,6 +38,9 @@ class ServerConfig:
     max_waiting: int = field(
         default=256, metadata=about("answers that may wait beyond those that run; more get status 429")
     )
+    max_held_bytes: int = field(
+        default=2 << 30, metadata=about("memory for pictures of requests under way; more get status 429")
+    )
     grace_seconds: int = field(default=30, metadata=about("how long answers may go on when the server is to stop"))
     max_body_bytes: int = field(default=48 << 20, metadata=about("largest request body"))
     max_image_bytes: int = field(default=32 << 20, metadata=about("largest picture file"))
@@ -64,6 +67,7 @@ class ServerConfig:
         for name in ("max_waiting", "grace_seconds"):
             require_count(name, getattr(self, name), least=0)
         for name in (
+            "max_held_bytes",
             "max_body_bytes",
             "max_image_bytes",
             "max_total_image_bytes",

@@ -36,7 +36,8 @@ from spyglass.server.page import page_routes
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import Watch, send_events, send_json, send_whole
 
-_PARSERS = 16  # threads that read bodies, decode pictures and fetch them
+_PARSERS = 4  # threads that read bodies and decode pictures, each of which may take hundreds of megabytes
+_FETCHERS = 16  # the same where most of the time they wait for other people's servers
 
 
 class Service:
@@ -50,15 +51,26 @@ class Service:
         self.adapter_use = llm.adapter_use
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parse")
+        self.parsers = ThreadPoolExecutor(_FETCHERS if config.remote_images else _PARSERS, thread_name_prefix="parse")
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
+        self.held_bytes = 0  # of their pictures
         self.started = int(time.time())
 
     async def drain(self) -> None:
         """Take nothing new; let streams end within the grace period, then end them."""
         self.stopping = True
         await self.worker.drain(self.config.grace_seconds)
+
+    def hold(self, nbytes: int) -> None:
+        """Count the pictures of a request in; a single request may always have what its own limits allow.
+
+        Raises:
+            OverloadedError: those of others leave no room.
+        """
+        if self.held_bytes and self.held_bytes + nbytes > self.config.max_held_bytes:
+            raise OverloadedError(f"the pictures of requests under way take {self.held_bytes} bytes; send it later")
+        self.held_bytes += nbytes
 
     def fetch(self) -> Fetch | None:
         """What fetches the pictures of one request, if that is allowed."""
@@ -101,16 +113,16 @@ class EndpointRoute:
             body = await read_body(Request(scope, receive), service.config.max_body_bytes)
             answering = asyncio.create_task(self._answer(body, scope, send))
             leaving = asyncio.create_task(_left(receive))
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-            if not answering.done():
-                scope["record"].client_left = True
-                answering.cancel()
             try:
-                await answering
-            except asyncio.CancelledError:
-                if not scope["record"].client_left:
-                    raise
+                await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if answering.done():
+                    answering.result()
+                else:
+                    scope["record"].client_left = True
+            finally:
+                answering.cancel()
+                leaving.cancel()
+                await asyncio.gather(answering, leaving, return_exceptions=True)
         except ClientDisconnect:
             scope["record"].client_left = True
         finally:
@@ -125,9 +137,17 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures, record.ignored = call.pictures, call.user_fields
+        pictures = sum(picture.nbytes for picture in call.prompt.patches)
+        self._service.hold(pictures)
+        try:
+            await self._run(call, record, scope["began"], send)
+        finally:
+            self._service.held_bytes -= pictures
+
+    async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         adapter = self._service.adapter_use(call.adapter)
         submission = self._service.worker.submit(call.prompt, call.params, adapter)
-        watch = Watch(record, scope["began"])
+        watch = Watch(record, began)
         try:
             if call.stream:
                 await send_events(call, submission, watch, record.request_id, self._endpoint, send)

@@ -11,6 +11,7 @@ from tests.mutants.op_rows import OP_ROWS
 from tests.mutants.prompt_rows import PROMPT_ROWS
 from tests.mutants.quant_rows import QUANT_ROWS
 from tests.mutants.server_protocol_rows import SERVER_PROTOCOL_ROWS
+from tests.mutants.server_rows import SERVER_ROWS
 from tests.mutants.text_rows import TEXT_ROWS
 from tests.mutants.tiny_world_rows import TINY_WORLD_ROWS
 from tests.mutants.v41_rows import V41_ROWS
@@ -25,6 +26,7 @@ ROWS: list[Mutant] = [
     *PROMPT_ROWS,
     *QUANT_ROWS,
     *SERVER_PROTOCOL_ROWS,
+    *SERVER_ROWS,
     *TEXT_ROWS,
     *TINY_WORLD_ROWS,
     *V41_ROWS,

@@ -23,7 +23,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model_folder: Path) -> LLM:
-    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, cache_bytes=120 << 20)
+    """Without caches: what it counts does not depend on what was asked before."""
+    return LLM(
+        model_folder,
+        device="cpu",
+        dtype="float32",
+        numerics="plain",
+        max_sequences=8,
+        cache_bytes=120 << 20,
+        prefix_cache_bytes=0,
+        image_cache_bytes=0,
+    )
 
 
 @pytest.fixture(scope="module")

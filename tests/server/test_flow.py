@@ -18,7 +18,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
-from tests.server.parts import Live, event, events, ids_of, plain, running, wait_for
+from tests.server.parts import Live, data_url, event, events, ids_of, plain, running, wait_for
 
 
 @contextmanager
@@ -40,6 +40,21 @@ def ask(server: Live, body: dict[str, Any]) -> socket.socket:
     )
     raw.sendall(head.encode() + content)
     return raw
+
+
+def refuses(server: Live) -> bool:
+    """Whether nobody listens any more."""
+    try:
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 1).close()
+    except OSError:
+        return True
+    return False
+
+
+def holds_nothing(llm: LLM) -> bool:
+    """No request has memory; what caches keep does not count, they give it back when asked."""
+    stats = llm.engine.stats()
+    return (stats.running, stats.waiting, stats.cache_share) == (0, 0, 0.0)
 
 
 def test_a_stream_brings_what_the_whole_answer_holds(live: Live) -> None:
@@ -147,6 +162,31 @@ def test_requests_that_only_send_count_too(llm: LLM) -> None:
         assert server.post({"max_tokens": 1}).status_code == 200
 
 
+def test_pictures_of_requests_under_way_take_only_so_much_memory(llm: LLM) -> None:
+    engine = ScriptedEngine(pause_s=0.01)
+    with scripted(llm, engine, max_held_bytes=1) as server:
+        seeing = {"ids": [5], "images": [data_url()]}
+        assert server.post({**seeing, "max_tokens": 1}).status_code == 200  # alone it may
+        raw = ask(server, {**seeing, "max_tokens": 100_000, "stream": True})
+        wait_for(lambda: engine.live)
+        refused = server.post({**seeing, "max_tokens": 1})
+        assert refused.status_code == 429 and "pictures" in refused.text
+        raw.close()
+        server.wait_until_idle()
+        assert server.service.held_bytes == 0 and server.post({**seeing, "max_tokens": 1}).status_code == 200
+
+
+def test_a_stopped_server_leaves_nothing_running_for_who_does_not_read(llm: LLM) -> None:
+    """Its last words cannot be delivered; then its connection is cut, and what it asked for ends with it."""
+    engine = ScriptedEngine(lambda prompt, params: ["x" * 1000] * (params.max_tokens or 0), pause_s=0.001)
+    with scripted(llm, engine, grace_seconds=0) as server:
+        raw = ask(server, {"max_tokens": 100_000, "stream": True})
+        wait_for(lambda: engine.steps > 3000)
+        server.server.config.timeout_graceful_shutdown = 1
+    assert not engine.live and server.service.calls == 0
+    raw.close()
+
+
 def test_a_step_that_fails_ends_its_requests_in_words_and_the_server_goes_on(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,9 +222,7 @@ def test_a_step_of_the_real_engine_that_fails_costs_only_its_requests(
         assert all("model failed" in events(answer.text)[-2]["error"] for answer in answers[1:])
         assert live.post(body).json()["answers"] == expected["answers"]
     assert live.client.get("/health").status_code == 200
-    assert {name: pool.num_used for name, pool in llm.engine.blocks.pools.items()} == dict.fromkeys(
-        llm.engine.blocks.pools, 0
-    )
+    assert holds_nothing(llm)
 
 
 def test_a_fault_of_ours_is_told_without_its_inside(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,9 +267,7 @@ def test_stopping_lets_streams_end_or_ends_them_in_words(tokens: int, cut: bool,
         answers = [pool.submit(server.post, {"max_tokens": tokens, "stream": n > 0}) for n in range(3)]
         wait_for(lambda: len(engine.live) == 3)
         server.server.should_exit = True
-        wait_for(lambda: server.service.stopping)
-        with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 1).close()
+        wait_for(lambda: server.service.stopping and refuses(server))
         whole, *streams = [answer.result(10) for answer in answers]
         assert whole.status_code == (500 if cut else 200)
         for stream in streams:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -130,28 +131,34 @@ def test_a_page_of_an_allowed_origin_may_call_and_others_may_not(guarded: Live, 
 
 
 def test_the_log_tells_of_requests_and_never_what_is_in_them(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    secret = "do-not-log-me"
+    secret, names = "do-not-log-me", ["told-1", "told-2", "told-3"]
+    first, second, third = ({"x-request-id": name} for name in names)
     with caplog.at_level(logging.INFO, logger="spyglass.server"):
-        live.post({"ids": [0, 7, 8], "max_tokens": 2, "user": secret, "odd": True}, headers={"x-request-id": "told"})
-        live.post({"ids": secret})
-        live.post({"max_tokens": 1}, path=f"/plain?key={secret}", headers={"x-api-key": secret})
-        live.wait_until_idle()
-    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
-    requests = [line for line in lines if line["message"] == "request"]
-    assert secret not in json.dumps(lines)
-    first = next(line for line in requests if line["request_id"] == "told")
+        live.post({"ids": [0, 7, 8], "max_tokens": 2, "user": secret, "odd": True}, headers=first)
+        live.post({"ids": secret}, headers=second)
+        live.post({"max_tokens": 1}, path=f"/plain?key={secret}", headers={**third, "x-api-key": secret})
+        wait_for(lambda: len(logged(caplog, names)) == 3)
+    assert secret not in json.dumps([json.loads(JsonLines().format(record)) for record in caplog.records])
+    lines = logged(caplog, names)
     expected = {"method": "POST", "path": "/plain", "status": 200, "answers": 1, "prompt_tokens": 3}
-    assert expected.items() <= first.items() and first["completion_tokens"] == 2 and first["ignored"] == ["user"]
-    assert 0 < first["parse_s"] <= first["first_token_s"] <= first["total_s"] and first["finish"] == ["length"]
-    assert [line.get("odd_markup") for line in requests] == [True, None, None]
-    assert [line["status"] for line in requests] == [200, 400, 200] and requests[1]["error"] == "PromptError"
+    assert expected.items() <= lines[0].items()
+    assert lines[0]["completion_tokens"] == 2 and lines[0]["ignored"] == ["user"] and lines[0]["finish"] == ["length"]
+    assert 0 < lines[0]["parse_s"] <= lines[0]["first_token_s"] <= lines[0]["total_s"]
+    assert [line.get("odd_markup") for line in lines] == [True, None, None]
+    assert [line["status"] for line in lines] == [200, 400, 200] and lines[1]["error"] == "PromptError"
 
 
 def test_who_left_is_told_from_who_was_answered(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="spyglass.server"):
         with pytest.raises(httpx.ReadTimeout):
-            live.post({"max_tokens": 4000}, timeout=0.3)
-        live.wait_until_idle()
-        wait_for(lambda: any(record.getMessage() == "request" for record in caplog.records))
-    (line,) = [json.loads(JsonLines().format(record)) for record in caplog.records if record.getMessage() == "request"]
+            live.post({"max_tokens": 4000}, timeout=0.3, headers={"x-request-id": "hasty"})
+        wait_for(lambda: logged(caplog, ["hasty"]))
+    (line,) = logged(caplog, ["hasty"])
     assert line["status"] == 499 and line["client_left"] is True
+
+
+def logged(caplog: pytest.LogCaptureFixture, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What the log says of requests with these ids, in their order."""
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    found = {line["request_id"]: line for line in lines if "request_id" in line}
+    return [found[name] for name in names if name in found]

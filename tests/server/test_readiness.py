@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,21 @@ def test_two_servers_in_one_process_count_apart(live: Live, llm: LLM) -> None:
         wait_for(lambda: health(other)[0] == 200)
         other.post({"max_tokens": 5})
         assert number(other.client.get("/metrics").text, "vllm:generation_tokens_total") == 5
+
+
+def test_what_caches_found_is_counted(llm: LLM, model_folder: Path) -> None:
+    cached = LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8)
+    body = {"ids": [0, *range(5, 200)], "images": [data_url()], "max_tokens": 3}
+    with running(create_app(cached, ServerConfig(), endpoints=[plain(cached)])) as server:
+        answers = []
+        for _ in range(2):
+            before, answer = server.client.get("/metrics").text, server.post(body)
+            answers.append(answer.json()["answers"])
+            server.wait_until_idle()
+        after = server.client.get("/metrics").text
+    assert answers[0] == answers[1]
+    found = {name: number(after, name) - number(before, name) for name in (
+        "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:prompt_tokens_total"
+    )}  # fmt: skip
+    assert 0 < found["vllm:prefix_cache_hits_total"] < found["vllm:prefix_cache_queries_total"]
+    assert found["vllm:prefix_cache_queries_total"] == found["vllm:prompt_tokens_total"]

@@ -1,0 +1,71 @@
+"""Faults in the server: who gets in, what is read, whose answer it is, and who is left waiting."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+WORKER = "spyglass/engine/worker.py"
+BODY = "spyglass/server/body.py"
+GATE = "spyglass/server/gate.py"
+APP = "spyglass/server/app.py"
+FETCH = "spyglass/server/fetch.py"
+STREAM = "spyglass/server/stream.py"
+READY = "spyglass/server/readiness.py"
+NUMBERS = "spyglass/server/metrics.py"
+ON_WORKER = "tests/unit/engine/test_worker.py"
+ON_BODIES = "tests/server/test_bodies.py"
+ON_GATE = "tests/server/test_gate.py"
+ON_FLOW = "tests/server/test_flow.py"
+ON_FETCH = "tests/server/test_fetch.py"
+ON_READY = "tests/server/test_readiness.py"
+
+SERVER_ROWS: list[Mutant] = [
+    Mutant(WORKER, "            self._forget(len(params) - len(submission.requests))\n", "", ON_WORKER,
+           "a refused call keeps its places"),
+    Mutant(WORKER, "            self._end(submission)\n        self._call(submission.loop", "        self._call(submission.loop",
+           ON_WORKER, "a call that is refused half way goes on"),
+    Mutant(WORKER, "self._live + answers > self._most_live", "self._live > self._most_live", ON_WORKER, "one too many"),
+    Mutant(WORKER, "            if not self._call(loop, partial(_hand_over, letters)):\n", "            if not self._call(loop, partial(_hand_over, letters)) and False:\n",
+           ON_WORKER, "answers for nobody go on"),
+    Mutant(WORKER, 'text="".join(delta.text for delta in deltas)', "text=last.text", ON_WORKER, "a late reader loses text"),
+    Mutant(WORKER, "            if self._failures % _GIVE_UP_AFTER == 0:\n                self._end_all(\"the engine failed\")\n", "",
+           ON_WORKER, "an engine that only raises is never given up"),
+    Mutant(WORKER, "                self._failures = 0\n", "                pass\n", ON_WORKER, "recovery does not show"),
+    Mutant(WORKER, "            self._call(submission.loop, partial(submission.decide, error))\n", "            pass\n",
+           ON_WORKER, "readers of a dead thread wait for ever"),
+    Mutant(WORKER, "            self._order(partial(self._end_all, \"the server is shutting down\"))", "            pass", ON_WORKER,
+           "nothing is ended after the grace period"),
+    Mutant(BODY, "                elif size > 2 * limit:", "                elif False:", ON_BODIES, "an endless body is read for ever"),
+    Mutant(BODY, "    if size > limit:\n", "    if size > limit + 1:\n", ON_BODIES, "one byte too many"),
+    Mutant(BODY, ', parse_constant=_refuse_constant', "", ON_BODIES, "NaN is a number"),
+    Mutant(BODY, ', parse_float=_finite', "", ON_BODIES, "1e999 is a number"),
+    Mutant(BODY, "        _check_surrogates(value)\n", "        pass\n", ON_BODIES, "half characters pass"),
+    Mutant(BODY, "    _check_depth(value)\n", "", ON_BODIES, "depth without end"),
+    Mutant(BODY, 'if media_type != "application/json":', 'if media_type and media_type != "application/json":', ON_BODIES,
+           "no type is taken for JSON"),
+    Mutant(GATE, "        return any(matches)", "        return matches[0]", ON_GATE, "only the first key opens"),
+    Mutant(GATE, 'if scheme.lower() == "bearer" else []', "", ON_GATE, "any scheme opens"),
+    Mutant(GATE, "type(error).__name__  #", "fault.message  #", ON_GATE, "the log quotes requests"),
+    Mutant(GATE, 'return scope["path"] if "endpoint" in scope and not scope.get("path_params") else "other"', 'return scope["path"]',
+           ON_READY, "strangers make up series"),
+    Mutant(APP, "            self._service.worker.cancel(submission)", "            pass", ON_FLOW, "who leaves holds the engine"),
+    Mutant(APP, "            service.calls -= 1\n", "            pass\n", ON_FLOW, "places are never given back"),
+    Mutant(APP, "if service.calls >= service.most_live:", "if False:", ON_FLOW, "bodies without end of number"),
+    Mutant(STREAM, "            await _send_body(_ALIVE, send)\n", "            pass\n", ON_FLOW, "silent streams stay silent"),
+    Mutant(STREAM, "        last = b\"event: error\\ndata: \"", "        raise\n        last = b\"event: error\\ndata: \"", ON_FLOW,
+           "a fault cuts a stream without a word"),
+    Mutant(FETCH, "if not all(is_public(", "if not any(is_public(", ON_FETCH, "one public address vouches for all"),
+    Mutant(FETCH, "        address = self._public_address(parts.hostname, port)\n", "        self._public_address(parts.hostname, port)\n        address = self.resolve(parts.hostname, port)[0]\n",
+           ON_FETCH, "looked up again after the check"),
+    Mutant(FETCH, "        if address.ipv4_mapped is not None:\n            return is_public(address.ipv4_mapped)\n", "", ON_FETCH,
+           "mapped addresses pass or fail by themselves"),
+    Mutant(FETCH, " and address not in _METADATA", "", ON_FETCH, "a cloud's own service is public"),
+    Mutant(FETCH, "        self._left -= len(data)\n", "", ON_FETCH, "bytes counted for each picture only"),
+    Mutant(FETCH, "        timer.start()\n", "", ON_FETCH, "a site that drips is waited for"),
+    Mutant(FETCH, "_MOST_HOPS + 1)", "10**6)", ON_FETCH, "redirects without end"),
+    Mutant(READY, '        elif _STARTING in self._seen.values():\n            state = "starting"\n', "", ON_READY,
+           "ready before anything was tried"),
+    Mutant(READY, "stats.failing or any(", "any(", ON_READY, "failing steps do not show"),
+    Mutant(READY, "output.error or len(output.token_ids) != 1", "output.error", ON_READY, "a feature that draws nothing is fine"),
+    Mutant(NUMBERS, "        self._generated.inc(record.completion_tokens)\n", "", ON_READY, "answer tokens not counted"),
+]  # fmt: skip
