@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _HARMLESS = {
 _HONOURED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
 # ways to begin that leave the base as it is; all others (PiSSA, OLoRA, ...) subtract something from it first
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN = re.compile(r"[\w.-]+")
 _WHY = {
     "use_dora": "DoRA also scales the rows of the weight",
     "lora_bias": "a bias of B is not implemented",
@@ -31,24 +32,49 @@ _WHY = {
 }
 
 
+class Patterns:
+    """Values by the ends of names: regular expressions, each at the start of a name or behind a dot, the first wins.
+
+    Most are just names, often thousands of them: those are looked up, not tried one by one.
+    """
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._names: dict[str, tuple[int, float]] = {}
+        self._others: list[tuple[int, re.Pattern[str], float]] = []
+        for place, (key, value) in enumerate(values.items()):
+            plain = key.replace(r"\.", ".")
+            if _PLAIN.fullmatch(plain):
+                self._names.setdefault(plain, (place, value))
+            else:
+                self._others.append((place, re.compile(rf"(.*\.)?({key})$"), value))
+
+    def find(self, name: str, default: float) -> float:
+        """The value of the first pattern that fits."""
+        parts = name.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        found = [self._names[end] for end in ends if end in self._names]
+        found += [(place, value) for place, pattern, value in self._others if pattern.match(name)]
+        return min(found)[1] if found else default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Ranks and factors. Patterns are regular expressions over the ends of module names, as in PEFT."""
+    """Ranks and factors of an adapter, and the stacked tensors it has pairs for."""
 
     rank: int
     alpha: float
-    rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    target_parameters: tuple[str, ...] = ()
+    rslora: bool
+    rank_pattern: Patterns
+    alpha_pattern: Patterns
+    target_parameters: tuple[str, ...]
 
     def rank_of(self, name: str) -> int:
         """Rank of a module (or parameter) by its name in the file."""
-        return next((rank for key, rank in self.rank_pattern.items() if _ends_in(key, name)), self.rank)
+        return int(self.rank_pattern.find(name, self.rank))
 
     def alpha_of(self, name: str) -> float:
         """Alpha of a module by its name in the file."""
-        return next((alpha for key, alpha in self.alpha_pattern.items() if _ends_in(key, name)), self.alpha)
+        return self.alpha_pattern.find(name, self.alpha)
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
@@ -71,12 +97,12 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         rank=_rank(path, "r", values.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", values.get("lora_alpha", 8)),
         rslora=_flag(path, values.get("use_rslora", False)),
-        rank_pattern={
-            k: _rank(path, f"rank_pattern {k}", r) for k, r in _patterns(path, values, "rank_pattern").items()
-        },
-        alpha_pattern={
-            k: _alpha(path, f"alpha_pattern {k}", a) for k, a in _patterns(path, values, "alpha_pattern").items()
-        },
+        rank_pattern=Patterns(
+            {k: _rank(path, f"rank_pattern {k}", r) for k, r in _patterns(path, values, "rank_pattern").items()}
+        ),
+        alpha_pattern=Patterns(
+            {k: _alpha(path, f"alpha_pattern {k}", a) for k, a in _patterns(path, values, "alpha_pattern").items()}
+        ),
         target_parameters=_names(path, values.get("target_parameters")),
     )
 
@@ -132,7 +158,3 @@ def _names(path: Path, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise AdapterError(f"{path}: target_parameters must be a list of names")
     return tuple(value)
-
-
-def _ends_in(pattern: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from spyglass.checkpoint.names import to_hf
 from spyglass.errors import AdapterError
+from spyglass.lora.config import Patterns
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
@@ -67,6 +68,28 @@ def test_ranks_and_alphas_come_from_patterns_and_rslora_divides_by_the_root(tmp_
     }
     found = read_adapter(save(tmp_path / "b", tensors, use_rslora=True, **patterns)).modules
     assert found["layers.0.attn.wq_a"].scale == 3.0 and found["layers.1.attn.wq_a"].scale == 5 / 2**0.5
+
+
+def test_the_first_pattern_that_fits_the_end_of_a_name_wins() -> None:
+    patterns = Patterns(
+        {"wq_a": 1, r".*\.1\.attn\.wq_a": 2, r"layers\.2\.attn\.wkv": 3, "(wkv|wo_b)": 4, "2.attn.wo_b": 5}
+    )
+    expected = {
+        "0.attn.wq_a": 1,
+        "1.attn.wq_a": 1,
+        "2.attn.wkv": 3,
+        "0.attn.wkv": 4,
+        "2.attn.wo_b": 4,
+        "0.attn.xwkv": 9,
+    }
+    assert {name: patterns.find(f"layers.{name}", 9) for name in expected} == expected
+
+
+def test_thousands_of_names_are_looked_up_not_tried() -> None:
+    """A pattern for every expert of a large model: tried one by one, this would take minutes."""
+    names = [f"layers.{layer}.ffn.experts.{expert}.w1" for layer in range(40) for expert in range(256)]
+    patterns = Patterns({name: number for number, name in enumerate(names)})
+    assert all(patterns.find(f"model.{name}", -1) == number for number, name in enumerate(names))
 
 
 def test_stacked_experts_have_the_expert_slowest_in_a_and_fastest_in_b(tmp_path: Path) -> None:
