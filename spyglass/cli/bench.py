@@ -16,6 +16,7 @@ BENCHMARKS = {
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the picture tower on a GPU",
+    "train": "fine-tuning at real layer sizes, beside one large product",
 }
 
 

@@ -24,11 +24,12 @@ def fake_quant(
     head, tail = x_ND[..., :dims], x_ND[..., dims:]
     if tail_bf16:
         tail = tail.to(torch.bfloat16).to(x_ND.dtype)
-    blocks = [_quantise(block, spec) for block in head.float().split(spec.block, dim=-1)] if dims else []
+    blocks = [quantise(block, spec) for block in head.float().split(spec.block, dim=-1)] if dims else []
     return torch.cat([torch.cat(blocks, dim=-1).to(x_ND.dtype), tail], dim=-1) if blocks else tail
 
 
-def _quantise(x: torch.Tensor, spec: FakeQuant) -> torch.Tensor:
+def quantise(x: torch.Tensor, spec: FakeQuant) -> torch.Tensor:
+    """Blocks of fp32 values along the last axis, one scale each, to the values they are stored as."""
     top, amax = _TOP[spec.element], x.abs().amax(dim=-1, keepdim=True)
     if spec.scale == "e8m0":
         scale = ceil_pow2_scale(amax.clamp(min=_FLOOR[spec.element]), 1.0 / top)

@@ -21,7 +21,10 @@ def fake_quant(
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: torch.Tensor, spec: FakeQuant, dims: int | None, tail_bf16: bool) -> torch.Tensor:
-        return reference.fake_quant(x_ND, spec, dims=dims, tail_bf16=tail_bf16)
+        if dims is not None or x_ND.shape[-1] % spec.block:
+            return reference.fake_quant(x_ND, spec, dims=dims, tail_bf16=tail_bf16)
+        # all blocks at once: one after another they would be most of what a GPU is asked to launch
+        return reference.quantise(x_ND.float().unflatten(-1, (-1, spec.block)), spec).flatten(-2).to(x_ND.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
