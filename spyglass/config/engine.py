@@ -71,7 +71,8 @@ class EngineConfig:
         default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
     )
     cache_bytes: int | None = field(
-        default=None, metadata=about("memory for the rows of running sequences (default: as the requests need)")
+        default=None,
+        metadata=about("memory for the rows of running sequences (default: what is free, less the most a step needs)"),
     )
     prefix_cache_bytes: int | None = field(
         default=None,

@@ -30,6 +30,7 @@ from spyglass.engine.inputs import (
     params_each,
 )
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
+from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
@@ -134,16 +135,17 @@ class LLM:
         self.config: ModelConfig = self.loaded.config
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
+        engram_feed = self._open_engram(path)
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            options,
+            with_room(options, self.loaded, engram_feed),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self._never_drawn(),
             token_bytes=token_bytes,
             forms=None if token_bytes is None else Forms(token_bytes, self.config),
-            engram=self._open_engram(path),
+            engram=engram_feed,
         )
         self._mail: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter

@@ -87,19 +87,20 @@ class PagePool:
         self.capacity = 0
         self._holders = np.zeros(0, np.int32)  # sequences and snapshots that hold a page
         self._dtype, self._device, self._fill = dtype, device, fill
-        self._free: list[int] = []
+        self._free: list[int] = []  # given back
+        self._untouched = 0  # this page and all behind it have never been held
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
         self._resize(0 if limit is None else limit)
 
     @property
     def num_free(self) -> int:
         """Pages that can be taken without growing."""
-        return len(self._free)
+        return len(self._free) + self.capacity - self._untouched
 
     @property
     def num_used(self) -> int:
         """Pages that sequences and snapshots hold."""
-        return self.capacity - len(self._free)
+        return self._untouched - len(self._free)
 
     def count_only_in(self, holders: NDArray[np.int32]) -> int:
         """Pages that nobody holds but those counted in `holders`, from page 0 on."""
@@ -111,11 +112,15 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` page numbers. Never fails for a growing pool; a fixed one must have been asked first."""
-        if count > len(self._free):
+        if count > self.num_free:
             assert self.limit is None, f"group {self.group.name} has no {count} free pages; the scheduler must not ask"
-            self._resize(max(self.capacity + count - len(self._free), self.capacity * 3 // 2, 4))
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
+            self._resize(max(self.capacity + count - self.num_free, self.capacity * 3 // 2, 4))
+        known = len(self._free) - min(count, len(self._free))
+        taken = self._free[known:]
+        del self._free[known:]
+        fresh = count - len(taken)
+        taken += range(self._untouched, self._untouched + fresh)
+        self._untouched += fresh
         self._holders[taken] = 1
         return taken
 
@@ -147,6 +152,5 @@ class PagePool:
             if self.capacity:
                 grown[: self.capacity] = self.tensors[plan.kind, plan.layer]
             self.tensors[plan.kind, plan.layer] = grown
-        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self._holders = np.append(self._holders, np.zeros(capacity - self.capacity, np.int32))
         self.capacity = capacity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -133,7 +133,7 @@ class Runner:
         )
 
     def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:
-        """Rows of all pictures that are first needed now: known ones, and the others in one packed call, each once."""
+        """Rows of all pictures that are first needed now: known ones, and the others, each encoded once."""
         unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
         for sequence, picture in ((chunk.sequence, picture) for chunk in chunks for picture in _pictures(chunk)):
             if picture not in sequence.image_rows:
@@ -146,21 +146,39 @@ class Runner:
         if not unknown:
             return
         assert self._config.vision is not None, "a prompt with pictures was accepted without a tower"
-        first = [holders[0] for holders in unknown.values()]
-        images = pack_images(
-            [sequence.prompt.patches[picture] for sequence, picture in first],
-            [sequence.prompt.plans[picture].vit_grid for sequence, picture in first],
-            [len(sequence.prompt.spans[picture].order) for sequence, picture in first],
-            self._config.vision,
-            device=self._device,
-            slots=[sequence.adapter.slot for sequence, _ in first],
-        )
-        rows = self._model.encode_images(images)
-        parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
-        for (key, holders), part in zip(unknown.items(), parts, strict=True):
-            self._pictures.put(key, part)
-            for sequence, picture in holders:
-                sequence.image_rows[picture] = part
+        for keys in self._calls(unknown):
+            first = [unknown[key][0] for key in keys]
+            images = pack_images(
+                [sequence.prompt.patches[picture] for sequence, picture in first],
+                [sequence.prompt.plans[picture].vit_grid for sequence, picture in first],
+                [len(sequence.prompt.spans[picture].order) for sequence, picture in first],
+                self._config.vision,
+                device=self._device,
+                slots=[sequence.adapter.slot for sequence, _ in first],
+            )
+            rows = self._model.encode_images(images)
+            parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
+            for key, part in zip(keys, parts, strict=True):
+                self._pictures.put(key, part)
+                for sequence, picture in unknown[key]:
+                    sequence.image_rows[picture] = part
+
+    def _calls(self, unknown: Mapping[Key, Sequence[tuple[TokenSequence, int]]]) -> list[list[Key]]:
+        """The pictures by call of the tower. All in one, unless their rows exceed what a step's tokens are.
+
+        Where pictures may be cut, each of many requests can begin one in the same step.
+        """
+        calls: list[list[Key]] = [[]]
+        taken = 0
+        for key, holders in unknown.items():
+            sequence, picture = holders[0]
+            cells = _cells(sequence.prompt, picture)
+            if calls[-1] and taken + cells > self._blocks.step_tokens:
+                calls.append([])
+                taken = 0
+            calls[-1].append(key)
+            taken += cells
+        return calls
 
 
 def _pictures(chunk: Chunk) -> list[int]:

@@ -12,6 +12,7 @@ PAGES = "spyglass/engine/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
 SEQUENCE = "spyglass/engine/sequence.py"
+WORKSPACE = "spyglass/engine/workspace.py"
 RUNNER = "spyglass/engine/runner.py"
 ENGINE = "spyglass/engine/engine.py"
 ANSWERS = "spyglass/engine/answers.py"
@@ -26,6 +27,7 @@ ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_PREEMPTION = "tests/laws/test_preemption.py"
+ON_ROOM = f"{UNIT}/test_workspace.py"
 ON_LLM = f"{UNIT}/test_llm.py"
 
 ENGINE_ROWS: list[Mutant] = [
@@ -120,6 +122,10 @@ ENGINE_ROWS: list[Mutant] = [
            "no in-span visibility"),
     Mutant(RUNNER, "        self._blocks.settle(rows, stop)\n", "", ON_LOOP, "a long prompt keeps its window pages"),
     Mutant(RUNNER, "<= chunk.stop]:", "<= chunk.stop - 10**6]:", ON_LOOP, "image rows kept for ever"),
+    Mutant(RUNNER, "if calls[-1] and taken + cells > self._blocks.step_tokens:", "if False:", ON_ROOM,
+           "pictures of many requests in one call of the tower"),
+    Mutant(WORKSPACE, "- step - prefixes", "- prefixes", ON_ROOM, "rows take what a step works with"),
+    Mutant(PAGES, "        self._untouched += fresh\n", "", ON_BLOCKS, "the same fresh pages for everyone"),
     Mutant(ENGINE, " and not params.ignore_eos)", ")", ON_LOOP, "ignore_eos ignored"),
     Mutant(ENGINE, "token in params.stop_token_ids or ", "", ON_LOOP, "stop ids ignored"),
     Mutant(ENGINE, "position_S=np.array([s.length", "position_S=np.array([0 * s.length", ON_LOOP,

@@ -15,6 +15,7 @@ from PIL import Image
 from spyglass import LLM, Patches, SamplingParams
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.plan import Device
 from spyglass.prompt.build import prompt_from_parts
@@ -319,3 +320,8 @@ def test_stop_strings_end_a_real_answer(llm: LLM) -> None:
     [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=middle))
     assert output.finish_reason == "stop"
     assert output.text == whole[: whole.find(middle)]
+
+
+def test_rows_have_a_fixed_memory_where_the_system_tells_what_is_free(llm: LLM) -> None:
+    most = llm.engine.blocks.most_tokens
+    assert (most is None) == (free_memory(llm.loaded.device) is None)

@@ -1,0 +1,87 @@
+"""How much memory rows may take: what is free once the weights are there, less the most that a step works with.
+
+It is taken at the start, so a request that was accepted cannot run out of it later. (On a CPU the system hands out
+memory when it is first touched, so a large limit costs nothing by itself.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from spyglass.config.cache import cache_plans
+from spyglass.config.engine import EngineConfig
+from spyglass.config.model import VisionConfig
+from spyglass.engine.blocks import Blocks
+from spyglass.engine.engine import Engine
+from spyglass.engine.fit import free_memory, prefix_bytes
+from spyglass.engine.warm_up import largest_pictures
+from spyglass.engram.feed import EngramFeed
+from spyglass.errors import CapacityError
+from spyglass.model import LoadedModel
+from spyglass.plan import USABLE, step_bytes
+
+
+def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> EngineConfig:
+    """The options with `cache_bytes` and `prefix_cache_bytes` filled in, for a model that is loaded.
+
+    What was stated stays. On a system that does not tell what is free, rows take memory as they need it.
+
+    Raises:
+        CapacityError: nothing is left for rows.
+    """
+    if options.cache_bytes is not None:
+        return options
+    device = loaded.device
+    step = measured_step(options, loaded, engram) if device.type == "cuda" else estimated_step(options, loaded)
+    free = free_memory(device)
+    if free is None:
+        return options
+    prefixes = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
+    left = int(free * USABLE) - step - prefixes - options.image_cache_bytes
+    if left <= 0:
+        raise CapacityError(
+            f"{free:,} bytes are free on {device} beside the weights; a step takes {step:,} of them and the caches "
+            f"{prefixes + options.image_cache_bytes:,}, which leaves nothing for requests: lower max_step_tokens, "
+            "prefix_cache_bytes or image_cache_bytes"
+        )
+    return replace(options, cache_bytes=left, prefix_cache_bytes=prefixes)
+
+
+def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes that a full step works with: the text part (`plan.step_bytes`) and the tower on a step of pictures."""
+    config = loaded.config
+    wide = 2 if loaded.dtype == torch.float32 else 1  # `step_bytes` counts bfloat16
+    text = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)
+    if config.vision is None or not options.images:
+        return text
+    return text + _tower_bytes(config.vision, options.max_step_tokens)
+
+
+def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> int:
+    """The most bytes that torch held on a GPU above what it holds now, while a full step with a picture ran."""
+    blocks = Blocks(
+        cache_plans(loaded.config.text),
+        dtype=loaded.dtype,
+        device=loaded.device,
+        max_sequences=options.max_sequences,
+        step_tokens=options.max_step_tokens,
+        max_length=loaded.config.text.max_position_embeddings,
+    )
+    trial = replace(options, prefix_cache_bytes=0, image_cache_bytes=0)
+    engine = Engine(
+        loaded.model, loaded.config, trial, dtype=loaded.dtype, device=loaded.device, blocks=blocks, engram=engram
+    )
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    engine.warm_up(options.max_step_tokens)
+    return torch.cuda.max_memory_allocated(loaded.device) - before
+
+
+def _tower_bytes(vision: VisionConfig, tokens: int) -> int:
+    """Patches of one call (a step's worth of picture tokens, or one picture), times what is alive beside each."""
+    largest = largest_pictures(vision)
+    patches = max(plan.vit_grid[0] * plan.vit_grid[1] for plan in largest)
+    patches = max(patches, tokens * vision.downsample_ratio**2)
+    return patches * 4 * (6 * vision.hidden_size + 2 * vision.intermediate_size)

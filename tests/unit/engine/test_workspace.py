@@ -1,0 +1,95 @@
+"""What rows may take: what is free, less all that a step and the caches may work with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spyglass.config.engine import EngineConfig
+from spyglass.engine.request import SamplingParams
+from spyglass.engine.workspace import estimated_step, with_room
+from spyglass.errors import CapacityError
+from spyglass.plan import USABLE
+from spyglass.prompt.build import prompt_from_parts
+from tests.engine_parts import engine_config
+from tests.small_models import small_config
+from tests.small_v41 import make_engine, mixed_parts, small_v41_model
+from tests.unit.engine.test_warm_up import Watched
+
+OPTIONS = EngineConfig(max_step_tokens=64, max_sequences=4, image_cache_bytes=1000)
+
+
+def loaded(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"), model=None)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def tell(count: int | None) -> None:
+        for module in ("workspace", "fit"):
+            monkeypatch.setattr(f"spyglass.engine.{module}.free_memory", lambda place: count)
+
+    return tell
+
+
+def test_rows_get_what_is_free_less_a_step_and_the_caches(free: Any) -> None:
+    free(10**9)
+    model = loaded(engine_config())
+    step = estimated_step(OPTIONS, model)
+    for stated, prefixes in ((None, 10**9 // 8), (5000, 5000)):
+        chosen = with_room(replace(OPTIONS, prefix_cache_bytes=stated), model, None)
+        assert chosen.cache_bytes == int(10**9 * USABLE) - step - prefixes - 1000
+        assert chosen.prefix_cache_bytes == prefixes
+
+
+def test_what_was_stated_or_cannot_be_known_stays(free: Any) -> None:
+    free(10**9)
+    stated = replace(OPTIONS, cache_bytes=123)
+    assert with_room(stated, loaded(engine_config()), None) is stated
+    free(None)
+    assert with_room(OPTIONS, loaded(engine_config()), None) is OPTIONS
+
+
+def test_a_machine_with_nothing_left_for_requests_is_told_the_numbers(free: Any) -> None:
+    free(50_000)
+    model = loaded(engine_config())
+    with pytest.raises(
+        CapacityError, match=f"50,000 bytes are free .* a step takes {estimated_step(OPTIONS, model):,}"
+    ):
+        with_room(OPTIONS, model, None)
+
+
+def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> None:
+    sees, blind = loaded(engine_config()), loaded(small_config(vision_n_layers=0))
+    assert estimated_step(OPTIONS, sees) > estimated_step(replace(OPTIONS, images=0), sees)
+    assert estimated_step(replace(OPTIONS, images=0), sees) == estimated_step(OPTIONS, blind)
+    assert estimated_step(OPTIONS, loaded(blind.config, torch.float32)) == 2 * estimated_step(OPTIONS, blind)
+    longer = replace(OPTIONS, max_step_tokens=128)
+    assert estimated_step(longer, sees) > 1.5 * estimated_step(OPTIONS, sees)
+
+
+def test_the_tower_never_gets_more_than_a_steps_worth_of_pictures_at_once() -> None:
+    """Where pictures may be cut, every request of a step can begin one."""
+    calls: list[int] = []
+    model = small_v41_model(seed=1)
+
+    class Counted(Watched):
+        def encode_images(self, images: Any) -> torch.Tensor:
+            out = super().encode_images(images)
+            calls.append(len(out))
+            return out
+
+    watched = Counted(model)
+    watched.config, watched.options = model.config, model.options  # type: ignore[attr-defined]
+    engine = make_engine(watched, step=32)
+    for number in range(6):
+        prompt = prompt_from_parts(mixed_parts([(10, 10), 3], seed=number), model.config)
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    assert watched.pictures == 6 and sum(calls) == 6 * 25
+    assert max(calls) <= 32
