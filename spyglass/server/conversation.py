@@ -22,6 +22,7 @@ from spyglass.server.markup import Expected
 from spyglass.server.tags import DSML
 from spyglass.server.tool_grammar import calls_grammar
 
+_JSON = ("json", "json_schema")
 _DEFAULT_TOKENS, _THINKING_TOKENS, _MOST_TOKENS = 8192, 65536, 131072  # the makers' own: without, with, with "max"
 
 
@@ -126,21 +127,24 @@ def _with(
 
 
 def form_of(served: Served, conversed: Conversed, stated: Structured | None) -> Structured | None:
-    """The form of the answer: the one stated, or that of the calls that must be made.
+    """The form of the answer: the one stated, that of the calls that must be made, or either where both may come.
 
     Raises:
-        PromptError: the request wants a form and may have calls, or its tools cannot be made a form.
+        PromptError: the request wants a form that cannot be had beside its tools, or its tools cannot be made a form.
     """
     expected = conversed.expected
-    if stated is not None and expected.tools:
-        raise PromptError('a form of answer and tools cannot both be had; leave one out, or say tool_choice "none"')
-    if not expected.in_calls:
+    if not expected.tools or (stated is None and not expected.in_calls):
         return stated
+    answer, after = None, None
+    if stated is not None:
+        if stated.kind not in _JSON or expected.in_calls:
+            raise PromptError('this form of answer cannot be had beside these tools; say tool_choice "none" or drop it')
+        answer, after = stated.value or {"type": "object"}, stated.after
     dsml = tokenizer_of(served).special_id(DSML)
     if dsml is None:
-        raise PromptError(f"the tokenizer has no token {DSML}, so no call can be made sure of")
-    grammar = calls_grammar(served.config.family, expected.tools, dsml, one_call=expected.one_call)
-    return Structured(kind="grammar", value=grammar)
+        raise PromptError(f"the tokenizer has no token {DSML}, so calls cannot be made to fit their tools")
+    grammar = calls_grammar(served.config.family, expected.tools, dsml, one_call=expected.one_call, answer=answer)
+    return Structured(kind="grammar", value=grammar, after=after)
 
 
 def choose_model(served: Served, body: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -33,7 +33,7 @@ def read_fields(body: object, fields: Fields, where: str = "") -> tuple[dict[str
     stated, ignored = {}, []
     for name, value in body.items():
         path = f"{where}.{name}" if where else str(name)
-        if value is None and (name in fields.fixed or name in fields.ignored or name in fields.read):
+        if value is None:
             continue
         if name in fields.read:
             stated[name] = value

@@ -14,17 +14,22 @@ from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
 
 
-def calls_grammar(family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool) -> str:
+def calls_grammar(family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool, answer: Any = None) -> str:
     """The grammar of what follows an opened block: calls of `tools` (schemas by name), then the end of the block.
 
-    `dsml`: id of the markup's token.
+    `dsml`: id of the markup's token. With `answer`, a schema, the block is not open yet, and JSON of that schema may
+    stand in its place.
 
     Raises:
         PromptError: a schema is none.
     """
     space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
+    calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
+    if answer is not None:
+        opened = _tag(dsml, f"{space}{block}>\n", "\n\n<")
+        calls = f"(%json {json.dumps(answer)}) | {opened} {calls}"
     rules = [
-        f"start: {'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}",
+        f"start: {calls}",
         "call: " + " | ".join(f"call{number}" for number in range(len(tools))),
         # up to the "</" before the token; spelled in pieces, the mark would be taken for the end of the value
         rf"TEXT: /(?s:.*)<\// & ~/(?s:.*)<\/{DSML}(?s:.*)/",
@@ -77,5 +82,5 @@ def _open(key: str, is_text: str, dsml: int, space: str) -> str:
 
 def _tag(dsml: int, rest: str, begin: str = "<") -> str:
     """A tag: its beginning, the markup's token, the rest."""
-    first = f'"{begin}" ' if begin else ""
+    first = json.dumps(begin) + " " if begin else ""
     return f"{first}<[{dsml}]> {json.dumps(rest, ensure_ascii=False)}"

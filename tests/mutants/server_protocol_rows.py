@@ -53,7 +53,7 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
            "text offsets drift"),
     Mutant(CONVERSATION, "if self._fetch is None:", "if False:", ON_REQUESTS, "remote pictures without permission"),
     Mutant(CONVERSATION, "if len(value) > self._limits.url_chars:", "if False:", ON_REQUESTS, "addresses of any length"),
-    Mutant(CONVERSATION, "if stated is not None and expected.tools:", "if False:", ON_REQUESTS, "forms forbid calls in silence"),
+    Mutant(CONVERSATION, "if stated.kind not in _JSON or expected.in_calls:", "if False:", ON_REQUESTS, "forms forbid calls in silence"),
     Mutant(SAMPLING, "params.seed + number", "params.seed", ON_REQUESTS, "the same answer n times"),
     Mutant(SAMPLING, "after=THINK_END) if thinking", "after=None) if thinking", ON_REQUESTS, "reasoning squeezed into a form"),
     Mutant(GRAMMAR, "{'' if required else '?'}", "?", ON_CLIENTS, "required parameters left out"),

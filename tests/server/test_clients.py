@@ -65,8 +65,14 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI, llm: LLM) -> 
         pieces += [choice.delta.content or "" for choice in chunk.choices]
         usage = chunk.usage or usage
     assert "".join(pieces) == whole.choices[0].message.content
-    assert whole.usage is not None and usage == whole.usage and whole.choices[0].finish_reason == "length"
-    assert whole.usage.completion_tokens == 8 and whole.usage.prompt_tokens_details.images == 1  # type: ignore[union-attr]
+    assert whole.usage is not None and usage is not None and whole.choices[0].finish_reason == "length"
+    assert usage.completion_tokens == whole.usage.completion_tokens == 8
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    before, after = whole.usage.prompt_tokens_details, usage.prompt_tokens_details
+    assert before is not None and before.images == 1 and after is not None  # type: ignore[attr-defined]
+    assert (after.cached_tokens or 0) == usage.prompt_tokens - 1 > (before.cached_tokens or 0), (
+        "the second time is quick"
+    )
     assert llm.config.vision is not None
 
 
@@ -82,7 +88,7 @@ def test_responses_stream_what_they_answer_whole(client: openai.OpenAI) -> None:
     first, last = events[0], events[-1]
     assert first.type == "response.created" and last.type == "response.incomplete"
     assert last.response.output[0].content == whole.output[0].content  # type: ignore[union-attr]
-    assert last.response.usage == whole.usage
+    assert last.response.usage is not None and last.response.usage.total_tokens == whole.usage.total_tokens
     counted: Any = client.responses.input_tokens.count(
         model="tiny", input=options["input"], reasoning={"effort": "low"}
     )
@@ -104,7 +110,8 @@ def test_messages_stream_what_they_answer_whole(claude: anthropic.Anthropic) -> 
         == (final.stop_reason, final.usage.output_tokens)
     )
     counted = claude.messages.count_tokens(model="tiny", messages=messages)
-    assert counted.input_tokens == whole.usage.input_tokens == final.usage.input_tokens
+    for usage in (whole.usage, final.usage):
+        assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 def test_calls_that_must_be_made_are_made_in_every_protocol(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -150,6 +157,25 @@ def test_a_call_and_its_result_go_back_into_the_conversation(client: openai.Open
     assert second.usage is not None and second.usage.prompt_tokens_details.images == 1  # type: ignore[union-attr]
 
 
+def test_output_items_of_a_response_go_back_as_they_are(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "look", "parameters": PARAMETERS, "strict": False}]
+    options: Any = {"model": "tiny", "tools": tools, "max_output_tokens": 99, "parallel_tool_calls": False}
+    first = client.responses.create(input="Where?", tool_choice="required", **options)
+    (call,) = first.output
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "far"}
+    items: Any = [{"role": "user", "content": "Where?"}, call.model_dump(), result]
+    options["max_output_tokens"] = 3
+    second = client.responses.create(input=items, **options)
+    third = client.responses.create(
+        input=[*items, *(item.model_dump() for item in second.output), *QUESTION],
+        reasoning={"effort": "low"},
+        **options,
+    )
+    assert second.usage is not None and third.usage is not None
+    assert third.usage.input_tokens > second.usage.input_tokens
+
+
 def test_forms_of_answer_are_kept(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA, "strict": True}}
     chat = client.chat.completions.create(model="tiny", messages=QUESTION, response_format=form, max_tokens=40)
@@ -163,6 +189,20 @@ def test_forms_of_answer_are_kept(client: openai.OpenAI, claude: anthropic.Anthr
         model="tiny", messages=QUESTION, max_tokens=9, extra_body={"structured_outputs": {"regex": "[ab]{3}"}}
     )
     assert message.content[0].type == "text" and len(message.content[0].text) == 3
+
+
+def test_beside_tools_an_answer_is_json_or_a_sound_call(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA}}
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+    options: Any = {"model": "tiny", "messages": QUESTION, "tools": tools, "response_format": form, "max_tokens": 99}
+    bias: Any = {str(token): 100 for token in _ids(client, "{")}
+    (answer,) = client.chat.completions.create(**options, logit_bias=bias).choices
+    assert set(json.loads(answer.message.content or "")) == {"seen"} and answer.finish_reason == "stop"
+    bias = {str(token): 100 for token in _ids(client, "\n\n<")}
+    (answer,) = client.chat.completions.create(**options, logit_bias=bias, parallel_tool_calls=False).choices
+    (call,) = answer.message.tool_calls or ()
+    assert call.type == "function" and answer.finish_reason == "tool_calls"
+    _check(json.loads(call.function.arguments))
 
 
 def test_several_answers_come_apart_with_their_logprobs(client: openai.OpenAI) -> None:

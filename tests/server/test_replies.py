@@ -246,6 +246,15 @@ def test_a_call_that_must_be_made_begins_inside_the_block(family: Family) -> Non
     assert say("I would rather not.", family=family, tool_choice="required").content == "I would rather not."
 
 
+def test_an_answer_that_continues_a_message_begins_where_that_stops() -> None:
+    begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is", "prefix": True}]
+    said = say("\n so.", tools=None, thinking=True, messages=begun)
+    assert (said.reasoning, said.content) == ("", "\n so.")
+    begun[1] |= {"content": "", "reasoning_content": "I think"}
+    said = say(" so</think>Yes.", tools=None, thinking=True, messages=begun)
+    assert (said.reasoning, said.content) == (" so", "Yes.")
+
+
 PIECES = st.sampled_from(
     [
         "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="look">', "</｜DSML｜invoke>",

@@ -181,7 +181,8 @@ UNKNOWN = {
         ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
         ({"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]}, "tools[0].function.params"),
         ({"tools": {"look": PATH}, "tool_choice": "required", "thinking": True}, "does not support this tool_choice"),
-        ({"tools": {"look": PATH}, "guided_regex": "a"}, "a form of answer and tools"),
+        ({"tools": {"look": PATH}, "guided_regex": "a"}, "cannot be had beside these tools"),
+        ({"tools": {"look": PATH}, "guided_json": {}, "tool_choice": "required"}, "cannot be had beside these tools"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
         ({"structured_outputs": {"jsn": {}}}, "did you mean json"),
         ({"guided_json": "{"}, "is text that is not JSON"),
@@ -248,6 +249,55 @@ def test_sampling_fields_reach_the_sampler_as_they_were_stated(protocol: ChatPro
         assert dataclasses.asdict(params) | {**stated, "stop_token_ids": (3,)} == dataclasses.asdict(params)
         assert (params.max_tokens, params.stop) == (9, ("zz",))
         assert params.stop_after == ("</think>" if thinking else None)
+
+
+def same_conversation(protocol: ChatProtocol, thinking: bool) -> dict[str, Any]:
+    """System text, reasoning, a call, its result with a picture and a last question, in a protocol's own words."""
+    body = body_of(protocol, tools={"look": PATH}, thinking=thinking)
+    result = [words(protocol, "there"), picture(protocol)]
+    if protocol == "responses":
+        items = [
+            {"role": "user", "content": "Where?"},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"path": "/x"}'},
+            {"type": "function_call_output", "call_id": "c", "output": result},
+        ]
+        return body | {"instructions": "Be terse.", "input": items}
+    if protocol == "messages":
+        blocks = [{"type": "thinking", "thinking": "hm", "signature": "s"}]
+        blocks += [{"type": "tool_use", "id": "c", "name": "look", "input": {"path": "/x"}}]  # type: ignore[dict-item]
+        turns = [
+            {"role": "user", "content": "Where?"},
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": result}]},
+        ]
+        effort = {"output_config": {"effort": "low"}} if thinking else {}
+        return body | {"system": "Be terse.", "messages": turns} | effort
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"path": "/x"}'}}
+    turns = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+    return body | {"messages": turns} | ({"reasoning_effort": "low"} if thinking else {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_one_conversation_is_one_prompt_in_all_protocols(family: Family, thinking: bool) -> None:
+    calls = [endpoint_of(p, family).parse(same_conversation(p, thinking), None) for p in PROTOCOLS]
+    ids = [call.prompt.ids_T.tolist() for call in calls]
+    assert ids[0] == ids[1] == ids[2] and -1 in ids[0]
+    assert len({call.prompt.digests for call in calls}) == 1
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_tools_that_may_not_be_called_are_not_shown(protocol: ChatProtocol) -> None:
+    none: Any = {"type": "none"} if protocol == "messages" else "none"
+    hidden = call_of(protocol, tools={"look": PATH}, tool_choice=none)
+    assert hidden.prompt.ids_T.tolist() == call_of(protocol).prompt.ids_T.tolist()
+    assert call_of(protocol, tools={"look": PATH}, tool_choice=none, guided_regex="a").params[0].structured is not None
 
 
 def test_a_developer_is_the_system_and_reasoning_has_two_names() -> None:
