@@ -44,7 +44,8 @@ class PlainReply:
         if delta.output is not None:
             self.outputs[index] = delta.output
         error = None if delta.output is None else delta.output.error
-        return event({"index": index, "ids": list(delta.token_ids), "finish": delta.finish_reason, "error": error})
+        told = {"index": index, "ids": list(delta.token_ids), "text": delta.text}
+        return event({**told, "finish": delta.finish_reason, "error": error})
 
     def end(self) -> bytes:
         return event({"done": True})
