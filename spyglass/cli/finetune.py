@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from spyglass.config.training import CHOICES, TrainConfig
 
-HELP = "Train an adapter on chats with pictures; the result is a PEFT folder."
+HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with pictures."
 _NAMED = ("model", "data", "output", "targets")
 
 

@@ -41,6 +41,9 @@ class TrainConfig:
     alpha: float = field(default=32.0, metadata=about("adapters are scaled by alpha / rank"))
     rslora: bool = field(default=False, metadata=about("by alpha / sqrt(rank) instead"))
     dropout: float = field(default=0.0, metadata=about("share of an adapter's inputs that is dropped"))
+    full: bool = field(
+        default=False, metadata=about("train every weight instead of adapters; the output is a checkpoint")
+    )
     epochs: int = field(default=1, metadata=about("passes over the data"))
     steps: int | None = field(default=None, metadata=about("steps, instead of passes"))
     batch_tokens: int = field(

@@ -119,8 +119,8 @@ def merge(
     work = _Merge(adapter, force)
     items = _items(matched, specs, work, format)
     save_checkpoint(output, items, names=_spelling(checkpoint), progress=progress)
-    _copy_others(model, output)
-    _write_config(model, output, plain=format == "bf16")
+    copy_others(model, output)
+    write_config(model, output, plain=format == "bf16")
     return work.report
 
 
@@ -209,7 +209,7 @@ def _spelling(checkpoint: Checkpoint) -> Spelling:
     return "native" if all(to_native(name) == name for name in checkpoint.tensors) else "hf"
 
 
-def _copy_others(model: Path, output: Path) -> None:
+def copy_others(model: Path, output: Path) -> None:
     """Tokenizer, chat templates and the like; weights and config are written anew."""
     try:
         for file in sorted(model.iterdir()):
@@ -219,7 +219,7 @@ def _copy_others(model: Path, output: Path) -> None:
         raise CheckpointError(f"{output} cannot be written: {error.strerror}") from error
 
 
-def _write_config(model: Path, output: Path, *, plain: bool) -> None:
+def write_config(model: Path, output: Path, *, plain: bool) -> None:
     """Last, so that a folder with a config is complete; a plain one says nothing of quantisation."""
     config: dict[str, Any] = read_json_object(model / "config.json")
     if plain:

@@ -231,7 +231,8 @@ class Feed:
     """
 
     def __init__(self, chats: Sequence[Chat], batches: Batches, learner: Learner, *, stride: int = 1) -> None:
-        self._chats, self._batches, self._learner, self._stride = chats, batches, learner, stride
+        self.learner = learner
+        self._chats, self._batches, self._stride = chats, batches, stride
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
         self._ahead: dict[int, Future[list[Sample]]] = {}
 
@@ -245,4 +246,4 @@ class Feed:
 
     def _make(self, number: int) -> list[Sample]:
         chats = [self._chats[index] for index in self._batches[number]]
-        return [self._learner.sample(chat.messages, chat.tools) for chat in chats]
+        return [self.learner.sample(chat.messages, chat.tools) for chat in chats]

@@ -22,10 +22,11 @@ from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.names import check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
-from spyglass.model import LoadedModel, load_model
+from spyglass.model import LoadedModel, find_device, load_model
 from spyglass.parallel import Processes
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
+from spyglass.train.full import FullRun
 from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss
@@ -35,16 +36,19 @@ from spyglass.train.sharding import shard_layers, whole_adapter
 from spyglass.train.state import load_state
 
 RUN_FOLDER = "training"
+Tell = Callable[[str], None]
 
 
 def finetune(
     config: TrainConfig,
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell = lambda line: None,
     progress: bool = True,
     processes: Processes = ALONE,
 ) -> LoopResult:
-    """Train an adapter and write it; `tell` gets lines for people. An interrupted run leaves what it has so far.
+    """Train an adapter, or with `full` every weight, and write it. An interrupted run leaves what it has so far.
+
+    `tell` gets lines for people.
 
     Raises:
         ConfigError: options that mean nothing, an output folder that holds another run, logs that cannot be drawn.
@@ -62,6 +66,17 @@ def finetune(
     options = loop_options(config, batches)
     check_options(options, processes)
     tell(_data_line(config, chats, faults))
+    feed = Feed(chats, batches, learner, stride=processes.count)
+    run = _train_whole if config.full else _train_adapter
+    result = run(config, options, feed, tell, progress, processes)
+    if processes.rank == 0:
+        tell(_result_line(config, options, result))
+    return result
+
+
+def _train_adapter(
+    config: TrainConfig, options: LoopOptions, feed: Feed, tell: Tell, progress: bool, processes: Processes
+) -> LoopResult:
     loaded = load_model(
         config.model,
         device=chosen_device(config),
@@ -82,10 +97,9 @@ def finetune(
     leaves: Mapping[str, torch.Tensor] = adapter.parameters
     if processes.count > 1:
         leaves = shard_layers(loaded.model, adapter, processes)
-    task = _task(config, loaded, leaves, Feed(chats, batches, learner, stride=processes.count))
-    result = train(
-        task, options, config.output / RUN_FOLDER, resume=config.resume, processes=processes, progress=progress
-    )
+    task = _task(config, loaded, leaves, feed)
+    folder = config.output / RUN_FOLDER
+    result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
     adapter.set_dropout(0.0)
     adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
@@ -96,7 +110,22 @@ def finetune(
             base_model=str(config.model),
             num_experts=loaded.config.text.n_routed_experts,
         )
-        tell(_result_line(config, options, result))
+    return result
+
+
+def _train_whole(
+    config: TrainConfig, options: LoopOptions, feed: Feed, tell: Tell, progress: bool, processes: Processes
+) -> LoopResult:
+    if processes.count > 1:
+        raise ConfigError("every weight is trained by one process; leave --full out to train adapters with several")
+    device = find_device(chosen_device(config))
+    run = FullRun(feed.learner.config, config, device, progress=progress)
+    if config.checkpointing:
+        recompute_layers(run.model)
+    tell(f"training all {run.masters.num_values():,} weights")
+    task = run.task(feed, _facts(config, run.config))
+    result = train(task, options, config.output / RUN_FOLDER, resume=config.resume, progress=progress)
+    run.write(config.output)
     return result
 
 
@@ -116,7 +145,8 @@ def check_config(config: TrainConfig) -> None:
     require_plots()
     check_targets(config.targets)
     folder = config.output / RUN_FOLDER
-    if not config.resume and (load_state(folder) is not None or (config.output / "adapter_config.json").exists()):
+    taken = any((config.output / name).exists() for name in ("adapter_config.json", "config.json"))
+    if not config.resume and (taken or load_state(folder) is not None):
         raise ConfigError(f"{config.output} already holds a run; go on with it (--resume), or choose another folder")
 
 
@@ -172,7 +202,7 @@ def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
 
 def _facts(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
     """What a run cannot change when it is resumed, beside the loop's own options."""
-    same = ("rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
+    same = ("full", "rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
     content = hashlib.blake2b(config.data.read_bytes(), digest_size=16).hexdigest()
     return {name: getattr(config, name) for name in same} | {"data": content, "family": model.family}
 
@@ -185,6 +215,6 @@ def _data_line(config: TrainConfig, chats: list[Chat], faults: list[str]) -> str
 
 def _result_line(config: TrainConfig, options: LoopOptions, result: LoopResult) -> str:
     folder = config.output / RUN_FOLDER
-    line = f"loss {result.loss:.4f} in step {result.step} of {options.steps}; adapter in {config.output}, "
+    line = f"loss {result.loss:.4f} in step {result.step} of {options.steps}; result in {config.output}, "
     line += f"{CSV_NAME} and {PLOT_NAME} in {folder}"
     return line if result.finished else f"{line}\ninterrupted: --resume goes on from step {result.step}"

@@ -60,7 +60,12 @@ class Product(torch.autograd.Function):
 
 
 def values_for(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, format: Format) -> torch.Tensor:
-    """The weight as numbers [out, in]: bf16 where a matrix unit can take it and it is exact, else fp32."""
+    """The weight as numbers [out, in]: bf16 where a matrix unit can take it and it is exact, else fp32.
+
+    A weight of a packed format without scales has its values already (`train.masters`).
+    """
+    if format.block is not None and scale is None:
+        return data if _on_matrix_units(x) and data.dtype == torch.bfloat16 else data.float()
     shape = (*data.shape[:-1], data.shape[-1] * 2) if format.name == "fp4" else tuple(data.shape)
     exact = format.scale_dtype == "F8_E8M0" or format.name == "bf16"
     dtype = torch.bfloat16 if _on_matrix_units(x) and exact else torch.float32

@@ -15,8 +15,13 @@ from spyglass.cli.main import main
 from spyglass.config.training import TrainConfig
 from spyglass.errors import AdapterError, ConfigError, PromptError
 from spyglass.lora.peft import read_adapter
+from spyglass.model import load_model
+from spyglass.prompt.tokenizer import load_tokenizer
+from spyglass.train.data import Learner, read_chats
 from spyglass.train.finetune import finetune
 from spyglass.train.log import read_log
+from spyglass.train.loss import step_logits, token_loss
+from spyglass.train.packing import pack
 
 pytestmark = pytest.mark.slow  # they load a checkpoint from disk
 ALL = ("attention", "compressor", "shared", "experts", "tower", "aligner")
@@ -63,6 +68,36 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(config: TrainConfig, tm
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     logs = [[row.loss for row in read_log(out / "training")] for out in (whole.output, config.output)]
     assert logs[0] == logs[1] and len(logs[0]) == 3
+
+
+def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_trained(
+    config: TrainConfig, data: Path
+) -> None:
+    """Packing loses nothing: the loss of the checkpoint that was written is the one that training would go on from."""
+    config = replace(config, full=True, steps=3, lr=3e-3, batch_tokens=300, clip=100.0)
+    assert finetune(config, progress=False).finished
+    losses = [row.loss for row in read_log(config.output / "training")]
+    assert losses[-1] < losses[0]
+    before, after = (_loss_of(folder, data) for folder in (config.model, config.output))
+    assert before == pytest.approx(losses[0], rel=0.02) and after < losses[-1]
+    gone = replace(config, output=config.output.with_name("cut"))
+    assert not finetune(replace(gone, minutes=0.0), progress=False).finished
+    assert finetune(replace(gone, resume=True), progress=False).finished
+    for file in config.output.glob("*.safetensors"):
+        assert file.read_bytes() == (gone.output / file.name).read_bytes(), "resumed as if it had never stopped"
+
+
+def _loss_of(folder: Path, data: Path) -> float:
+    """Mean loss of all chats, by the serving model with the ops that serve."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    loaded = load_model(folder, ops="reference", progress=False)
+    chats, _ = read_chats(data, Learner(loaded.config, tokenizer), most_tokens=300, progress=False)
+    samples = [Learner(loaded.config, tokenizer).sample(chat.messages) for chat in chats]
+    with torch.no_grad():
+        step = pack(samples, loaded.config)
+        loss, count = token_loss(step_logits(loaded.model, step), step.targets_R)
+    return float(loss / count)
 
 
 @pytest.mark.parametrize("names", ["official", "hf"])
