@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from scripts.tiny.feed import Feed, Source
 from scripts.tiny.models import FAMILIES, NAMES, Family, initial_value, tiny_config
@@ -40,8 +41,8 @@ from spyglass.train.whole import Outcome, WholeTrainer
 CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
 MOST_USES = 4
 KEPT_STEPS = 600
-PEAK_RATE, WARM_UP, BALANCE = 3e-3, 0.02, 1e-3
-LOG_EVERY = 50
+PEAK_RATE, WARM_UP, BALANCE = 3.5e-3, 0.02, 1e-3
+LOG_EVERY, REPORT_EVERY = 50, 4000
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -131,6 +132,7 @@ class Run:
         self.elapsed, self.step_number = float(facts["elapsed"]), 0 if state is None else state.step
         self.feeds = self._start_feeds(int(facts["drawn"]))
         place = torch.device(options.device)
+        torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
         torch.backends.cuda.matmul.allow_tf32 = True
         self.trainer = WholeTrainer(
             read_model_config(self.model_folder),
@@ -200,8 +202,9 @@ class Run:
                 self._write_log(sums, fresh_count, PEAK_RATE * share)
                 sums.zero_()
                 fresh_count = 0
-            if self.step_number % 2000 == 0:
+            if self.step_number % REPORT_EVERY == 0:
                 self.report(1)
+                self.save()
         self.elapsed = before + time.perf_counter() - begun
 
     def _next(self, source: random.Random) -> tuple[int, bool]:

@@ -20,13 +20,14 @@ from spyglass.checkpoint.schema import TensorSpec
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
 from spyglass.quant.codec import encode, round_e2m1, round_e4m3
-from spyglass.quant.formats import BF16, Format
+from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
 from spyglass.train.dense import straight_through
 
 Rule = Literal["matrix", "other"]  # what an optimiser may do with a stack: matrices can be orthogonalised
 _EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])")
 _Group = tuple[tuple[int, ...], Format, Rule, bool]
+_MIXING = "_fn"  # what hyper-connections multiply the streams with
 _TABLES = ("embed", "head")  # matrices whose rows are looked up or chosen one by one
 
 
@@ -116,7 +117,8 @@ class Masters:
         self.leaves = tuple(stack.value.detach().requires_grad_() for stack in self.stacks)
         for stack, leaf in zip(self.stacks, self.leaves, strict=True):
             rounded = straight_through(leaf, partial(self._quantise, format=stack.format))
-            self._put(stack, rounded.to(self._dtype) if stack.rule == "matrix" else rounded)
+            small = stack.rule == "matrix" and stack.format != F32
+            self._put(stack, rounded.to(self._dtype) if small else rounded)
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
         if (match := _EXPERT.fullmatch(stack.names[0])) is not None:
@@ -158,7 +160,8 @@ def _groups(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[_Grou
     groups: dict[_Group, list[str]] = {}
     for name in sorted(names, key=_order):
         spec = specs[name]
-        rule: Rule = "matrix" if spec.kind == "matrix" and name not in _TABLES else "other"
+        is_map = (spec.kind == "matrix" and name not in _TABLES) or name.endswith(_MIXING)
+        rule: Rule = "matrix" if is_map else "other"
         key = (spec.shape, spec.official, rule, _EXPERT.fullmatch(name) is not None)
         groups.setdefault(key, []).append(name)
     return {key: tuple(group) for key, group in groups.items()}

@@ -27,8 +27,8 @@ class MuonSettings:
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-10
-    decay: float = 0.02
-    other_rate: float = 1.0
+    decay: float = 0.05
+    other_rate: float = 0.5
     clip: float = 1.0
 
 
