@@ -158,10 +158,11 @@ def test_weights_that_are_holes_are_remarked_on(tmp_path: Path, capsys: pytest.C
     assert "mostly holes" in capsys.readouterr().err
 
 
-def test_without_a_model_folder_the_option_is_named(
+def test_where_no_model_is_shipped_or_named_the_option_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spyglass.cli.options.shipped_models", lambda: ())
     assert main(["run", "hi"]) == 2
     assert "--model" in capsys.readouterr().err
 
