@@ -17,10 +17,10 @@ from spyglass.prompt.chat import plain_part
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
-from spyglass.server.fields import Fields, listed, read_fields
+from spyglass.server.fields import Fields, flag_field, listed, read_fields
 from spyglass.server.markup import THINK_END
 from spyglass.server.openai_errors import openai_error
-from spyglass.server.sampling import EXTRA, FORMS, NATIVE, answers, sampling, stated_form
+from spyglass.server.sampling import EXTRA, FORMS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
 
 # What the library reads too; the others of `read` are handled here.
 _CONVERTED = frozenset(
@@ -49,6 +49,9 @@ _PARTS = {
 _PICTURE = Fields(read=frozenset({"url"}), ignored=frozenset({"detail"}))
 _TOOL = Fields(read=frozenset({"type", "function"}))
 _FUNCTION = Fields(read=frozenset({"name", "description", "parameters", "strict"}))
+_THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens"}))
+_FORMAT = Fields(read=frozenset({"type", "json_schema", "regex"}))
+_SCHEMA = Fields(read=frozenset({"name", "description", "schema", "strict"}))
 _TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 
 
@@ -67,6 +70,7 @@ class ChatEndpoint:
         """
         stated, ignored = read_fields(body, CHAT_FIELDS)
         model, adapter = choose_model(self.served, stated)
+        stream_options, unused = read_fields(stated.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         conversed, more = converse_chat(self.served, stated, fetch)
         thinking = conversed.thinking
         form = stated_form(stated, _form(stated.get("response_format")), thinking=thinking)
@@ -89,17 +93,17 @@ class ChatEndpoint:
                 reasoning=conversed.expected.reasoning,
                 with_logprobs=params.logprobs is not None,
             ),
-            include_usage=bool(stated.get("stream_options", {}).get("include_usage")),
+            include_usage=flag_field(stream_options, "include_usage"),
         )
         return Call(
             model=model,
             prompt=conversed.prompt,
             params=many,
-            stream=bool(stated.get("stream", False)),
+            stream=flag_field(stated, "stream"),
             reply=reply,
             adapter=adapter,
             pictures=len(conversed.prompt.plans),
-            user_fields=ignored + more,
+            user_fields=ignored + unused + more,
         )
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
@@ -123,13 +127,21 @@ def converse_chat(served: Served, stated: Mapping[str, Any], fetch: Fetch | None
         _check_tool(tool, f"tools[{number}]")
     if "chat_template_kwargs" in stated:
         plain.setdefault("thinking", _template_thinking(stated["chat_template_kwargs"]))
+    if "thinking" in plain:
+        plain["thinking"], unused = read_fields(plain["thinking"], _THINKING, "thinking")
+        ignored += unused
+    if "response_format" in plain:
+        form, _ = read_fields(plain["response_format"], _FORMAT, "response_format")
+        if "json_schema" in form:
+            form["json_schema"], _ = read_fields(form["json_schema"], _SCHEMA, "response_format.json_schema")
+        plain["response_format"] = form
     _check_effort(plain)
     conversed = converse(
         served,
         deepseek_recipe.ChatCompletionRequest,
         plain,
         pictures,
-        one_call=stated.get("parallel_tool_calls") is False,
+        one_call=not flag_field(stated, "parallel_tool_calls", default=True),
     )
     return conversed, tuple(dict.fromkeys(ignored))
 

@@ -17,9 +17,9 @@ from spyglass.prompt.tokens import Prompt
 from spyglass.server.answer import Tokens, event, failure, spell
 from spyglass.server.conversation import choose_model, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
-from spyglass.server.fields import Fields, read_fields
+from spyglass.server.fields import Fields, flag_field, read_fields
 from spyglass.server.openai_errors import openai_error
-from spyglass.server.sampling import EXTRA, FORMS, NATIVE, answers, sampling, stated_form
+from spyglass.server.sampling import EXTRA, FORMS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
 
 _FIELDS = Fields(
     read=NATIVE
@@ -30,7 +30,6 @@ _FIELDS = Fields(
     ignored=frozenset({"user"}),
     fixed={"best_of": (1,), "suffix": ("",)},
 )
-_STREAM = Fields(read=frozenset({"include_usage"}), ignored=frozenset({"include_obfuscation"}))
 _MAX_TOKENS = 16  # the protocol's own default
 
 
@@ -49,13 +48,11 @@ class CompletionsEndpoint:
         """
         stated, ignored = read_fields(body, _FIELDS)
         model, adapter = choose_model(self.served, stated)
-        for name in ("stream", "echo", "add_special_tokens"):
-            if not isinstance(stated.get(name, False), bool):
-                raise PromptError(f"{name} is {stated[name]!r}, expected true or false")
-        stream_options, more = read_fields(stated.get("stream_options", {}), _STREAM, "stream_options")
-        prompt = prompt_of(self.served, stated.get("prompt"), start=stated.get("add_special_tokens", True))
-        echo, logprobs = stated.get("echo", False), stated.get("logprobs")
-        if echo and logprobs is not None and stated.get("stream"):
+        stream_options, more = read_fields(stated.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
+        start, stream = flag_field(stated, "add_special_tokens", default=True), flag_field(stated, "stream")
+        prompt = prompt_of(self.served, stated.get("prompt"), start=start)
+        echo, logprobs = flag_field(stated, "echo"), stated.get("logprobs")
+        if echo and logprobs is not None and stream:
             raise PromptError(
                 "logprobs of an echoed prompt are known only in the end; leave out stream, echo or logprobs"
             )
@@ -69,13 +66,13 @@ class CompletionsEndpoint:
         )
         many = answers(params, stated.get("n"))
         reply = CompletionsReply(
-            self.served, prompt, many, model=model, echo=echo, include_usage=bool(stream_options.get("include_usage"))
+            self.served, prompt, many, model=model, echo=echo, include_usage=flag_field(stream_options, "include_usage")
         )
         return Call(
             model=model,
             prompt=prompt,
             params=many,
-            stream=stated.get("stream", False),
+            stream=stream,
             reply=reply,
             adapter=adapter,
             user_fields=ignored + more,

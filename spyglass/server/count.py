@@ -12,7 +12,7 @@ from spyglass.server.chat import CHAT_FIELDS, converse_chat
 from spyglass.server.completions import prompt_of
 from spyglass.server.conversation import choose_model, tokenizer_of
 from spyglass.server.exchange import Fetch, Immediate, Served
-from spyglass.server.fields import Fields, listed, read_fields
+from spyglass.server.fields import Fields, flag_field, listed, read_fields
 from spyglass.server.messages import MESSAGES_FIELDS, anthropic_error, converse_messages
 from spyglass.server.openai_errors import openai_error
 from spyglass.server.responses import RESPONSES_FIELDS, converse_responses
@@ -86,10 +86,12 @@ class Tokenize:
         if is_chat:
             prompt = converse_chat(self.served, stated, fetch)[0].prompt
         else:
-            prompt = prompt_of(self.served, stated.get("prompt"), start=stated.get("add_special_tokens", True) is True)
+            prompt = prompt_of(
+                self.served, stated.get("prompt"), start=flag_field(stated, "add_special_tokens", default=True)
+            )
         ids = prompt.ids_T.tolist()
         answer = {"count": len(ids), "max_model_len": self.served.max_length, "tokens": ids}
-        if stated.get("return_token_strs"):
+        if flag_field(stated, "return_token_strs"):
             tokenizer = tokenizer_of(self.served)
             answer["token_strs"] = [tokenizer.spelling(token) or "" if token >= 0 else "" for token in ids]
         return Immediate(body=answer)

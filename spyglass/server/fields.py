@@ -58,6 +58,18 @@ def text_field(body: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
+def flag_field(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """A field that is true or false.
+
+    Raises:
+        PromptError: it is something else.
+    """
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise PromptError(f"{name} is {str(value)[:100]!r}, expected true or false")
+    return value
+
+
 def listed(value: object, where: str) -> list[Any]:
     """A value that must be a list.
 

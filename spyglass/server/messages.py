@@ -16,7 +16,7 @@ from spyglass.prompt.chat import WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
-from spyglass.server.fields import Fields, listed, read_fields, text_field
+from spyglass.server.fields import Fields, flag_field, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
 from spyglass.server.sampling import EXTRA, FORMS, NATIVE, sampling, stated_form
 
@@ -85,7 +85,7 @@ class MessagesEndpoint:
             model=model,
             prompt=conversed.prompt,
             params=(params,),
-            stream=bool(stated.get("stream", False)),
+            stream=flag_field(stated, "stream"),
             reply=MessagesReply(conversed, model=model, family=self.served.config.family, tokens=tokens),
             adapter=adapter,
             pictures=len(conversed.prompt.plans),
@@ -134,7 +134,8 @@ def converse_messages(
     if tools:
         plain["tools"] = [_tool(tool, f"tools[{n}]", ignored) for n, tool in enumerate(tools)]
     choice, _ = read_fields(stated.get("tool_choice", {}), _CHOICE, "tool_choice")
-    one_call = choice.pop("disable_parallel_tool_use", False) is True
+    one_call = flag_field(choice, "disable_parallel_tool_use")
+    choice.pop("disable_parallel_tool_use", None)
     if choice.get("type") == "any":  # the library reads it as "auto"
         changed["tool_choice"] = "required"
     elif choice:

@@ -17,7 +17,7 @@ from spyglass.prompt.chat import PICTURE_ROLES, STUB_URL, WITHOUT_PICTURE
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
-from spyglass.server.fields import Fields, listed, read_fields, text_field
+from spyglass.server.fields import Fields, flag_field, listed, read_fields, text_field
 from spyglass.server.markup import THINK_END
 from spyglass.server.openai_errors import openai_error
 from spyglass.server.sampling import EXTRA, FORMS, NATIVE, sampling, stated_form
@@ -86,7 +86,7 @@ class ResponsesEndpoint:
             model=model,
             prompt=conversed.prompt,
             params=(params,),
-            stream=bool(stated.get("stream", False)),
+            stream=flag_field(stated, "stream"),
             reply=ResponsesReply(conversed, plain, model=model, family=self.served.config.family, tokens=tokens),
             adapter=adapter,
             pictures=len(conversed.prompt.plans),
@@ -123,7 +123,7 @@ def converse_responses(
     for value in listed(stated.get("include", []), "include"):
         if value not in _INCLUDE:
             raise PromptError(f"include has {str(value)[:100]!r}; this server has {' and '.join(sorted(_INCLUDE))}")
-    one_call = stated.get("parallel_tool_calls") is False
+    one_call = not flag_field(stated, "parallel_tool_calls", default=True)
     conversed = converse(served, deepseek_recipe.ResponsesRequest, plain, pictures, one_call=one_call)
     return plain, conversed, tuple(dict.fromkeys(ignored))
 

@@ -17,6 +17,7 @@ MOST_ANSWERS = 128
 NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 EXTRA = frozenset({"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
 FORMS = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
+STREAM_OPTIONS = Fields(read=frozenset({"include_usage"}), ignored=frozenset({"include_obfuscation"}))
 _FORM_FIELDS = Fields(read=frozenset({"json", "regex", "choice", "grammar", "json_object"}))
 
 
