@@ -7,6 +7,7 @@ never given twice, so that nothing old can meet a new adapter.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,9 +67,12 @@ class AdapterPool:
         """Put an adapter into the banks; `factor` multiplies what it adds.
 
         Raises:
-            AdapterError: the name is taken, the adapter does not fit the model, or a rank is above the limit.
+            AdapterError: the name is taken, the adapter does not fit the model, a rank is above the limit, or `factor`
+                is no finite number or 0.
             CapacityError: there is no memory for it. The model is as it was in all these cases.
         """
+        if not math.isfinite(factor) or factor == 0:
+            raise AdapterError(f"factor is {factor}; it must be a finite number, and 0 would do nothing")
         check_fit(adapter, self._places.shape, self._places.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
@@ -116,7 +120,8 @@ def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> Non
 
 def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank rows fp32 A [R, in] and B [R, out]. An A for each group is a shared one whose B is zero in other groups."""
-    a_RI, b_RO = pair.a_RI.float(), pair.b_OR.float().T.contiguous()
+    a_RI = pair.a_RI.to(torch.float32, copy=True)
+    b_RO = pair.b_OR.T.to(torch.float32, copy=True).contiguous()
     if len(a_RI) == pair.rank:
         return a_RI, b_RO
     shape = places.shape(name)

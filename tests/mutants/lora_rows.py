@@ -57,6 +57,7 @@ LORA_ROWS: list[Mutant] = [
     Mutant(PEFT, 'if module != outer:\n        return native, "gate_up_proj"', 'if module != outer:\n        return native, "down_proj"',
            ON_PEFT, "the inner pair is down_proj"),
     Mutant(FIT, "if rank > max_rank:", "if False:", ON_POOL, "no limit of ranks"),
+    Mutant(POOL, "pair.a_RI.to(torch.float32, copy=True)", "pair.a_RI.float()", ON_POOL, "banks share the caller's memory"),
     Mutant(POOL, "self._next_slot += 1", "self._next_slot += 0", ON_POOL, "slots given twice"),
     Mutant(POOL, "eye_GG * b_rGO", "b_rGO + 0 * eye_GG", ON_POOL, "groups mixed"),
     Mutant(POOL, "[pair.scale * factor] * len(a_RI)", "[pair.scale] * len(a_RI)", LAWS, "factor dropped"),

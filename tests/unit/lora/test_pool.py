@@ -178,6 +178,27 @@ def test_digests_tell_weights_alpha_factor_and_rank_apart_and_pictures_from_text
     assert AdapterFile(modules=moved).digests()[0] != reads.digests()[0]
 
 
+def test_what_is_attached_is_a_copy(world: Small, model: Any) -> None:
+    """So that digests stay true whatever a caller does with its tensors afterwards; rank 1 needs no transposing."""
+    pool, prompt = AdapterPool(model), world.prompt([20])
+    for rank in (1, 3):
+        adapter = random_adapter(world.shapes, ["attention", "experts", "shared"], rank=rank)
+        use = pool.attach("it", adapter)
+        (before,) = logits_together(world.engine(model), [(prompt, use)])
+        for pair in adapter.modules.values():
+            pair.a_RI.fill_(9.0)
+            pair.b_OR.fill_(9.0)
+        (after,) = logits_together(world.engine(model), [(prompt, use)])
+        assert torch.equal(before, after)
+        pool.detach("it")
+
+
+def test_a_factor_that_means_nothing_is_refused(world: Small, model: Any) -> None:
+    for factor in (0.0, float("nan"), float("inf")):
+        with pytest.raises(AdapterError, match="factor is"):
+            AdapterPool(model).attach("it", one(world, "layers.0.attn.wq_a"), factor=factor)
+
+
 def test_names_are_looked_up_exactly_and_the_known_ones_listed(world: Small, model: Any) -> None:
     pool = AdapterPool(model)
     first = pool.attach("a", one(world, "layers.0.attn.wq_a"))
