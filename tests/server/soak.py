@@ -44,6 +44,12 @@ SERVER = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--numerics", "plain", "--threads", "1"),
     *("--max-sequences", "8", "--max-waiting", "16", "--grace-seconds", "5", "--model-name", "tiny"),
     *("--max-body-bytes", str(MOST_BODY), "--cache-bytes", str(150 << 20), "--log-level", "error"),
+    *(
+        "--prefix-cache-bytes",
+        str(32 << 20),
+        "--image-cache-bytes",
+        str(1 << 20),
+    ),  # full early, so that growth is a leak
 )
 
 
