@@ -11,6 +11,7 @@ BENCHMARKS = {
     "load": "files to memory, beside cat",
     "model": "decode and prefill, beside what the memory allows",
     "engine": "many requests at once, beside what the machine allows",
+    "cache": "the first token of a prompt that was there before, beside a new one",
     "serve": "a server under load, beside the engine alone",
     "stream": "the server's own work for each streamed token, beside fixed events",
     "ops": "each op, beside its reference",

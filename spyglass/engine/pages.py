@@ -106,6 +106,10 @@ class PagePool:
         """Pages that nobody holds but those counted in `holders`, from page 0 on."""
         return int(np.count_nonzero((holders > 0) & (holders == self._holders[: len(holders)])))
 
+    def held_once(self, pages: NDArray[np.int32]) -> bool:
+        """Whether some of these pages have one holder only."""
+        return bool((self._holders[pages] == 1).any())
+
     def only_in(self, holders: NDArray[np.int32], pages: NDArray[np.int32]) -> bool:
         """Whether nobody holds some of these pages but those counted in `holders`, from page 0 on."""
         return bool((holders[pages] == self._holders[pages]).any())

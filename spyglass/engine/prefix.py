@@ -175,12 +175,23 @@ class PrefixCache:
             self._evict(next(iter(self._entries)))
 
     def give_way(self) -> bool:
-        """Forget the least recently used snapshot that holds pages which no sequence does; False when there is none."""
-        for name, entry in self._entries.items():
-            if any(self._blocks.pools[g].only_in(self._held[g], pages) for g, pages in entry.snapshot.pages.items()):
-                self._evict(name)
-                return True
-        return False
+        """Forget one snapshot so that pages become free, now or when more go; False when all are in use by sequences.
+
+        Of those whose end alone can go, the least recently used: what it shares with shorter ones stays.
+        """
+        name = next((name for name, entry in self._entries.items() if self._frees_pages(entry.snapshot)), None)
+        if name is None:
+            name = next((name for name, entry in self._entries.items() if self._has_spare(entry.snapshot)), None)
+        if name is not None:
+            self._evict(name)
+        return name is not None
+
+    def _frees_pages(self, snapshot: Snapshot) -> bool:
+        return any(self._blocks.pools[group].held_once(pages) for group, pages in snapshot.pages.items())
+
+    def _has_spare(self, snapshot: Snapshot) -> bool:
+        pools, held = self._blocks.pools, self._held
+        return any(pools[group].only_in(held[group], pages) for group, pages in snapshot.pages.items())
 
     def _evict(self, name: bytes) -> None:
         entry = self._entries.pop(name)

@@ -2,121 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spyglass.batch.types import ImageBatch
-from spyglass.engine.engine import Engine
-from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
-from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
-from tests import engine_parts, small_v41
-from tests.engine_parts import NO_CACHES, PREFIX_BLOCK, make_model, pages_used, patches
-from tests.small_models import random_text
-from tests.tolerance import assert_law
-
-BOTH_CACHES = {"prefix_cache_bytes": 1 << 30, "image_cache_bytes": 1 << 30}
-VOCABULARY = 70
-# every logit of each answer token is compared, not only the best one
-SHOWN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=VOCABULARY)
-BRIEF = replace(SHOWN, max_tokens=2)
-
-
-class CountedModel:
-    """The same model; `pictures` counts those that went through the tower, `rows` the tokens of all steps."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.pictures = self.rows = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def encode_images(self, images: ImageBatch) -> torch.Tensor:
-        self.pictures += len(images.grids_I2)
-        out: torch.Tensor = self._model.encode_images(images)
-        return out
-
-    def embed(self, batch: Any, rows: Any) -> torch.Tensor:
-        self.rows += len(batch.ids_T)
-        out: torch.Tensor = self._model.embed(batch, rows)
-        return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """A model, engines over it, and answers of an engine without caches to compare with."""
-
-    model: Any = field(repr=False)
-    build: Callable[..., Engine]
-    plain: Engine = field(repr=False)  # without caches
-    cold: dict[bytes, RequestOutput] = field(default_factory=dict, repr=False)
-
-    def engine(self, **options: Any) -> Engine:
-        return self.build(self.model, **{"step": 64, **options})
-
-    def prompt(self, parts: Sequence[Any]) -> Prompt:
-        return prompt_from_parts(list(parts), self.model.config)
-
-    def check(self, output: RequestOutput, prompt: Prompt, params: SamplingParams = SHOWN) -> None:
-        """An answer equals that of a run without caches: ids, and the log-probability of every token beside them."""
-        key = prompt.ids_T.tobytes() + prompt.kinds_T.tobytes() + b"".join(prompt.digests) + repr(params).encode()
-        if key not in self.cold:
-            self.cold[key] = ask(self.plain, prompt, params)
-        cold = self.cold[key]
-        assert output.token_ids == cold.token_ids
-        assert_law(spread(output), spread(cold))
-
-
-def v4_engine(model: Any, **options: Any) -> Engine:
-    return engine_parts.make_engine(model, model.config, **options)
+from tests.cache_parts import (
+    BOTH_CACHES,
+    BRIEF,
+    MIXED,
+    SHOWN,
+    CountedModel,
+    World,
+    ask,
+    finish,
+    make_world,
+    picture,
+    spread,
+    text,
+)
+from tests.engine_parts import NO_CACHES, PREFIX_BLOCK, pages_used
 
 
 @pytest.fixture(scope="module", params=["v4", "v41"])
 def world(request: pytest.FixtureRequest) -> World:
-    if request.param == "v4":
-        model, build = make_model(seed=3), v4_engine
-    else:
-        model, build = small_v41.small_v41_model(seed=3), small_v41.make_engine
-    return World(model=model, build=build, plain=build(model, step=200, **NO_CACHES))
-
-
-def spread(output: RequestOutput) -> np.ndarray[Any, Any]:
-    """Log-probabilities [answer, V] by id."""
-    assert output.logprobs is not None
-    return np.array([[value for _, value in sorted(entry.top)] for entry in output.logprobs])
-
-
-def ask(
-    engine: Engine, prompt: Prompt, params: SamplingParams = SHOWN, adapter: AdapterUse = NO_ADAPTER
-) -> RequestOutput:
-    return finish(engine, [engine.add(prompt, params, adapter=adapter)])[0]
-
-
-def finish(engine: Engine, ids: Sequence[int]) -> list[RequestOutput]:
-    done: dict[int, RequestOutput] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.output is not None:
-                done[delta.request_id] = delta.output
-    return [done[request] for request in ids]
-
-
-def text(length: int, seed: int) -> list[int]:
-    """Ids that no model here bans or treats as a picture."""
-    return random_text(length, seed, 68).tolist()
-
-
-def picture(rows: int, columns: int, seed: int) -> Patches:
-    return patches(rows, columns, seed=seed)
+    return make_world(request.param)
 
 
 PIECES = st.lists(
@@ -154,9 +70,6 @@ def test_every_turn_of_a_conversation_and_of_a_fork_of_it_answers_as_a_cold_run(
     world.check(ask(engine, again), again)
     engine.prefixes.clear()
     assert set(pages_used(engine).values()) == {0}
-
-
-MIXED: list[Any] = [text(21, 1), picture(4, 4, 2), text(5, 3), picture(6, 6, 4), picture(3, 5, 5), text(30, 6)]
 
 
 def test_a_prompt_that_shares_any_beginning_goes_on_from_the_last_snapshot_before_the_difference(world: World) -> None:
@@ -331,67 +244,3 @@ def test_prompts_that_arrive_together_run_what_they_share_about_once(world: Worl
         world.check(output, prompt, BRIEF)
     assert counted.rows < 2 * len(shared)
     assert counted.rows == sum(len(p) + 1 for p in prompts) - sum(output.usage.cached_tokens for output in outputs)
-
-
-@pytest.mark.parametrize("kept", [1, 40_000, 150_000, 400_000])
-def test_a_small_cache_holds_no_more_than_it_may_and_changes_no_answer(kept: int, world: World) -> None:
-    engine = world.engine(prefix_cache_bytes=kept, image_cache_bytes=3000)
-    for number in (1, 2, 1, 3, 1, 1):
-        prompt = world.prompt([text(20, number), picture(4, 4, number), text(50, number)])
-        output = ask(engine, prompt, BRIEF)
-        world.check(output, prompt, BRIEF)
-        assert engine.prefixes.counts.bytes_held <= kept
-        assert engine.pictures.counts.bytes_held <= 3000
-    if kept == 1:
-        assert len(engine.prefixes) == 0
-        assert set(pages_used(engine).values()) == {0}
-    engine.prefixes.clear()
-    assert engine.prefixes.counts.bytes_held == 0
-    assert set(pages_used(engine).values()) == {0}
-
-
-def test_a_request_whose_pictures_exceed_the_cache_still_runs(world: World) -> None:
-    engine = world.engine(step=40, image_cache_bytes=100, prefix_cache_bytes=0)
-    prompt = world.prompt(MIXED)
-    world.check(ask(engine, prompt), prompt)
-    assert len(engine.pictures) == 0
-
-
-def test_whoever_asks_for_the_logits_of_a_prompt_gets_them_all(world: World) -> None:
-    engine = world.engine(step=50, **BOTH_CACHES)
-    prompt = world.prompt(MIXED)
-    ask(engine, prompt)
-    cold = engine_parts.logits_of(world.plain, prompt)
-    assert_law(engine_parts.logits_of(engine, prompt), cold)
-    output = ask(engine, prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    assert output.usage.cached_tokens == 0
-    assert output.prompt_logprobs is not None
-    missing = [t for t, entry in enumerate(output.prompt_logprobs) if entry is None]
-    assert missing == [t for t in range(len(prompt)) if t == 0 or prompt.kinds_T[t] >= 0]
-
-
-class BrokenOnce:
-    """A model whose rows hold NaN in one step."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self.broken = model, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def embed(self, batch: Any, rows: Any) -> torch.Tensor:
-        out: torch.Tensor = self._model.embed(batch, rows)
-        return out * float("nan") if self.broken else out
-
-
-def test_what_was_computed_beside_a_fault_of_the_model_is_not_used_again(world: World) -> None:
-    broken = BrokenOnce(world.model)
-    engine = replace(world, model=broken).engine(**BOTH_CACHES)
-    prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(9, 2)])
-    broken.broken = True
-    assert ask(engine, prompt).error is not None
-    assert len(engine.prefixes) == len(engine.pictures) == 0
-    broken.broken = False
-    output = ask(engine, prompt)
-    world.check(output, prompt)
-    assert output.usage.cached_tokens == 0

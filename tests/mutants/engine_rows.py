@@ -8,6 +8,8 @@ SAMPLER = "spyglass/engine/sampler.py"
 TEXT = "spyglass/engine/detokenize.py"
 BLOCKS = "spyglass/engine/blocks.py"
 ASSEMBLE = "spyglass/batch/assemble.py"
+PREFIX = "spyglass/engine/prefix.py"
+IMAGES = "spyglass/engine/image_cache.py"
 PAGES = "spyglass/engine/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
@@ -23,6 +25,9 @@ ON_SAMPLER = f"{UNIT}/test_sampler.py"
 ON_TEXT = f"{UNIT}/test_detokenize.py"
 ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
 ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
+ON_CACHES = (
+    f"{UNIT}/test_prefix.py {UNIT}/test_image_cache.py tests/laws/test_caches.py tests/laws/test_cache_limits.py"
+)
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
@@ -91,6 +96,44 @@ ENGINE_ROWS: list[Mutant] = [
            "more pages given than there are"),
     Mutant(BLOCKS, "group.pages_for(count) for count in tokens) <= limit", "group.pages_for(count) for count in tokens[:1]) <= limit",
            ON_BLOCKS, "room for one taken for room for all"),
+    Mutant(PREFIX, ", sequence.kinds(start, stop).tobytes()]", "]", ON_CACHES, "names without kinds"),
+    Mutant(PREFIX, "facts += [place, sequence.prompt.digests[span.image], ", "facts += [place, ", ON_CACHES,
+           "names without pictures"),
+    Mutant(PREFIX, ", sequence.adapter.vision_digest]", "]", ON_CACHES, "names without the picture adapter"),
+    Mutant(PREFIX, 'self._hash(b"", sequence.adapter.text_digest)', 'self._hash(b"")', ON_CACHES,
+           "names without the text adapter"),
+    Mutant(PREFIX, "return self._hash(before, *facts)", 'return self._hash(b"", *facts)', ON_CACHES, "blocks are not chained"),
+    Mutant(PREFIX, "key=self._secret, ", "", ON_CACHES, "names anybody can compute"),
+    Mutant(PREFIX, " | {sequence.cut_at_most(length - 1)}", "", ON_CACHES, "no snapshot before the end of a prompt"),
+    Mutant(PREFIX, "{span.start + span.length for span in spans} | ", "set() | ", ON_CACHES, "none behind pictures"),
+    Mutant(PREFIX, " if sequence.cut_at_most(place) == place", "", ON_CACHES, "a snapshot inside a span"),
+    Mutant(PREFIX, " or sequence.wants_prompt_rows", "", ON_CACHES, "logits of a prompt that were never computed"),
+    Mutant(PREFIX, "sequence.computed < tokens < sequence.length", "sequence.computed < tokens", ON_CACHES,
+           "no token is left to run"),
+    Mutant(PREFIX, "            self._entries.move_to_end(name)\n            while", "            while", ON_CACHES,
+           "a hit does not count as use"),
+    Mutant(PREFIX, "sorted(self._tails.get(names.block(number), ()), reverse=True)",
+           "sorted(self._tails.get(names.block(number), ()))", ON_CACHES, "the shortest known prefix is taken"),
+    Mutant(PREFIX, "while self._bytes > self._limit:", "while False:", ON_CACHES, "no limit"),
+    Mutant(PREFIX, "        self._blocks.forget(entry.snapshot)\n", "", ON_CACHES, "pages of evicted snapshots leak"),
+    Mutant(PREFIX, "if self._frees_pages(entry.snapshot)", "", ON_CACHES, "beginnings go before ends"),
+    Mutant(PREFIX, "if self._has_spare(entry.snapshot)", "", ON_CACHES, "snapshots go although that frees nothing"),
+    Mutant(IMAGES, "self._rows[key] = rows_IC.clone()", "self._rows[key] = rows_IC", ON_CACHES, "a part holds the whole"),
+    Mutant(IMAGES, "            self._rows.move_to_end(key)\n", "", ON_CACHES, "first in, first out"),
+    Mutant(IMAGES, "            self._bytes -= oldest.nbytes\n", "            break\n", ON_CACHES, "one goes, then no limit"),
+    Mutant(RUNNER, "sequence.prompt.digests[picture], sequence.adapter.vision_digest",
+           'sequence.prompt.digests[picture], b""', ON_CACHES, "rows of one adapter for another"),
+    Mutant(RUNNER, "                self._pictures.put(key, part)\n", "", ON_CACHES, "nothing is put into the image cache"),
+    Mutant(RUNNER, "unknown.setdefault(key, []).append", "unknown.setdefault((key, sequence), []).append", ON_CACHES,
+           "a picture is encoded for each request"),
+    Mutant(SCHEDULER, "                if not self._prefixes.give_way():\n                    self._preempt()\n",
+           "                self._preempt()\n", ON_CACHES + " tests/laws/test_interleavings.py",
+           "requests are preempted before the cache gives way"),
+    Mutant(SCHEDULER, "        self._prefixes.keep(sequence, sequence.computed)\n", "", ON_CACHES, "a preempted one starts over"),
+    Mutant(ENGINE, "        self.prefixes.clear()\n        self.pictures.clear()\n", "", ON_CACHES, "what is broken stays"),
+    Mutant(ENGINE, "if error is None and sequence.row is not None:", "if False:", ON_CACHES, "no snapshot where an answer ends"),
+    Mutant(SEQUENCE, "max(self.reached, self.computed))", "self.computed)", ON_CACHES,
+           "what a preempted request computed itself counts as cached"),
     Mutant(BLOCKS, "grown[:, : table.shape[1]] = table", "pass", ON_BLOCKS, "a widened table is empty"),
     Mutant(SCHEDULER, "sequence.cut_at_most(sequence.computed + min(want, left))",
            "(sequence.computed + min(want, left))", ON_TURNS, "a span is cut"),

@@ -157,3 +157,24 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
         found[first] = sequence.computed
         blocks.release(sequence.row)
     assert found == {2: 5, 4: 5, 3: 0}
+
+
+def test_pages_are_freed_from_the_end_of_a_prefix_and_its_beginning_stays() -> None:
+    """Of one sequence the longest snapshot goes first, although it is the youngest."""
+    blocks = make_blocks()
+    cache = PrefixCache(blocks, 1 << 30, B)
+    sequence = make_sequence(prompt_of([2] * 60))
+    sequence.row = row = blocks.admit()
+    assert row is not None
+    places = [20, 21, 40, 60]
+    blocks.extend(np.array([row]), np.array([0]), np.array([60]), [(row, place) for place in places])
+    for place in places:
+        cache.keep(sequence, place)
+    assert not cache.give_way(), "the sequence holds all pages itself"
+    blocks.release(row)
+    left, free = [], []
+    while cache.give_way():
+        left.append(sorted(entry.snapshot.tokens for entry in cache._entries.values()))
+        free.append(blocks.pools["pool4"].num_free)
+    assert left == [[20, 21, 40], [20, 21], [21], []]
+    assert free == sorted(free) and free[1] > free[0] and used(blocks)["pool4"] == 0
