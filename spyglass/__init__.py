@@ -6,10 +6,12 @@ The names below are looked up on first use, so that `import spyglass.prompt` or 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spyglass.config.training import TrainConfig
     from spyglass.engine import LLM, Patches, SamplingParams, Structured
+    from spyglass.train.finetune import finetune
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Patches", "SamplingParams", "Structured", "__version__"]
+__all__ = ["LLM", "Patches", "SamplingParams", "Structured", "TrainConfig", "__version__", "finetune"]
 
 
 def __getattr__(name: str) -> object:
@@ -17,6 +19,14 @@ def __getattr__(name: str) -> object:
         import spyglass.engine
 
         return getattr(spyglass.engine, name)
+    if name == "TrainConfig":
+        import spyglass.config.training
+
+        return spyglass.config.training.TrainConfig
+    if name == "finetune":
+        import spyglass.train.finetune
+
+        return spyglass.train.finetune.finetune
     raise AttributeError(f"module 'spyglass' has no attribute {name!r}")
 
 

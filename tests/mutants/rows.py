@@ -14,6 +14,7 @@ from tests.mutants.server_protocol_rows import SERVER_PROTOCOL_ROWS
 from tests.mutants.server_rows import SERVER_ROWS
 from tests.mutants.text_rows import TEXT_ROWS
 from tests.mutants.tiny_world_rows import TINY_WORLD_ROWS
+from tests.mutants.train_rows import TRAIN_ROWS
 from tests.mutants.v41_rows import V41_ROWS
 from tests.mutants.vision_rows import VISION_ROWS
 
@@ -29,6 +30,7 @@ ROWS: list[Mutant] = [
     *SERVER_ROWS,
     *TEXT_ROWS,
     *TINY_WORLD_ROWS,
+    *TRAIN_ROWS,
     *V41_ROWS,
     *VISION_ROWS,
 ]

@@ -47,7 +47,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine"},
+    "__init__": {"engine", "config", "train"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
 NO_TORCH = {"errors", "config", "prompt"}  # rooms that a front end without torch can load

@@ -1,0 +1,29 @@
+"""Faults in training: the loop, its state, the data, and the ops that have a backward of their own."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LOOP, _DATA, _OPS = "tests/unit/train/test_loop.py", "tests/unit/train/test_data.py", "tests/ops/test_training_ops.py"
+_GRADIENTS = "tests/unit/train/test_gradients.py"
+_ATTENTION = "spyglass/ops/sparse_attention/training.py"
+
+TRAIN_ROWS: list[Mutant] = [
+    Mutant("spyglass/train/loop.py", "scale = 1 / targets", "scale = 1 / targets.clamp(max=10)", _LOOP, "gradients are not divided by all targets"),
+    Mutant("spyglass/train/loop.py", "(step + 1) / (options.warmup + 1)", "step / (options.warmup + 1)", _LOOP, "the first step of the rise does nothing"),
+    Mutant("spyglass/train/loop.py", "return options.final + (1 - options.final) * share", "return share", _LOOP, "the last rate is ignored"),
+    Mutant("spyglass/train/loop.py", 'group["lr"] = peak * factor', 'group["lr"] = self._peaks[0] * factor', _LOOP, "all groups get the first one's rate"),
+    Mutant("spyglass/train/loop.py", "torch.manual_seed(_seed(self._options.seed, number))", "pass", _LOOP, "random numbers depend on what came before"),
+    Mutant("spyglass/train/loop.py", 'f"{seed} {number}"', 'f"{number}"', _LOOP, "the seed of random numbers is ignored"),
+    Mutant("spyglass/train/loop.py", "            self._flush()\n                    self._save(done)", "            self._save(done)\n                    self._flush()", _LOOP, "a state is saved before its loss is known to be a number"),
+    Mutant("spyglass/train/state.py", "os.replace(partial, target)", "shutil.copytree(partial, target)", "tests/unit/train/test_state.py", "a state gets its name before it is whole"),
+    Mutant("spyglass/train/data.py", "learn_T[0] = False", "pass", _DATA, "the first token counts as a target"),
+    Mutant("spyglass/train/data.py", "answering and not starts", "answering", _DATA, "the mark that begins an answer is learnt"),
+    Mutant("spyglass/train/data.py", "np.random.default_rng([self._seed, self._epochs])", "np.random.default_rng([self._seed])", _DATA, "every epoch has the same order"),
+    Mutant("spyglass/train/recompute.py", "cache.pages[key] = torch.zeros_like(pages)", "pass", _GRADIENTS, "a layer that is computed again writes into the pages of the first run"),
+    Mutant("spyglass/ops/fake_quant/training.py", "return grads[0], None, None, None", "return grads[0] * 0.5, None, None, None", _OPS, "the gradient of rounding is not 1"),
+    Mutant(_ATTENTION, "dp = multiply(grad, keys_KD.mT) - delta_TH[part.rows].flatten()[:, None]", "dp = multiply(grad, keys_KD.mT)", _OPS, "attention: the softmax's own gradient is dropped"),
+    Mutant(_ATTENTION, " + multiply(p.to(dtype).mT, grad)", "", _OPS, "attention: the gradient of values is dropped"),
+    Mutant(_ATTENTION, "dsink_H = -(delta_TH", "dsink_H = (delta_TH", _OPS, "attention: the sink's gradient has the wrong sign"),
+    Mutant(_ATTENTION, "(p * dp * ctx.scale)", "(p * dp)", _OPS, "attention: the scale is missing in the gradient"),
+]  # fmt: skip
