@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,8 +96,11 @@ def assemble(
     for group in steps[0].tables if steps else ():
         tables.table_SP[group] = _stack([step.tables[group] for step in steps])
 
-    def put(array: NDArray[np.generic], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+    place = torch.device(device)
+
+    def put(array: NDArray[np.generic], dtype: type[np.integer[Any]] = np.int32) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype))
+        return tensor if place.type == "cpu" else tensor.to(place)
 
     kinds_T = np.concatenate([step.kinds_n for step in steps])
     lo_T, hi_T = _window(steps, rows, text.sliding_window)
@@ -106,7 +110,7 @@ def assemble(
     lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
     batch = Batch(
         ids_T=put(np.concatenate([step.ids_n for step in steps])),
-        kinds_T=put(kinds_T, torch.int8),
+        kinds_T=put(kinds_T, np.int8),
         positions_T=put(rows.position_T),
         seq_T=put(rows.seq_T),
         query_start_S=put(np.append(rows.first_S, len(rows.seq_T))),
@@ -116,7 +120,7 @@ def assemble(
         window_width=int((hi_T - lo_T).max()) + 1,
         image_index_T=None if image_index_T is None else put(image_index_T),
         has_pictures=bool((kinds_T >= 0).any()),
-        logit_rows_R=put(np.array(logit_rows, np.int64), torch.int64),
+        logit_rows_R=put(np.array(logit_rows, np.int64), np.int64),
         slot_T=put(slot_T) if slot_T.any() else None,
         lookback_SL=put(np.stack(lookback)) if lookback else None,
     )
@@ -128,16 +132,16 @@ def assemble(
             ratio=ratio,
             sources_PB=put(step.sources_PB),
             positions_P=put(step.entry_P * ratio),
-            write_P=put(step.write_P, torch.int64),
-            phase_T=put(rows.position_T % ratio, torch.int64),
-            state_write_T=None if step.state_write_T is None else put(step.state_write_T, torch.int64),
+            write_P=put(step.write_P, np.int64),
+            phase_T=put(rows.position_T % ratio, np.int64),
+            state_write_T=None if step.state_write_T is None else put(step.state_write_T, np.int64),
             visible_T=put((rows.position_T + 1) // ratio),
             max_visible=int(((rows.stop_S) // ratio).max()),
         )
     view = CacheView(
         pages=pages,
         table_SP={group: put(table) for group, table in tables.table_SP.items()},
-        window_write_T=put(tables.flat("window", rows.seq_T, rows.position_T), torch.int64),
+        window_write_T=put(tables.flat("window", rows.seq_T, rows.position_T), np.int64),
         pools=pools,
     )
     return batch, view
@@ -162,7 +166,7 @@ def _pack(steps: Sequence[SequenceStep]) -> _Rows:
 def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     """Tables of different lengths as one array, padded with -1 (no page)."""
     if len({len(table) for table in tables}) == 1:
-        return np.array(tables, np.int32)
+        return np.concatenate(tables).reshape(len(tables), -1)
     out = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = table
