@@ -265,8 +265,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         ASSEMBLE,
-        "put(rows.position_T % ratio, torch.int64)",
-        "put((rows.position_T - rows.start_S[rows.seq_T]) % ratio, torch.int64)",
+        "put(rows.position_T % ratio, np.int64)",
+        "put((rows.position_T - rows.start_S[rows.seq_T]) % ratio, np.int64)",
         STEPS,
         "ape counted from the chunk",
     ),
