@@ -33,8 +33,8 @@ def recompute_layers(model: VisionLanguageModel) -> None:
 def _on_fresh_pages(layer: nn.Module, index: int, *inputs: Any) -> Any:
     """Run a layer on pages that nothing was written to yet.
 
-    The second run must not write into the pages of the first: they are part of the graph that asks for it. Layers above
-    that read this one's pages are through with them by then, since gradients reach this layer only through them.
+    Written into the pages of the first run, the graph of the second would stay alive with them until the step ends.
+    Layers above that read this one's pages are through with them by then: gradients reach this layer only through them.
     """
     cache = inputs[-1]
     assert isinstance(cache, CacheView) and isinstance(cache.pages, dict)

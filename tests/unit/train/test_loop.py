@@ -141,7 +141,9 @@ def test_the_logged_loss_is_a_mean_over_targets_and_the_norm_that_of_its_gradien
     parts = [toy.loss(0), toy.loss(1)]
     loss = (parts[0].loss + parts[1].loss) / 40
     grads = torch.autograd.grad(loss, [toy.weight, toy.bias])
-    run(tmp_path, replace(OPTIONS, steps=1), toy)
+    toy.task = replace(toy.task, optimisers=[torch.optim.SGD([toy.weight, toy.bias], lr=1.0)])
+    run(tmp_path, replace(OPTIONS, steps=1, clip=None, warmup=0), toy)
+    torch.testing.assert_close(toy.weight, -grads[0])
     (row,) = read_log(tmp_path)
     assert row.targets == 40 and row.tokens == 400
     assert row.loss == pytest.approx(float(loss.detach()), rel=1e-6)
