@@ -12,12 +12,13 @@ QUESTION ?= $(if $(SHIPPED),What shape is the red thing?,What do you see in this
 EXAMPLE_PHOTO = $(if $(SHIPPED),examples/shapes.jpg,$(RANDOM_PHOTO))
 RANDOM_PHOTO = $$($(BIN)/python -c 'import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / "data" / "rocket.jpg")')
 PHOTO ?=
+FAMILY ?= v4
 
 # One thread per test worker: two workers with two threads each only fight over two cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: setup demo test check lint format bench gpu mutants soak clean
+.PHONY: setup demo test check lint format bench gpu train-tiny mutants soak clean
 
 setup: $(STAMP)
 
@@ -59,6 +60,10 @@ bench: setup
 # The machine's own python and torch, no set-up, no network: this is what runs on an accelerator machine.
 gpu:
 	PYTHONPATH=. python3 -m pytest -q -m gpu $(TESTS)
+
+# A quarter of an hour on one H200 each, with the machine's own python; goes on from the state in the folder, if any.
+train-tiny:
+	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.train $(FAMILY) --folder runs/tiny-$(FAMILY)
 
 mutants: setup
 	$(TEST_ENV) $(BIN)/python -m tests.mutants

@@ -29,12 +29,16 @@ CASES_A_STEP = 4096  # more than fit, so that steps never share a case
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where cases come from: the folder with config.json and tokenizer, the split and its seed, the shape of a step."""
+    """Where cases come from: the folder with config.json and tokenizer, the split and its seed, the shape of a step.
+
+    `kinds` to draw from, repeated ones more often; None = as the tiny world has them.
+    """
 
     folder: Path
     capacity: Capacity
     split: Split = "train"
     seed: int = 0
+    kinds: tuple[str, ...] | None = None
 
 
 def learner_of(folder: Path) -> Learner:
@@ -53,7 +57,7 @@ def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, 
     filling = Filling(capacity=source.capacity)
     kinds: dict[int, str] = {}
     for index in range(number * CASES_A_STEP, (number + 1) * CASES_A_STEP):
-        case = make_case(source.seed, index, source.split)
+        case = make_case(source.seed, index, source.split, kinds=source.kinds)
         sample = learner.sample(case.dialogue())
         if not Filling(capacity=source.capacity).add(sample):
             continue

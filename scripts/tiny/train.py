@@ -27,7 +27,7 @@ import torch
 import torch._dynamo
 
 from scripts.tiny.feed import Feed, Source
-from scripts.tiny.models import FAMILIES, NAMES, Family, initial_value, tiny_config
+from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
@@ -158,7 +158,10 @@ class Run:
         source = partial(Source, folder=self.model_folder, capacity=options.capacity)
         feeds = {
             "train": Feed(
-                source=source(seed=options.seed), processes=options.workers, slots=4 * options.workers, first=drawn
+                source=source(seed=options.seed, kinds=MIXTURES[options.family]),
+                processes=options.workers,
+                slots=4 * options.workers,
+                first=drawn,
             ),
             "test": Feed(source=source(split="test", seed=1), processes=1, slots=6),
             "unseen": Feed(source=source(split="unseen", seed=1), processes=1, slots=3),
@@ -314,8 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=14.5, help="of this call")
-    parser.add_argument("--horizon", type=float, default=780.0, help="seconds of learning of all calls together")
+    parser.add_argument("--minutes", type=float, default=14.8, help="of this call")
+    parser.add_argument("--horizon", type=float, default=800.0, help="seconds of learning of all calls together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda")

@@ -17,6 +17,7 @@ from tests.mutants.tiny_world_rows import TINY_WORLD_ROWS
 from tests.mutants.train_rows import TRAIN_ROWS
 from tests.mutants.v41_rows import V41_ROWS
 from tests.mutants.vision_rows import VISION_ROWS
+from tests.mutants.whole_training_rows import WHOLE_TRAINING_ROWS
 
 ROWS: list[Mutant] = [
     *CHECKPOINT_ROWS,
@@ -33,4 +34,5 @@ ROWS: list[Mutant] = [
     *TRAIN_ROWS,
     *V41_ROWS,
     *VISION_ROWS,
+    *WHOLE_TRAINING_ROWS,
 ]

@@ -1,0 +1,101 @@
+"""How the shipped models are made: their tokenizer says any text, their steps are made alike in any process."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.tiny.feed import Feed, Source, learner_of, make_step
+from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
+from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
+from scripts.tiny.train import rate_at
+from spyglass.checkpoint.schema import expected_tensors
+from spyglass.config import parse_model_config
+from spyglass.config.shipped import find_model
+from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
+from spyglass.tiny_world.cases import make_case
+from spyglass.train.bins import Capacity
+
+CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, pictures=16, largest_picture=1800, targets=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PromptTokenizer:
+    found = load_tokenizer(find_model("spyglass-tiny-v4"))
+    assert found is not None
+    return found
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_comes_back_from_its_tokens(tokenizer: PromptTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode_text(text)) == text
+
+
+def test_answers_point_with_tokens_of_their_own_and_digits_stand_alone(tokenizer: PromptTokenizer) -> None:
+    learner = learner_of(find_model("spyglass-tiny-v4"))
+    case = make_case(0, 0, kinds=("grounding",))
+    said = [tokenizer.spelling(int(token)) for token in learner.sample(case.dialogue()).targets]
+    assert {"<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/box｜>"} <= set(said) and said[-1] == "<｜end▁of▁sentence｜>"
+    assert all(len(piece) == 1 for piece in said if piece is not None and any(c.isdigit() for c in piece))
+    assert all(tokenizer.special_id(tag) in tokenizer.special_ids for tag in POINTING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_a_function_of_its_number_also_in_another_process(family: Family) -> None:
+    source = Source(folder=find_model(NAMES[family]), capacity=CAPACITY, kinds=("colour", "text"))
+    feed = Feed(source=source, processes=1, slots=1, first=3)
+    feed.start()
+    try:
+        found = feed.take(60.0)
+        assert found is not None
+        slot, number, kinds = found
+        arrays, expected = make_step(source, learner_of(source.folder), 3)
+        assert number == 3 and kinds == expected and set(kinds) == {"colour", "text"}
+        for name, values in feed.views(slot):
+            assert np.array_equal(values, arrays[name]), name
+    finally:
+        feed.stop()
+
+
+def test_each_target_knows_its_case() -> None:
+    source = Source(folder=find_model("spyglass-tiny-v41"), capacity=CAPACITY)
+    arrays, kinds = make_step(source, learner_of(source.folder), 0)
+    used = arrays["sample_R"] >= 0
+    assert np.array_equal(used, arrays["targets_R"] >= 0)
+    assert sorted(set(arrays["sample_R"][used].tolist())) == list(range(len(kinds)))
+    assert all(f"engram_TJ{layer}" in arrays for layer in (1, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_models_are_small_and_of_the_official_shape(family: Family) -> None:
+    shipped = find_model(NAMES[family])
+    assert sum(path.stat().st_size for path in shipped.rglob("*") if path.is_file()) <= 12_000_000
+    values = json.loads((shipped / "config.json").read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(shipped)
+    assert tokenizer is not None
+    placeholder = tokenizer.special_id("<｜deepseek_image｜>")
+    classes = values.get("text_config", {}).get("engram_compressed_vocab_size", 0)
+    assert placeholder is not None
+    assert values == tiny_config(family, VOCAB_SIZE, image_token_id=placeholder, classes=classes)
+    config = parse_model_config(values, family)
+    text = config.text
+    assert (text.head_dim, text.qk_rope_head_dim, text.sliding_window, text.hc_mult) == (512, 64, 128, 4)
+    ratios = {plan.ratio for plan in text.layers}
+    assert ratios == ({0, 4, 128} if family == "v4" else {0, 1, 2})
+    names = expected_tensors(config)
+    for part in (".tid2eid",) if family == "v4" else (".engram.wkv", ".engram.embed"):
+        assert any(name.endswith(part) for name in names)
+    assert any(name.endswith("bias_vl") for name in names) and any(".indexer." in name for name in names)
+    assert {names[f"layers.0.ffn.experts.0.{w}"].official.name for w in ("w1", "w2", "w3")} == {"fp4"}
+    assert names["layers.0.attn.wq_b"].official.name == "fp8"
+
+
+def test_the_rate_rises_holds_and_ends_at_zero() -> None:
+    shares = [rate_at(step / 100) for step in range(101)]
+    assert shares[0] == 0 and shares[2] == shares[40] == 1 and shares[100] == 0
+    assert all(later <= earlier for earlier, later in pairwise(shares[2:]))
