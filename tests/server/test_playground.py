@@ -146,6 +146,13 @@ def test_a_picture_shows_the_cells_and_tokens_the_model_sees(
         "(() => { const at = [...document.querySelectorAll('.grid line')].map(one => Number(one.getAttribute('x1')));"
         " return Math.max(...at) - Math.min(...at); })()"
     )
+    edges = page.run(
+        "['img', 'svg'].map(one => document.querySelector('#tray figure ' + one).getBoundingClientRect())"
+        ".map(({left, top, right, bottom}) => [left, top, right, bottom])"
+    )
+    assert edges[0] == pytest.approx(edges[1], abs=0.1), (
+        "what is drawn lies on the picture, however wide its caption is"
+    )
     planned = live.client.get("/playground/plan", params={"width": size[0], "height": size[1]}).json()
     assert span == pytest.approx(planned["resized"][0] / planned["placed"][2] * size[0])
 
