@@ -1,4 +1,4 @@
-"""`python -m tests.server.screenshot docs/playground.png`: the picture of the page in the README, with a real answer."""
+"""`python -m tests.server.screenshot docs/playground.png`: the page in the README, with a real answer."""
 
 from __future__ import annotations
 
