@@ -32,6 +32,8 @@ from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, wri
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
 from spyglass.engram import classes_of_tokenizer
+from spyglass.errors import DeviceError
+from spyglass.model import find_device
 from spyglass.tiny_world.corpus import all_texts
 from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
@@ -69,6 +71,7 @@ def prepare(folder: Path, family: Family) -> None:
     write_tokenizer(tokenizer, folder)
     classes = int(classes_of_tokenizer(tokenizer, VOCAB_SIZE).max()) + 1
     placeholder = tokenizer.token_to_id(PLACEHOLDER)
+    assert placeholder is not None
     config = tiny_config(family, VOCAB_SIZE, image_token_id=placeholder, classes=classes)
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
     for name, content in (("generation_config.json", generation), ("config.json", config)):
@@ -326,6 +329,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--copy-to", type=Path, help="copy state, log and checkpoint here at the end, flat")
     given = vars(parser.parse_args(arguments))
     copy_to = given.pop("copy_to")
+    try:
+        find_device(given["device"])
+    except DeviceError as error:
+        raise SystemExit(f"{error}; the captured step needs a GPU with about 60 GB free") from None
     run = Run(Options(**given, capacity=CAPACITY))
     try:
         run.learn()
@@ -334,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         run.end()
     if copy_to is not None:
-        for path in (run.log, *(run.options.folder / "state").glob("*/*")):
+        for path in (run.log, *(run.options.folder / "state").glob("*/*"), *run.model_folder.glob("*.safetensors")):
             shutil.copy(path, copy_to / path.name)
 
 

@@ -19,7 +19,7 @@ import torch
 from spyglass.checkpoint.schema import TensorSpec
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
-from spyglass.quant.codec import encode, round_e2m1, round_e4m3
+from spyglass.quant.codec import E4M3_MAX, encode, round_e2m1, round_e4m3
 from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
 from spyglass.train.dense import straight_through
@@ -32,9 +32,10 @@ _TABLES = ("embed", "head")  # matrices whose rows are looked up or chosen one b
 
 
 def stored_values(values: torch.Tensor, format: Format) -> torch.Tensor:
-    """`decode(encode(values, format))` in fp32 for formats with e8m0 scales, without leaving the device; [..., O, I].
+    """`decode(encode(values, format))` in fp32, without leaving the device; [..., O, I].
 
-    The scale of a block is the least power of two with |v| / scale <= 448 (e4m3) or 6 (e2m1) (spec v4 2.4).
+    The scale of a block is the least power of two with |v| / scale <= 448 (e4m3) or 6 (e2m1) (spec v4 2.4), or
+    max |v| / 448 where scales are fp32.
     """
     if format.block is None:
         return values.to(torch.bfloat16).float() if format == BF16 else values.float()
@@ -42,7 +43,10 @@ def stored_values(values: torch.Tensor, format: Format) -> torch.Tensor:
     pad = (0, -values.shape[-1] % columns, 0, -values.shape[-2] % rows)
     blocks = torch.nn.functional.pad(values.float(), pad).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     amax = blocks.abs().amax(dim=(-3, -1), keepdim=True)
-    scale = _least_scale(amax, format.name == "fp4")
+    if format.scale_dtype == "F32":
+        scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    else:
+        scale = _least_scale(amax, format.name == "fp4")
     rounded = (round_e2m1 if format.name == "fp4" else round_e4m3)(blocks / scale) * scale
     return rounded.flatten(-2).flatten(-3, -2)[..., : values.shape[-2], : values.shape[-1]]
 
