@@ -135,6 +135,9 @@ class LLM:
         self.config: ModelConfig = self.loaded.config
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
+        self._adapters = AdapterPool(self.loaded.model)
+        for adapter_name, file in files.items():  # before rows take what memory is left
+            self._adapters.attach(adapter_name, file)
         engram_feed = self._open_engram(path)
         self.engine = Engine(
             self.loaded.model,
@@ -149,9 +152,6 @@ class LLM:
         )
         self._mail: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter
-        self._adapters = AdapterPool(self.loaded.model)
-        for adapter_name, file in files.items():
-            self._adapters.attach(adapter_name, file)
 
     def generate(
         self,

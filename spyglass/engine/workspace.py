@@ -22,6 +22,8 @@ from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel
 from spyglass.plan import USABLE, step_bytes
 
+_DRAWING = 24  # bytes a logit: itself, a copy for log-probabilities, weights, their sums in float64
+
 
 def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> EngineConfig:
     """The options with `cache_bytes` and `prefix_cache_bytes` filled in, for a model that is loaded.
@@ -60,7 +62,10 @@ def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> int:
-    """The most bytes that torch held on a GPU above what it holds now, while a full step with a picture ran."""
+    """The most bytes that torch held on a GPU above what it holds now, while a full step with a picture ran.
+
+    The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
+    """
     blocks = Blocks(
         cache_plans(loaded.config.text),
         dtype=loaded.dtype,
@@ -76,7 +81,8 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
     engine.warm_up(options.max_step_tokens)
-    return torch.cuda.max_memory_allocated(loaded.device) - before
+    drawing = options.max_sequences * loaded.config.text.vocab_size * _DRAWING
+    return torch.cuda.max_memory_allocated(loaded.device) - before + drawing
 
 
 def _tower_bytes(vision: VisionConfig, tokens: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from spyglass.config.server import ServerConfig
+from spyglass.config.shipped import shipped_models
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta
 from spyglass.errors import PromptError
 from spyglass.prompt import plan_image
 from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Fetch
+from spyglass.tiny_world.cases import make_case
 from tests.server.chromium import Page, chromium, find_chromium
 from tests.server.parts import Live, plain, running
 
@@ -123,6 +128,21 @@ def give(page: Page, event: str, width: int = 640, height: int = 480) -> None:
     page.wait_for("document.querySelector('#tray figcaption')?.textContent.includes('tokens')")
 
 
+def drop_picture(page: Page, picture: Image.Image) -> None:
+    """This picture, as a PNG, dropped on the page."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    page.run(
+        f"""(async () => {{
+        const bytes = Uint8Array.from(atob('{base64.b64encode(file.getvalue()).decode()}'), c => c.charCodeAt(0));
+        const held = new DataTransfer();
+        held.items.add(new File([bytes], 'picture.png', {{type: 'image/png'}}));
+        document.body.dispatchEvent(new DragEvent('drop', {{bubbles: true, dataTransfer: held}}));
+        }})()"""
+    )
+    page.wait_for("document.querySelector('#tray figcaption')?.textContent.includes('tokens')")
+
+
 def ask(page: Page, question: str) -> None:
     page.run(f"document.getElementById('say').value = {json.dumps(question)}; document.getElementById('send').click()")
 
@@ -179,6 +199,29 @@ def test_the_answer_streams_with_reasoning_apart_and_boxes_on_the_picture(
     assert "220 tokens in (4 cached)" in facts and "14 out" in facts and "tokens/s" in facts
     page.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@in_browser
+@pytest.mark.skipif(not shipped_models(), reason="no trained model is shipped with this checkout")
+def test_the_shipped_model_points_at_what_is_asked_for(browser: Page) -> None:
+    case = make_case(7, 24, "test", kinds=["grounding"])
+    with running(create_app(LLM(shipped_models()[0]), ServerConfig(grace_seconds=1))) as server:
+        browser.complaints.clear()
+        browser.open(server.url)
+        browser.wait_for(
+            "document.getElementById('dot').className === 'ready' && document.getElementById('model').value"
+        )
+        drop_picture(browser, case.pictures[0])
+        ask(browser, case.question)
+        browser.wait_for("document.querySelector('.facts')?.textContent.includes('tokens in')")
+        drawn = "document.querySelector('.user .marks rect')"
+        x, y, width, height = browser.run(
+            f"['x', 'y', 'width', 'height'].map(side => Number({drawn}.getAttribute(side)))"
+        )
+        box = (x, y, x + width, y + height)
+    (thing,) = [thing for thing in case.scenes[0].things if (thing.colour, thing.shape) == ("purple", "ring")]
+    assert box == pytest.approx(thing.box, abs=12), "the drawn box lies on the ring"
+    assert not browser.complaints
 
 
 @in_browser

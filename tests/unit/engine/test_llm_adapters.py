@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import spyglass.engine.llm
 from spyglass import LLM, SamplingParams
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.errors import AdapterError
+from spyglass.layers.linear import Linear
 from spyglass.lora.write import write_adapter
 from tests.adapter_parts import random_adapter, shapes_of
 
@@ -53,6 +55,22 @@ def test_each_prompt_of_a_list_has_its_own_adapter(llm: LLM) -> None:
         assert llm.chat(chat, GREEDY, adapter=name).token_ids == llm.chat([chat], GREEDY, adapter=[name])[0].token_ids
     assert llm.adapters == ("a", "b")
     assert (llm.logits(PROMPT, adapter="a") - llm.logits(PROMPT)).abs().max() > 0.1
+
+
+def test_rows_take_their_memory_after_the_adapters_have_theirs(
+    folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    real = spyglass.engine.llm.with_room
+
+    def look(options: Any, loaded: Any, engram: Any) -> Any:
+        seen.append(any(isinstance(m, Linear) and m.adapter is not None for m in loaded.model.modules()))
+        return real(options, loaded, engram)
+
+    monkeypatch.setattr(spyglass.engine.llm, "with_room", look)
+    LLM(folder, adapters={"a": adapters["a"]}, **OPTIONS)
+    LLM(folder, **OPTIONS)
+    assert seen == [True, False]
 
 
 def test_a_name_that_is_not_known_fails_its_own_call_and_lists_the_known_ones(llm: LLM) -> None:
