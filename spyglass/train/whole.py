@@ -79,7 +79,7 @@ class WholeTrainer:
         longest = capacity.largest_picture
         angles = angle_tables(longest, vision.rope_theta, vision.hidden_size // vision.num_attention_heads)
         self._angles = angles[0].to(place), angles[1].to(place)
-        self._dtype, self._compiled = dtype, compiled
+        self._dtype = dtype
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: dict[str, torch.Tensor] = {}
         self._outcome: Outcome | None = None

@@ -27,8 +27,9 @@ def test_a_replayed_step_changes_the_weights_as_the_step_itself() -> None:
     captured.capture(tensors)
     for trainer in (eager, captured):
         trainer.optimiser.rate.fill_(0.01)
-    for _ in range(3):
-        one, other = eager.step(tensors), captured.replay(tensors)
-        assert float(one.loss) == pytest.approx(float(other.loss), rel=2e-2)  # sums of gradients have no fixed order
-    assert float(other.loss / other.count) < 4.0
+    first = float(captured.replay(tensors).loss)
+    assert float(eager.step(tensors).loss) == pytest.approx(first, rel=1e-3)  # the weights are still the same
+    again = captured.replay(tensors)
+    assert float(again.loss) < first
+    assert float(eager.step(tensors).loss) == pytest.approx(float(again.loss), rel=5e-2)  # sums have no fixed order
     assert all(torch.isfinite(tensor.float()).all() for tensor in captured.state_tensors().values())
