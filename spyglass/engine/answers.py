@@ -28,6 +28,7 @@ def last_delta(
         logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
         error=error,
+        misfit=sequence.form is not None and sequence.form.failed is not None,
         stopped_by=None if sequence.detokenizer is None else sequence.detokenizer.stopped_by,
     )
     last = tuple(sequence.logprobs[-len(tokens) :]) if tokens and params.logprobs is not None else None

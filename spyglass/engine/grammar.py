@@ -7,6 +7,7 @@ and cut the logits before a token is drawn. Compiling happens where a request is
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import llguidance
 import numpy as np
 import torch
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
@@ -26,15 +27,17 @@ from spyglass.errors import PromptError
 
 _KEPT = 256  # compiled forms, a few kB to a few MB each
 _ANY_OBJECT = {"type": "object"}
+_META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
 
 
 class Form:
     """Where one answer is in its form. With `after` (a token id) the form begins behind that token."""
 
-    __slots__ = ("_after", "_matcher")
+    __slots__ = ("_after", "_matcher", "failed")
 
     def __init__(self, matcher: llguidance.LLMatcher, after: int | None) -> None:
         self._matcher, self._after = matcher, after
+        self.failed: str | None = None  # why no answer can have this form
 
     @property
     def restricts(self) -> bool:
@@ -52,9 +55,9 @@ class Form:
             if token == self._after:
                 self._after = None
             return None
-        if self._matcher.consume_token(token):
-            return None
-        return f"the answer cannot go on in the form asked for: {self._matcher.get_error()[:200]}"
+        if self.failed is None and not self._matcher.consume_token(token):
+            self.failed = f"the answer cannot go on in the form asked for: {_first_line(self._matcher.get_error())}"
+        return self.failed
 
     @property
     def complete(self) -> bool:
@@ -86,15 +89,17 @@ class Forms:
                 raise PromptError(f"the tokenizer has no special token {structured.after!r} for a form to follow")
         grammar = _grammar(structured)
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compiled[grammar] = self._compile(grammar, structured)
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
+            vocabulary, matcher = self._read_vocabulary(), self._compiled.get(grammar)
+        if matcher is None:  # without the lock: it may take seconds, and others' forms are ready
+            matcher = _compile(grammar, structured.kind, vocabulary, self._vocab_size)
+        with self._lock:
+            matcher = self._compiled.setdefault(grammar, matcher)
             self._compiled.move_to_end(grammar)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
             return Form(matcher.deep_copy(), after)
 
-    def _compile(self, grammar: str, structured: Structured) -> llguidance.LLMatcher:
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
         if self._vocabulary is None:
             if not self._eos:
                 raise PromptError("structured answers need a token that ends an answer; config.json names none")
@@ -102,20 +107,19 @@ class Forms:
             self._vocabulary = llguidance.LLTokenizer(
                 llguidance.TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=self._eos
             )
-        wrong, notes = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary)
-        if wrong or notes:  # a warning is something of the form that would not be honoured
-            raise PromptError(f"the {structured.kind} asked for cannot be followed: {'; '.join(notes)[:500]}")
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise PromptError(f"the {structured.kind} asked for cannot be followed: {matcher.get_error()[:500]}")
-        return matcher
+        return self._vocabulary
 
 
 class Masks:
-    """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured."""
+    """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured.
 
-    def __init__(self, vocab_size: int) -> None:
+    A form that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
+    """
+
+    def __init__(self, vocab_size: int, banned: Sequence[int] = ()) -> None:
         self._vocab_size = vocab_size
+        self._usable = torch.ones(vocab_size, dtype=torch.bool)
+        self._usable[list(banned)] = False
         self._executor: llguidance.LLExecutor | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="spyglass-masks")
         self.seconds = 0.0  # spent on masks
@@ -135,7 +139,11 @@ class Masks:
             words_SW = torch.from_numpy(job.result())
             self.waited += time.perf_counter() - start
             bit_B = torch.arange(32, dtype=torch.int32)
-            return ((words_SW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
+            allowed_SV = ((words_SW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
+            for row in (~(allowed_SV & self._usable).any(dim=1)).nonzero().flatten().tolist():
+                forms[row].failed = "the form asked for leaves only tokens that are never drawn"
+                allowed_SV[row] = True
+            return allowed_SV
 
         return wait
 
@@ -166,8 +174,29 @@ class _Words:
         return self._tokenizer.encode_text(text)
 
 
+def _compile(grammar: str, kind: str, vocabulary: llguidance.LLTokenizer, vocab_size: int) -> llguidance.LLMatcher:
+    """Compiled, and one token taken on trial, which is where forms without measure take their time or fail."""
+    wrong, notes = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+    if wrong or notes:  # a warning is something of the form that would not be honoured
+        raise PromptError(f"the {kind} asked for cannot be followed: {'; '.join(notes)[:500]}")
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+    words_SW, trial = allocate_token_bitmask(1, vocab_size), matcher
+    if not matcher.is_error():
+        fill_next_token_bitmask(matcher, words_SW)
+        trial = matcher.deep_copy()
+        trial.consume_token(int(np.unpackbits(words_SW.view(np.uint8), bitorder="little").argmax()))
+    if trial.is_error():
+        raise PromptError(f"the {kind} asked for cannot be followed: {_first_line(trial.get_error())}")
+    return matcher
+
+
+def _first_line(error: str) -> str:
+    """Without the library's inner state."""
+    return error.partition("\n")[0][:500]
+
+
 def _grammar(structured: Structured) -> str:
-    """The form in the library's own notation."""
+    """The form in the library's own notation. A choice is a pattern: as a grammar it may have no more than 2,000."""
     kind, value = structured.kind, structured.value
     try:
         if kind == "json":
@@ -175,7 +204,7 @@ def _grammar(structured: Structured) -> str:
         if kind == "json_schema":
             return llguidance.grammar_from("json_schema", json.dumps(value))
         if kind == "choice":
-            return llguidance.grammar_from("choice", json.dumps(list(value)))
+            return llguidance.grammar_from("regex", "|".join(_META.sub(r"\\\g<0>", text) for text in value))
         return llguidance.grammar_from(kind, value)
     except (ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"the {kind} asked for cannot be read: {error}") from error

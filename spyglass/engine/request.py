@@ -15,8 +15,9 @@ from spyglass.errors import PromptError
 FinishReason = Literal["stop", "length", "abort"]
 StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
 _SEEDS = 1 << 64
-_EXPECTED: Mapping[str, type | UnionType] = {
-    "json": NoneType, "json_schema": dict | bool, "regex": str, "choice": tuple, "grammar": str,
+_EXPECTED: Mapping[str, tuple[type | UnionType, str]] = {
+    "json": (NoneType, "no value"), "json_schema": (dict | bool, "a schema"), "regex": (str, "a text, not empty"),
+    "choice": (tuple, "texts"), "grammar": (str, "a text, not empty"),
 }  # fmt: skip
 MOST_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
 
@@ -37,15 +38,15 @@ class Structured:
     after: str | None = None
 
     def __post_init__(self) -> None:
-        expected = _EXPECTED.get(self.kind)
-        if expected is None:
+        if self.kind not in _EXPECTED:
             raise PromptError(f"structured is of the unknown kind {self.kind!r}; kinds are {', '.join(_EXPECTED)}")
+        expected, what = _EXPECTED[self.kind]
         if self.kind == "choice":
             object.__setattr__(self, "value", _items("choice", self.value))
             if not self.value or not all(isinstance(text, str) and text for text in self.value):
                 raise PromptError("a choice is a list of non-empty texts, one at least")
         elif not isinstance(self.value, expected) or self.value == "":
-            raise PromptError(f"structured of kind {self.kind} has the value {self.value!r}, expected {expected}")
+            raise PromptError(f"structured of kind {self.kind} has the value {repr(self.value)[:100]}, expected {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,8 @@ class RequestOutput:
     """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
 
     `prompt_logprobs` has one entry per prompt position; None for the first and for picture positions. `error` says why
-    the engine itself ended the answer ("abort"), `stopped_by` which stop string did.
+    the engine itself ended the answer ("abort"), `misfit` that it was for the form the request asked for, `stopped_by`
+    which stop string ended it.
     """
 
     request_id: int
@@ -154,6 +156,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
+    misfit: bool = False
     stopped_by: str | None = None
 
 
@@ -189,8 +192,8 @@ def _items(name: str, value: object) -> tuple[Any, ...]:
     """What a list holds; None, which clients send for "not stated", holds nothing."""
     if value is None:
         return ()
-    if not isinstance(value, Iterable):
-        raise PromptError(f"{name} is {value!r}, expected a list")
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise PromptError(f"{name} is {repr(value)[:100]}, expected a list")
     return tuple(value)
 
 

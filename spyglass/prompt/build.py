@@ -299,7 +299,8 @@ def _checked_ids(part: object, vocab_size: int, placeholder: int | None, name: s
         raise PromptError(f"{name} is neither a list of token ids nor a picture: {error}") from error
     if ids.ndim == 1 and ids.size == 0:
         return np.zeros(0, np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    mixed = isinstance(part, list | tuple) and bool in set(map(type, part))  # numpy takes true for 1 among integers
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or mixed:
         raise PromptError(
             f"{name} is a {type(part).__name__} that is neither a flat list of integer token ids nor a picture"
         )

@@ -58,7 +58,7 @@ class PromptTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
-        ids: list[int] = self._plain.encode(text).ids
+        ids: list[int] = self._plain.encode_batch([text])[0].ids  # `encode` would stop every other thread meanwhile
         return ids
 
     def special_id(self, spelling: str) -> int | None:

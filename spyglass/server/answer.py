@@ -10,7 +10,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.request import FinishReason, RequestOutput, TokenLogprob
+from spyglass.engine.request import RequestOutput, TokenLogprob
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.conversation import Conversed
@@ -47,21 +47,27 @@ class Answer:
         certain = self.markup.push(text)
         return self._processor.push(deepseek_recipe.InferenceChunk.text(certain)) if certain else []
 
-    def finish(self, reason: FinishReason) -> list[Any]:
-        """The rest, and the events of the end."""
-        rest = self.markup.finish(cut=reason != "stop")
+    def finish(self, output: RequestOutput) -> list[Any]:
+        """The rest, and the events of the end. A stop string cuts, too: it may stand in the middle of a call."""
+        reason = output.finish_reason
+        cut = reason != "stop" or output.stopped_by is not None
+        if cut and self.markup.in_call:
+            reason = "length"  # the library would take it for a whole call
+        rest = self.markup.finish(cut=cut)
         events = self._processor.push(deepseek_recipe.InferenceChunk.text(rest)) if rest else []
         events += self._processor.push(deepseek_recipe.InferenceChunk.finish(_REASONS[reason]))
         return events + self._processor.finish()
 
     def all_events(self, output: RequestOutput) -> list[Any]:
         """Everything at once, for a call that does not stream."""
-        return [*self.begin(), *self.push(output.text), *self.finish(output.finish_reason)]
+        return [*self.begin(), *self.push(output.text), *self.finish(output)]
 
 
-def failure(output: RequestOutput) -> str | None:
-    """Why an answer is no answer, None if it is one."""
-    return output.error or (CUT_OFF if output.finish_reason == "abort" else None)
+def failure(output: RequestOutput) -> tuple[int, str] | None:
+    """Why an answer is no answer, as a status and words; None if it is one."""
+    if output.error is None and output.finish_reason != "abort":
+        return None
+    return 400 if output.misfit else 500, output.error or CUT_OFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,10 @@ _FUNCTION = Fields(read=frozenset({"name", "description", "parameters", "strict"
 _THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens"}))
 _FORMAT = Fields(read=frozenset({"type", "json_schema", "regex"}))
 _SCHEMA = Fields(read=frozenset({"name", "description", "schema", "strict"}))
+_CHOICE = Fields(read=frozenset({"type", "function"}))
+_CHOSEN = Fields(read=frozenset({"name"}))
+_CALL = Fields(read=frozenset({"id", "type", "function"}), ignored=frozenset({"index"}))
+_CALLED = Fields(read=frozenset({"name", "arguments"}))
 _TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 
 
@@ -125,6 +129,9 @@ def converse_chat(served: Served, stated: Mapping[str, Any], fetch: Fetch | None
     ]
     for number, tool in enumerate(listed(stated.get("tools", []), "tools")):
         _check_tool(tool, f"tools[{number}]")
+    if isinstance(plain.get("tool_choice"), Mapping):
+        choice, _ = read_fields(plain["tool_choice"], _CHOICE, "tool_choice")
+        read_fields(choice.get("function"), _CHOSEN, "tool_choice.function")
     if "chat_template_kwargs" in stated:
         plain.setdefault("thinking", _template_thinking(stated["chat_template_kwargs"]))
     if "thinking" in plain:
@@ -155,6 +162,9 @@ def _message(message: object, where: str, pictures: Pictures, ignored: list[str]
         stated["role"] = role = "system"
     if "reasoning" in stated:  # what some servers call it
         stated.setdefault("reasoning_content", stated.pop("reasoning"))
+    if "tool_calls" in stated:
+        calls = enumerate(listed(stated["tool_calls"], f"{where}.tool_calls"))
+        stated["tool_calls"] = [_call(call, f"{where}.tool_calls[{place}]") for place, call in calls]
     content = stated.get("content")
     if isinstance(content, list | tuple):
         stated["content"] = [
@@ -177,6 +187,12 @@ def _part(part: object, where: str, role: object, pictures: Pictures, ignored: l
     return plain_part(part, where, role, pictures.stubs)
 
 
+def _call(call: object, where: str) -> dict[str, Any]:
+    stated, _ = read_fields(call, _CALL, where)
+    read_fields(stated.get("function"), _CALLED, f"{where}.function")
+    return stated
+
+
 def _check_tool(tool: object, where: str) -> None:
     stated, _ = read_fields(tool, _TOOL, where)
     if stated.get("type") != "function":
@@ -186,7 +202,7 @@ def _check_tool(tool: object, where: str) -> None:
 
 def _template_thinking(value: object) -> dict[str, str]:
     stated, _ = read_fields(value, _TEMPLATE, "chat_template_kwargs")
-    return {"type": "enabled" if any(switch is True for switch in stated.values()) else "disabled"}
+    return {"type": "enabled" if True in {flag_field(stated, name) for name in stated} else "disabled"}
 
 
 def _check_effort(body: Mapping[str, Any]) -> None:
@@ -258,8 +274,8 @@ class ChatReply:
             return b"".join(events)
         wrong = failure(delta.output)
         if wrong is not None:
-            return b"".join((*events, event(None, spell(openai_error(500, wrong)))))
-        ending = answer.finish(delta.output.finish_reason)
+            return b"".join((*events, event(None, spell(openai_error(*wrong)))))
+        ending = answer.finish(delta.output)
         return b"".join((*events, *(self._spell(index, chunk, last=chunk is ending[-1]) for chunk in ending)))
 
     def end(self) -> bytes:
@@ -275,7 +291,7 @@ class ChatReply:
         outputs = [self._outputs[index] for index in range(len(self._answers))]
         wrong = next(filter(None, map(failure, outputs)), None)
         if wrong is not None:
-            return 500, openai_error(500, wrong)
+            return wrong[0], openai_error(*wrong)
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         counts = self._tokens.count(self._prompt, outputs)
         return 200, {**self._head("chat.completion"), "choices": choices, "usage": counts.chat()}

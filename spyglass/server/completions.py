@@ -148,7 +148,7 @@ class CompletionsReply:
         if not self._streams:
             return b""
         if output is not None and (wrong := failure(output)) is not None:
-            return event(None, spell(openai_error(500, wrong)))
+            return event(None, spell(openai_error(*wrong)))
         self._waiting[index] += delta.logprobs or ()
         if not delta.text and output is None:
             return b""
@@ -165,7 +165,7 @@ class CompletionsReply:
         for index, output in sorted(self._outputs.items()):
             wrong = failure(output)
             if wrong is not None:
-                return 500, openai_error(500, wrong)
+                return wrong[0], openai_error(*wrong)
             self._waiting[index] = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
             choices.append(self._choice(index, self._echo + output.text, output))
         return 200, {**self._head(), "choices": choices, "usage": self._usage()}

@@ -91,6 +91,8 @@ def converse(
     if changed or continues:
         request = _with(request, changed or {}, continues)
     conversation = request.conversation
+    if {**body, **(changed or {})}.get("tool_choice") == "required" and not conversation.tools:
+        raise PromptError("tool_choice asks for a call and the request has no tools; send tools or leave it out")
     prompt = prompt_from_chat(
         render_conversation(conversation, pictures.stubs.pictures, served.config),
         served.config,
@@ -122,7 +124,10 @@ def _with(
         "tool_choice": old.tool_choice,
         "reasoning_effort": old.reasoning_effort,
     }
-    conversation = deepseek_recipe.Conversation(**{**same, **changed})
+    try:
+        conversation = deepseek_recipe.Conversation(**{**same, **changed})
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PromptError(f"the request cannot be rendered: {error}") from error
     return deepseek_recipe.ConversationRequest(conversation, request.model_version)
 
 

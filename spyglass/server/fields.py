@@ -82,7 +82,7 @@ def listed(value: object, where: str) -> list[Any]:
 
 
 def _check_fixed(path: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    if not any(value == one and type(value) is type(one) for one in allowed):
         values = " or ".join(map(repr, allowed))
         raise PromptError(
             f"{path} is not available on this server{f' but as {values}' if allowed else ''}; leave it out"

@@ -82,6 +82,11 @@ class Markup:
         self.num_calls = 0
         self.odd = False
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._state in ("call", "value", "held")
+
     def push(self, text: str) -> str:
         """What is certain now, for the library."""
         self._buffer += text
@@ -94,6 +99,8 @@ class Markup:
         rest, self._buffer = self._buffer, ""
         if self._state in ("value", "held"):
             return self._finish_value(rest, cut)
+        if cut and (self._state == "call" or (self._state == "calls" and not self.num_calls)):
+            return ""
         if self._state in ("call", "calls") and self.num_calls:
             return ("" if self._state == "calls" else self._end_call()) + self._end_block()
         self.odd |= rest.startswith(MARK)

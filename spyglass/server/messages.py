@@ -38,7 +38,7 @@ _BLOCKS = {
     "image": Fields(read=frozenset({"type", "source"}), ignored=_CACHED),
     "thinking": Fields(read=frozenset({"type", "thinking", "signature"}), ignored=_CACHED),
     "tool_use": Fields(read=frozenset({"type", "id", "name", "input"}), ignored=_CACHED | {"caller"}),
-    "tool_result": Fields(read=frozenset({"type", "tool_use_id", "content", "is_error"}), ignored=_CACHED),
+    "tool_result": Fields(read=frozenset({"type", "tool_use_id", "content"}), ignored=_CACHED | {"is_error"}),
 }
 _SOURCE = Fields(read=frozenset({"type", "url", "data"}), ignored=frozenset({"media_type"}))
 _TOOL = Fields(
@@ -181,6 +181,8 @@ def _block(block: object, where: str, role: object, pictures: Pictures, ignored:
     ignored += [f"content[].{name.rpartition('.')[2]}" for name in unused]
     if kind == "text":
         text_field(stated, "text", where)
+    if kind == "tool_use" and not isinstance(stated.get("input"), Mapping):
+        raise PromptError(f"{where}.input must be an object, not {type(stated.get('input')).__name__}")
     if kind == "image":
         return _image(stated, where, role, pictures)
     if kind == "tool_result" and isinstance(stated.get("content"), list | tuple):
@@ -260,8 +262,8 @@ class MessagesReply:
             return b"".join(events)
         wrong = failure(delta.output)
         if wrong is not None:
-            return b"".join((*events, event("error", spell(anthropic_error(500, wrong)))))
-        ending = self._answer.finish(delta.output.finish_reason)
+            return b"".join((*events, event("error", spell(anthropic_error(*wrong)))))
+        ending = self._answer.finish(delta.output)
         return b"".join((*events, *map(self._spell, ending)))
 
     def end(self) -> bytes:
@@ -274,7 +276,7 @@ class MessagesReply:
         assert output is not None
         wrong = failure(output)
         if wrong is not None:
-            return 500, anthropic_error(500, wrong)
+            return wrong[0], anthropic_error(*wrong)
         response = deepseek_recipe.MessagesResponse(self._id, self._model, 0, 0, 0)
         for chunk in self._answer.all_events(output):
             response.accumulate(chunk)

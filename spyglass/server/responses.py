@@ -39,12 +39,15 @@ RESPONSES_FIELDS = Fields(
 _REASONING = Fields(read=frozenset({"effort"}), ignored=frozenset({"summary", "generate_summary"}))
 _TEXT = Fields(read=frozenset({"format"}), fixed={"verbosity": ("medium",)})
 _TOOL = Fields(read=frozenset({"type", "name", "description", "parameters", "strict"}))
+_CHOICE = Fields(read=frozenset({"type", "name"}))
+_FORMAT = Fields(read=frozenset({"type", "name", "schema", "strict"}), ignored=frozenset({"description"}))
+_REASONED = Fields(read=frozenset({"type", "text"}))
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDE = {_LOGPROBS, "reasoning.encrypted_content"}
 _ITEM = frozenset({"type", "id", "status"})
 _ITEMS = {
     "message": Fields(read=_ITEM | {"role", "content"}, ignored=frozenset({"phase"})),
-    "reasoning": Fields(read=_ITEM | {"summary", "content"}, ignored=frozenset({"encrypted_content"})),
+    "reasoning": Fields(read=_ITEM | {"content"}, ignored=frozenset({"summary", "encrypted_content"})),
     "function_call": Fields(read=_ITEM | {"call_id", "name", "arguments"}, ignored=frozenset({"namespace"})),
     "function_call_output": Fields(read=_ITEM | {"call_id", "output"}),
 }
@@ -112,6 +115,11 @@ def converse_responses(
         if name in plain:
             plain[name], unused = read_fields(plain[name], fields, name)
             ignored += unused
+    if "format" in plain.get("text", ()):
+        plain["text"]["format"], unused = read_fields(plain["text"]["format"], _FORMAT, "text.format")
+        ignored += unused
+    if isinstance(plain.get("tool_choice"), Mapping):
+        read_fields(plain["tool_choice"], _CHOICE, "tool_choice")
     if not isinstance(plain.get("input"), str):
         items = listed(plain.get("input"), "input")
         plain["input"] = [_item(item, f"input[{place}]", pictures, ignored) for place, item in enumerate(items)]
@@ -121,7 +129,7 @@ def converse_responses(
             raise PromptError(f"tools[{place}].type is {kind!r}; tools are functions, this server runs none itself")
         read_fields(tool, _TOOL, f"tools[{place}]")
     for value in listed(stated.get("include", []), "include"):
-        if value not in _INCLUDE:
+        if not isinstance(value, str) or value not in _INCLUDE:
             raise PromptError(f"include has {str(value)[:100]!r}; this server has {' and '.join(sorted(_INCLUDE))}")
     one_call = not flag_field(stated, "parallel_tool_calls", default=True)
     conversed = converse(served, deepseek_recipe.ResponsesRequest, plain, pictures, one_call=one_call)
@@ -139,6 +147,10 @@ def _item(item: object, where: str, pictures: Pictures, ignored: list[str]) -> d
     if kind in ("message", "function_call_output") and isinstance(stated.get(name), list | tuple):
         parts = enumerate(stated[name])
         stated[name] = [_part(part, f"{where}.{name}[{place}]", role, pictures, ignored) for place, part in parts]
+    if kind == "reasoning":
+        stated["summary"] = []  # the library wants one and reads `content`
+        for place, part in enumerate(listed(stated.get("content", []), f"{where}.content")):
+            read_fields(part, _REASONED, f"{where}.content[{place}]")
     return {"type": kind, **stated}
 
 
@@ -214,8 +226,8 @@ class ResponsesReply:
             return b"".join(events)
         wrong = failure(delta.output)
         if wrong is not None:
-            return b"".join((*events, self._failed(wrong)))
-        ending = self._answer.finish(delta.output.finish_reason)
+            return b"".join((*events, self._failed(*wrong)))
+        ending = self._answer.finish(delta.output)
         return b"".join((*events, *map(self._spell, ending)))
 
     def end(self) -> bytes:
@@ -228,7 +240,7 @@ class ResponsesReply:
         assert output is not None
         wrong = failure(output)
         if wrong is not None:
-            return 500, openai_error(500, wrong)
+            return wrong[0], openai_error(*wrong)
         response = deepseek_recipe.ResponsesResponse(self._id, self._model, self._created, 0, 0)
         for chunk in self._answer.all_events(output):
             response.accumulate(chunk)
@@ -257,8 +269,8 @@ class ResponsesReply:
         usage = self._tokens.count(self._prompt, [self._output]).responses()
         return {**_with_logprobs(response, self._told), "usage": usage}
 
-    def _failed(self, message: str) -> bytes:
-        fault = {"code": "server_error", "message": message}
+    def _failed(self, status: int, message: str) -> bytes:
+        fault = {"code": "server_error" if status >= 500 else "invalid_prompt", "message": message}
         response = {**self._begun, "status": "failed", "error": fault}
         name = "response.failed"
         return event(name, spell({"type": name, "response": response, "sequence_number": self._number}))

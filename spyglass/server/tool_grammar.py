@@ -56,13 +56,18 @@ def _properties(schema: Any, name: str) -> Mapping[str, Any]:
 
 def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space: str, required: bool) -> str:
     """One parameter in its one or two forms: text as it is, JSON for everything else."""
+    if schema is False:
+        raise PromptError(f"the schema of parameter {key!r} is false, which no value fits; leave the parameter out")
     types = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = [types] if isinstance(types, str) else types
     forms, rest = [], f"{space}parameter>\n"
     if kinds is None or "string" in kinds:
         forms.append(f"{_open(key, 'true', dsml, space)} {_text(schema)} {_tag(dsml, rest, '')}")
     if kinds != ["string"]:
-        whole = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
+        whole = {
+            **(schema if isinstance(schema, Mapping) else {}),
+            **{name: root[name] for name in ("$defs", "definitions") if name in root},
+        }
         value = f"%json {json.dumps(whole)}"
         forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
     return f"({' | '.join(forms)}){'' if required else '?'}"

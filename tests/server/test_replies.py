@@ -19,6 +19,7 @@ from tests.server.protocol_parts import (
     Said,
     call_of,
     cut,
+    last_delta,
     output,
     said_stream,
     said_whole,
@@ -228,6 +229,44 @@ def test_a_call_cut_by_length_is_never_made_whole() -> None:
     assert call[1] == '{"command": "rm -rf /data/me/old"', "more parameters may have been meant"
     (call,) = say(text[:at] + "<", reason="length").calls
     assert call[1] == '{"command": "rm -rf /<'
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("stopped_by", [None, "x"])
+def test_a_call_that_was_cut_off_is_never_given_as_one_to_run(protocol: ChatProtocol, stopped_by: str | None) -> None:
+    """Wherever the length limit or a stop string ends the answer, also between two parameters and before the first."""
+    call = block(invoke("look", parameter("path", "ab"), parameter("n", "12", text=False)))
+    finished = call.index("</｜DSML｜invoke>") + len("</｜DSML｜invoke>")
+    for end in range(len(call) + 1):
+        cut_off = output(call[:end], reason="stop" if stopped_by else "length", stopped_by=stopped_by)
+        said = said_whole(protocol, whole_of(call_of(protocol, tools=TOOLS), cut_off))
+        events = stream_of(call_of(protocol, tools=TOOLS, stream=True), cut(call[:end], 5), cut_off)
+        for each in (said, said_stream(protocol, events)):
+            assert each.end == said.end and len(each.calls) == len(said.calls)
+            if end >= finished:
+                assert arguments(each) == [{"path": "ab", "n": 12}]
+            elif each.calls:
+                assert each.end not in ("tool_calls", "tool_use", "completed")
+                assert all(
+                    _is_unfinished(value) or (protocol == "messages" and value == "{}") for _, value in each.calls
+                )
+    assert say("<｜DSML｜invoke", protocol="chat", tool_choice="required", reason="length").content == ""
+
+
+def _is_unfinished(value: str) -> bool:
+    try:
+        json.loads(value)
+    except ValueError:
+        return True
+    return False
+
+
+def test_an_answer_that_cannot_have_the_form_asked_for_is_the_requests_fault() -> None:
+    for protocol in PROTOCOLS:
+        call = call_of(protocol)
+        call.reply.push(0, last_delta("", output("", reason="abort", error="it cannot go on", misfit=True)))
+        status, body = call.reply.whole("req_1")
+        assert status == 400 and "it cannot go on" in json.dumps(body)
 
 
 def test_one_call_at_most_when_calls_may_not_be_parallel() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from spyglass import LLM, SamplingParams, Structured
 from spyglass.checkpoint.random import new_checkpoint
+from spyglass.engine import grammar as grammar_module
+from spyglass.engine.detokenize import TokenBytes
 from spyglass.errors import PromptError
 
 SCHEMA: dict[str, Any] = {
@@ -210,3 +212,45 @@ def test_a_folder_without_a_tokenizer_refuses_forms(llm: LLM, tmp_path: Path) ->
     bare = LLM(folder, device="cpu", dtype="float32", numerics="plain")
     with pytest.raises(PromptError, match="tokenizer"):
         answers(bare, [asked("choice", ["a"])])
+
+
+@pytest.mark.parametrize("grammar", ["start: <[0]>", 'start: "a" <[0]>'])
+def test_a_form_of_tokens_that_are_never_drawn_ends_only_its_own_answer(llm: LLM, grammar: str) -> None:
+    """And it says so: nothing is wrong with the model or with what is cached, so that stays."""
+    llm.generate([[0] + [5, 6, 7] * 100], SamplingParams(max_tokens=1))
+    kept = len(llm.engine.prefixes)
+    wrong, right = llm.generate([[0, 5, 6]] * 2, [asked("grammar", grammar), asked("choice", ["yes"])])
+    assert wrong.misfit and "never drawn" in (wrong.error or "") and right.text == "yes"
+    assert kept and len(llm.engine.prefixes) >= kept
+
+
+def test_a_choice_may_be_among_thousands(llm: LLM) -> None:
+    texts = [f"{number}: a|(b)*[{number}]" for number in range(5000)]
+    (output,) = answers(llm, [asked("choice", texts)])
+    assert output.text in texts and output.finish_reason == "stop"
+
+
+def test_a_form_without_measure_is_refused_before_it_runs(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="cannot be followed") as caught:
+        llm.generate([[0, 5]], asked("regex", "(((a{100}){100}){100}){100}b"))
+    assert "\n" not in str(caught.value), "without the inner state of the library"
+
+
+def test_a_form_that_is_long_to_compile_holds_no_other_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    compile_form = grammar_module._compile
+
+    def slow(grammar: str, *more: Any) -> Any:
+        if "slow" in grammar:
+            began.set()
+            assert go_on.wait(30)
+        return compile_form(grammar, *more)
+
+    monkeypatch.setattr(grammar_module, "_compile", slow)
+    forms = grammar_module.Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    waiting = threading.Thread(target=forms.begin, args=(Structured(kind="choice", value=("slow",)),))
+    waiting.start()
+    assert began.wait(30)
+    forms.begin(Structured(kind="choice", value=("quick",)))
+    go_on.set()
+    waiting.join()

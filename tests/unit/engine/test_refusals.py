@@ -143,7 +143,7 @@ class Broken:
 class BrokenForm(Broken):
     """The same for its form."""
 
-    restricts, complete = False, False
+    restricts, complete, failed = False, False, None
 
     def push(self, token: int) -> Any:
         super().push(token)

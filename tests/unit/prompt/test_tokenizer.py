@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,19 @@ def test_a_tokenizer_that_would_add_bos_by_itself_adds_none(tokenizer: PromptTok
     }
     changed = json.dumps(json.loads(tokenizer_text) | {"post_processor": template})
     assert PromptTokenizer(changed).encode_text("a word") == tokenizer.encode_text("a word")
+
+
+def test_a_long_text_does_not_stop_other_threads(tokenizer: PromptTokenizer) -> None:
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    tokenizer.encode_text("a" * 1_000_000)
+    done.set()
+    other.join()
+    assert turns > 20, "encoding it takes half a second"
