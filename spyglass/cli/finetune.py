@@ -17,7 +17,7 @@ _NAMED = ("model", "data", "output", "targets")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: one per `TrainConfig` field."""
     parser.usage = "spyglass finetune MODEL --data FILE --output DIR [options]"
-    parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder or shipped model")
     parser.add_argument(
         "--data",
         metavar="FILE",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from spyglass.ops.fake_quant import reference as fake_quant_reference
+from spyglass.ops.fake_quant.training import straight_through
 from spyglass.ops.hyper_mix.reference import coefficients
 from spyglass.ops.linear_block.training import multiply
 from spyglass.ops.router_topk import reference as router_topk_reference
@@ -66,22 +67,6 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
     if device_type == "cuda":
         changed["vit_attention"] = varlen.vit_attention
     return replace(reference, **changed, chosen=dict(reference.chosen) | dict.fromkeys(changed, "training"))
-
-
-class _Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return rounded(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-def straight_through(x: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`rounded(x)`, with the gradient of x itself."""
-    out: torch.Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
-    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spyglass.checkpoint.digest import checkpoint_digest
 from spyglass.config import read_model_config
-from spyglass.config.model import ModelConfig
+from spyglass.config.shipped import find_model
 from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
@@ -22,7 +24,7 @@ from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.names import check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
-from spyglass.model import LoadedModel, find_device, load_model
+from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
 from spyglass.parallel import Processes
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
@@ -48,7 +50,7 @@ def finetune(
 ) -> LoopResult:
     """Train an adapter, or with `full` every weight, and write it. An interrupted run leaves what it has so far.
 
-    `tell` gets lines for people.
+    `config.model` may name a shipped model. `tell` gets lines for people.
 
     Raises:
         ConfigError: options that mean nothing, an output folder that holds another run, logs that cannot be drawn.
@@ -58,6 +60,7 @@ def finetune(
         SpyglassError: training went astray (see `spyglass.train.loop.train`).
     """
     check_config(config)
+    config = replace(config, model=find_model(config.model))
     learner = _learner(config)
     chats, faults = read_chats(
         config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
@@ -123,7 +126,7 @@ def _train_whole(
     if config.checkpointing:
         recompute_layers(run.model)
     tell(f"training all {run.masters.num_values():,} weights")
-    task = run.task(feed, _facts(config, run.config))
+    task = run.task(feed, _facts(config, run.model))
     result = train(task, options, config.output / RUN_FOLDER, resume=config.resume, progress=progress)
     run.write(config.output)
     return result
@@ -191,7 +194,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
 
     group = {"params": list(leaves.values()), "lr": config.lr, "weight_decay": config.weight_decay}
-    return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.config))
+    return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model))
 
 
 def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
@@ -200,11 +203,16 @@ def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
     return EngramFeed(open_engram(folder, loaded.config), device=loaded.device, dtype=loaded.dtype)
 
 
-def _facts(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
+def _facts(config: TrainConfig, model: VisionLanguageModel) -> dict[str, Any]:
     """What a run cannot change when it is resumed, beside the loop's own options."""
     same = ("full", "rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
     content = hashlib.blake2b(config.data.read_bytes(), digest_size=16).hexdigest()
-    return {name: getattr(config, name) for name in same} | {"data": content, "family": model.family}
+    return {name: getattr(config, name) for name in same} | {
+        "data": content,
+        "base model": checkpoint_digest(config.model),
+        "dtype": str(model.options.build.dtype).removeprefix("torch."),  # "auto" and its meaning are the same run
+        "numerics": model.options.numerics,
+    }
 
 
 def _data_line(config: TrainConfig, chats: list[Chat], faults: list[str]) -> str:

@@ -312,12 +312,13 @@ def _restore(task: Task, options: LoopOptions, folder: Path, processes: Processe
     if state is None:
         return 0
     asked = _facts(task, options)
-    for name in asked:
-        if state.facts.get(name) != asked[name]:
-            raise ConfigError(
-                f"{folder} holds a run with {name} {state.facts.get(name)}, this one has {asked[name]}; resume with "
-                "the options it was started with, or choose another folder"
-            )
+    held = {name: state.facts.get(name) for name in asked}
+    other = [f"{name} {held[name]}, this one has {asked[name]}" for name in asked if held[name] != asked[name]]
+    if other:
+        raise ConfigError(
+            f"{folder} holds a run with {'; with '.join(other)}; resume with the model, data and options it was "
+            "started with, or choose another folder"
+        )
     expected = {f"leaf.{name}" for name in task.leaves} | {f"extra.{name}" for name in task.extra}
     found = {name for name in state.tensors if not name.startswith("optimiser.")}
     if found != expected:

@@ -19,10 +19,10 @@ import torch
 from spyglass.checkpoint.schema import TensorSpec
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
+from spyglass.ops.fake_quant.training import straight_through
 from spyglass.quant.codec import E4M3_MAX, encode, round_e2m1, round_e4m3
 from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
-from spyglass.train.dense import straight_through
 
 Rule = Literal["matrix", "other"]  # what an optimiser may do with a stack: matrices can be orthogonalised
 _EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])")

@@ -19,7 +19,7 @@ TRAIN_ROWS: list[Mutant] = [
     Mutant("spyglass/train/data.py", "learn_T[0] = False", "pass", _DATA, "the first token counts as a target"),
     Mutant("spyglass/train/data.py", "answering and not starts", "answering", _DATA, "the mark that begins an answer is learnt"),
     Mutant("spyglass/train/data.py", "np.random.default_rng([self._seed, self._epochs])", "np.random.default_rng([self._seed])", _DATA, "every epoch has the same order"),
-    Mutant("spyglass/ops/fake_quant/training.py", "return grads[0], None, None, None", "return grads[0] * 0.5, None, None, None", _OPS, "the gradient of rounding is not 1"),
+    Mutant("spyglass/ops/fake_quant/training.py", "return grads[0], None", "return grads[0] * 0.5, None", _OPS, "the gradient of rounding is not 1"),
     Mutant(_ATTENTION, "dp = multiply(grad, keys_KD.mT) - delta_TH[part.rows].flatten()[:, None]", "dp = multiply(grad, keys_KD.mT)", _OPS, "attention: the softmax's own gradient is dropped"),
     Mutant(_ATTENTION, " + multiply(p.to(dtype).mT, grad)", "", _OPS, "attention: the gradient of values is dropped"),
     Mutant(_ATTENTION, "dsink_H = -(delta_TH", "dsink_H = (delta_TH", _OPS, "attention: the sink's gradient has the wrong sign"),

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 PACKING = "spyglass/train/packing.py"
 BINS = "spyglass/train/bins.py"
 DENSE = "spyglass/train/dense.py"
+ROUNDING = "spyglass/ops/fake_quant/training.py"
 MASTERS = "spyglass/train/masters.py"
 MUON = "spyglass/train/muon.py"
 BALANCE = "spyglass/train/balance.py"
@@ -43,7 +44,7 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
     Mutant(DENSE, "up.float().clamp(-limit, limit)", "up.float()", WHOLE_TESTS, "up is not clamped"),
     Mutant(DENSE, "gate.float().clamp(max=limit)", "gate.float()", WHOLE_TESTS, "the gate is not clamped"),
     Mutant(DENSE, "gate_PBD.masked_fill(absent, float(\"-inf\"))", "gate_PBD", WHOLE_TESTS, "absent rows are pooled"),
-    Mutant(DENSE, "return gradients[0], None", "return torch.zeros_like(gradients[0]), None", WHOLE_TESTS,
+    Mutant(ROUNDING, "return grads[0], None", "return torch.zeros_like(grads[0]), None", WHOLE_TESTS,
            "rounding stops gradients"),
     Mutant(DENSE, "multiply(grad_TO.mT, x_TI)", "0 * multiply(grad_TO.mT, x_TI)", WHOLE_TESTS,
            "weights of fp32 products are not learned"),

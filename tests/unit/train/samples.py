@@ -16,10 +16,11 @@ MIXED: tuple[Parts, ...] = ([21], [3, (3, 5), 9], [150], [2, (2, 2), 4, (5, 3), 
 
 def make_sample(config: ModelConfig, parts: Parts, seed: int = 0, vocab_size: int = 68) -> Sample:
     """Runs of random text (a number of tokens) and random pictures (patch rows, columns), in order."""
+    assert config.vision is not None
     pieces = [
         random_text(part, seed + number, vocab_size).tolist()
         if isinstance(part, int)
-        else patches(*part, seed=seed + number)
+        else patches(*part, seed=seed + number, patch=config.vision.patch_size)
         for number, part in enumerate(parts)
     ]
     prompt = prompt_from_parts(pieces, config)

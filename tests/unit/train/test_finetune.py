@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
+from spyglass.config.shipped import shipped_models
 from spyglass.config.training import TrainConfig
 from spyglass.errors import AdapterError, ConfigError, PromptError
 from spyglass.lora.peft import read_adapter
@@ -74,7 +77,7 @@ def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_train
     config: TrainConfig, data: Path
 ) -> None:
     """Packing loses nothing: the loss of the checkpoint that was written is the one that training would go on from."""
-    config = replace(config, full=True, steps=3, lr=3e-3, batch_tokens=300, clip=100.0)
+    config = replace(config, full=True, lr=3e-3, batch_tokens=300, clip=100.0)
     assert finetune(config, progress=False).finished
     losses = [row.loss for row in read_log(config.output / "training")]
     assert losses[-1] < losses[0]
@@ -98,6 +101,54 @@ def _loss_of(folder: Path, data: Path) -> float:
         step = pack(samples, loaded.config)
         loss, count = token_loss(step_logits(loaded.model, step), step.targets_R)
     return float(loss / count)
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of two steps that was stopped after the first."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
+    config = TrainConfig(model=tiny_folder, data=data, output=output, steps=2, rank=2, batch_tokens=150, minutes=0.0)
+    assert not finetune(config, progress=False).finished
+    return replace(config, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dtype": "float32"}, "dtype bfloat16, this one has float32"),
+        ({"numerics": "plain"}, "numerics reference, this one has plain"),
+        ({"lr": 1e-3}, r"lr 0\.0002, this one has 0\.001"),
+        ({"dtype": "float32", "rank": 3}, "rank 2, this one has 3; with dtype bfloat16, this one has float32"),
+    ],
+)
+def test_a_run_is_not_resumed_in_other_arithmetic(changes: dict[str, Any], told: str, stopped: TrainConfig) -> None:
+    """All that differs is named; what "auto" stands for is no difference."""
+    with pytest.raises(ConfigError, match=told):
+        finetune(replace(stopped, **changes), progress=False)
+
+
+def test_a_run_is_not_resumed_on_another_base_of_the_same_shape(
+    stopped: TrainConfig, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """One changed value in the middle of one tensor is another base; the same files elsewhere are not."""
+    moved, other = (shutil.copytree(tiny_folder, tmp_path / name) for name in ("moved", "other"))
+    tensor = open_checkpoint(other).tensors["norm.weight"]
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.start + tensor.nbytes // 2)
+        file.write(b"\x00\x3f")
+    with pytest.raises(ConfigError, match=r"base model [0-9a-f]{32}, this one has [0-9a-f]{32};"):
+        finetune(replace(stopped, model=other), progress=False)
+    output = Path(shutil.copytree(stopped.output, tmp_path / "out"))
+    explicit = replace(stopped, model=moved, output=output, dtype="bfloat16", numerics="reference")
+    assert finetune(explicit, progress=False).step == 2
+
+
+def test_shipped_models_are_trained_by_name(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "1", "--rank", "1", "--targets", "aligner", "--batch-tokens", "300"]
+    arguments = ["finetune", shipped_models()[0], "--data", str(data), "--output", str(tmp_path / "out"), *options]
+    assert main(arguments) == 0
+    assert read_adapter(tmp_path / "out").counts() == {"aligner": 2}
+    assert "training 2 modules" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("names", ["official", "hf"])
