@@ -48,7 +48,7 @@ class Service:
         self.most_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
         self.served = served_by(llm, config)
-        self.adapter_use = llm.adapter_use
+        self.adapter_use, self.check = llm.adapter_use, llm.engine.check
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
         self.parsers = ThreadPoolExecutor(_FETCHERS if config.remote_images else _PARSERS, thread_name_prefix="parse")
@@ -159,7 +159,10 @@ class EndpointRoute:
 
     async def _parse(self, body: bytes) -> Call | Immediate:
         def parse() -> Call | Immediate:
-            return self._endpoint.parse(parse_json(body), self._service.fetch())
+            call = self._endpoint.parse(parse_json(body), self._service.fetch())
+            if isinstance(call, Call) and call.params[0].structured is not None:
+                self._service.check(call.prompt, call.params[0])  # compiles the form here and not between two steps
+            return call
 
         return await asyncio.get_running_loop().run_in_executor(self._service.parsers, parse)
 

@@ -50,7 +50,7 @@ class Pictures:
 
     def __init__(self, served: Served, fetch: Fetch | None) -> None:
         self.stubs = PictureStubs(served.config, served.without_vision)
-        self._fetch, self._limits = fetch, served.limits
+        self._fetch, self._limits, self._fetched = fetch, served.limits, 0
 
     def source(self, value: object, where: str) -> object:
         """A picture's address, or its bytes if it is a remote one.
@@ -64,6 +64,9 @@ class Pictures:
             raise PromptError(f"{where} has {len(value)} characters, an address may have {self._limits.url_chars}")
         if self._fetch is None:
             raise PromptError(f"{where} is a remote address; this server fetches no pictures, send it as a data URL")
+        self._fetched += 1
+        if self._fetched > self._limits.images:
+            raise PromptError(f"{where} is picture {self._fetched}, the limit is {self._limits.images}; send fewer")
         try:
             return self._fetch(value)
         except PromptError as error:

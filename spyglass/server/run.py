@@ -11,6 +11,8 @@ from starlette.applications import Starlette
 from spyglass.errors import ConfigError
 
 _POLL_S = 0.1
+# A machine that went without a word is asked after a minute and given up after two; systems wait hours by default.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 _LAST_WORDS_S = 5  # after the grace period: time to write what ends a stream
 
 
@@ -24,6 +26,10 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections take these over from it
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         found.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
 from spyglass.engine.request import Delta
@@ -18,6 +19,7 @@ from spyglass.server.faults import error_body, fault_of
 from spyglass.server.log import Record
 
 _QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
+_UNREAD_S = 300.0  # a reader that takes nothing for so long has gone without a word
 _ALIVE = b": alive\n\n"
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -70,6 +72,7 @@ async def send_events(
 
     Raises:
         PromptError, CapacityError: the engine refuses the call; nothing has been sent.
+        ClientDisconnect: the client has not read for minutes.
     """
     await submission.accepted()
     first = call.reply.begin(request_id)
@@ -80,10 +83,12 @@ async def send_events(
             watch.see(mail)
             await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
         last = call.reply.end()
+    except ClientDisconnect:
+        raise
     except Exception as error:
         _LOG.exception("a stream failed: request %s", request_id)
         last = b"event: error\ndata: " + _json(error_body(endpoint, fault_of(error))) + b"\n\n"
-    await send({"type": "http.response.body", "body": last, "more_body": False})
+    await _send_body(last, send, more=False)
 
 
 async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: Mapping[str, str] | None = None) -> None:
@@ -104,9 +109,15 @@ async def _next(submission: Submission, send: Send) -> list[tuple[int, Delta]]:
             await _send_body(_ALIVE, send)
 
 
-async def _send_body(chunk: bytes, send: Send) -> None:
-    if chunk:
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
+    """Raises ClientDisconnect: nobody reads what was sent before."""
+    if not chunk and more:
+        return
+    try:
+        async with asyncio.timeout(_UNREAD_S):
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+    except TimeoutError:
+        raise ClientDisconnect from None
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

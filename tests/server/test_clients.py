@@ -6,6 +6,7 @@ The model's weights are random, so its words mean nothing; forms of answer and c
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from spyglass.config.server import ServerConfig
+from spyglass.engine import grammar
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
 from tests.server.parts import Live, running
@@ -278,3 +280,17 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claud
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(ask, range(32)))
     assert all(alone[number] == text for number, text in together) and len(set(alone.values())) > 4
+
+
+def test_forms_are_compiled_where_requests_are_read(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form may take seconds, and all answers under way would wait for it."""
+    threads, compile_form = [], grammar._compile
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_form(*given)
+
+    monkeypatch.setattr(grammar, "_compile", noted)
+    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    client.chat.completions.create(**options, extra_body={"guided_choice": ["never asked for before"]})
+    assert [name.split("_")[0] for name in threads] == ["parse"]

@@ -16,7 +16,9 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
+from spyglass.server import stream
 from spyglass.server.app import create_app
+from spyglass.server.run import bind
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, event, events, ids_of, plain, running, wait_for
 
@@ -121,6 +123,25 @@ def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
                 found = events(read_to_done(reader))
             assert len(ids_of(found)) == 8000 and sum(len(item.get("text", "")) for item in found) == 8_000_000
             raw.close()
+
+
+def test_a_reader_who_never_reads_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_UNREAD_S", 0.3)
+    engine = ScriptedEngine(lambda prompt, params: ["x" * 1000] * (params.max_tokens or 0))
+    with scripted(llm, engine) as server:
+        raw = ask(server, {"max_tokens": 8000, "stream": True})
+        wait_for(lambda: engine.steps > 3 and not engine.live)
+        server.wait_until_idle(5.0)
+        raw.close()
+
+
+def test_a_peer_that_is_gone_without_a_word_is_noticed() -> None:
+    listening = bind("127.0.0.1", 0)
+    listening.listen()
+    with listening, socket.create_connection(listening.getsockname()) as ours, listening.accept()[0] as theirs:
+        assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert not ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not hasattr(socket, "TCP_KEEPIDLE") or theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 def read_to_done(reader: Any) -> str:

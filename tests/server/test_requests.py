@@ -109,6 +109,10 @@ def test_remote_pictures_come_from_the_hook_and_nowhere_else(protocol: ChatProto
     long = json.loads(json.dumps(body).replace("a.png", "a" * 8193))
     with pytest.raises(PromptError, match="8192"):
         endpoint.parse(long, fetch)
+    asked.clear()
+    with pytest.raises(PromptError, match="the limit is 600"):
+        endpoint.parse(body_of(protocol, content=[part] * 700), lambda url: asked.append(url) or b"no picture")
+    assert len(asked) == 600, "what is over the limit is not fetched"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
