@@ -15,10 +15,11 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.warm_up import blank, largest_pictures
 from spyglass.engine.worker import EngineWorker
-from spyglass.errors import SpyglassError
+from spyglass.errors import OverloadedError, SpyglassError
 from spyglass.prompt.build import Part, prompt_from_parts
 
 STALL_S = 120.0  # a step that takes longer is taken for stuck
+_AGAIN_S = 0.5  # between trials while the server is full
 _OK = "ok"
 _STARTING = "not tried yet"
 _LOG = logging.getLogger(__name__)
@@ -73,16 +74,25 @@ class Readiness:
         return 200 if state == "ok" else 503, {"status": state, **self._info, "features": dict(self._seen)}
 
     async def _try(self, trial: _Trial) -> str:
-        try:
-            prompt = prompt_from_parts(trial.parts, self._llm.config)
-            submission = self._worker.submit(prompt, [trial.params], self._llm.adapter_use(trial.adapter))
-            await submission.accepted()
-            while mail := await submission.deltas():
-                output = mail[-1][1].output
-                if output is not None and (output.error or len(output.token_ids) != 1):
-                    return output.error or "no token was drawn"
-        except SpyglassError as error:
-            return str(error)
+        while True:
+            try:
+                return await self._draw(trial)
+            except OverloadedError:  # clients took all places first, which says nothing of the feature
+                await asyncio.sleep(_AGAIN_S)
+            except SpyglassError as error:
+                return str(error)
+            except Exception as error:  # a task's top frame: whatever broke must show
+                _LOG.exception("a trial broke")
+                return f"it broke ({type(error).__name__}); the log has the details"
+
+    async def _draw(self, trial: _Trial) -> str:
+        prompt = prompt_from_parts(trial.parts, self._llm.config)
+        submission = self._worker.submit(prompt, [trial.params], self._llm.adapter_use(trial.adapter))
+        await submission.accepted()
+        while mail := await submission.deltas():
+            output = mail[-1][1].output
+            if output is not None and (output.error or len(output.token_ids) != 1):
+                return output.error or "no token was drawn"
         return _OK
 
 

@@ -67,5 +67,9 @@ SERVER_ROWS: list[Mutant] = [
            "ready before anything was tried"),
     Mutant(READY, "stats.failing or any(", "any(", ON_READY, "failing steps do not show"),
     Mutant(READY, "output.error or len(output.token_ids) != 1", "output.error", ON_READY, "a feature that draws nothing is fine"),
+    Mutant(READY, "            except OverloadedError:", "            except FloatingPointError:", ON_READY,
+           "full at the start is failing for good"),
+    Mutant(READY, "            except Exception as error:  # a task's", "            except FloatingPointError as error:  # a task's",
+           ON_READY, "a trial that breaks is silent"),
     Mutant(NUMBERS, "        self._generated.inc(record.completion_tokens)\n", "", ON_READY, "answer tokens not counted"),
 ]  # fmt: skip

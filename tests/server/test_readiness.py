@@ -15,7 +15,7 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
-from spyglass.errors import PromptError
+from spyglass.errors import OverloadedError, PromptError
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, plain, running, wait_for
@@ -76,6 +76,39 @@ def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: py
         assert server.post({"max_tokens": 2}).status_code == 200
         refused = server.post({"max_tokens": 2, "images": [data_url()]})
         assert refused.status_code == 400 and "no attention" in refused.text
+
+
+def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spyglass.server.readiness._AGAIN_S", 0.01)
+    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    submit, refused = worker.submit, []
+
+    def full_at_first(*call: Any) -> Any:
+        if len(refused) < 3:
+            refused.append(call)
+            raise OverloadedError("no place")
+        return submit(*call)
+
+    monkeypatch.setattr(worker, "submit", full_at_first)
+    app = create_app(llm, ServerConfig(grace_seconds=0), worker=worker, endpoints=[plain(llm)])
+    with running(app, ready=False) as server:
+        wait_for(lambda: health(server)[0] == 200)
+        assert health(server)[1]["features"] == dict.fromkeys(EVERYTHING, "ok") and len(refused) == 3
+
+
+def test_a_trial_that_breaks_is_a_named_failure_in_the_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedEngine):
+        def add(self, prompt: Any, params: Any, **adapter: Any) -> int:
+            if prompt.plans:
+                raise KeyError("a secret")
+            return super().add(prompt, params)
+
+    with caplog.at_level(logging.ERROR), held(llm, Broken()) as server:
+        wait_for(lambda: health(server)[1]["status"] == "failing")
+        features = health(server)[1]["features"]
+        assert "KeyError" in features["pictures"] and "secret" not in features["pictures"]
+        assert {features[name] for name in EVERYTHING - {"pictures"}} == {"ok"}
+    assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)
 
 
 def test_steps_that_only_fail_show_and_recovery_shows_too(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +196,7 @@ def test_two_servers_in_one_process_count_apart(live: Live, llm: LLM) -> None:
     with held(llm, ScriptedEngine()) as other:
         wait_for(lambda: health(other)[0] == 200)
         other.post({"max_tokens": 5})
-        assert number(other.client.get("/metrics").text, "vllm:generation_tokens_total") == 5
+        wait_for(lambda: number(other.client.get("/metrics").text, "vllm:generation_tokens_total") == 5)
 
 
 def test_what_caches_found_is_counted(llm: LLM, model_folder: Path) -> None:
