@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
-from spyglass.errors import PromptError
+from spyglass.errors import CapacityError, PromptError
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
@@ -24,7 +26,7 @@ MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
 class PromptTokenizer:
     """A `tokenizer.json`, ready to make prompts and to read answers."""
 
-    __slots__ = ("_added", "_full", "_plain", "special_ids")
+    __slots__ = ("_added", "_full", "_longest", "_plain", "special_ids")
 
     def __init__(self, text: str, name: str = FILE_NAME) -> None:
         """`text` is the content of a tokenizer.json; `name` says in errors where it came from.
@@ -47,6 +49,20 @@ class PromptTokenizer:
                     f"{name} gives {spelling} the id {token}, which its own vocabulary does not leave free"
                 )
         self._plain = _without_added_tokens(self._full)
+        self._longest = _longest_token(self._full, parsed)
+
+    def refuse_unless_fits(self, texts: Iterable[str], most_tokens: int) -> None:
+        """Refuse texts that are certain to make more than `most_tokens`, before that costs memory and time.
+
+        Raises:
+            CapacityError: even of the longest tokens of the vocabulary they make more.
+        """
+        size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+        if self._longest is not None and size > most_tokens * self._longest:
+            raise CapacityError(
+                f"the text has {size:,} bytes, which is more than {most_tokens:,} tokens, the limit of prompt and "
+                "answer together; shorten it or raise max_length"
+            )
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text` as text: spellings of special tokens come out as ordinary pieces.
@@ -99,6 +115,23 @@ def _without_added_tokens(full: Tokenizer) -> Tokenizer:
     if full.pre_tokenizer is not None:
         plain.pre_tokenizer = full.pre_tokenizer
     return plain
+
+
+def _longest_token(full: Tokenizer, parsed: Mapping[str, Any]) -> int | None:
+    """Most bytes of text that one token of the base vocabulary stands for; None where there is no bound.
+
+    In the byte-level alphabet a character is a byte. There is none where something may drop or shorten what is
+    written: a normalizer, a pre-tokenizer of another kind, or characters that the vocabulary lacks.
+    """
+    first = parsed.get("pre_tokenizer") or {"type": "none"}
+    steps = first.get("pretokenizers", [first])
+    kinds = {step["type"] for step in steps}
+    kept = kinds <= {"ByteLevel", "Digits", "Split"} and all(step.get("behavior") != "Removed" for step in steps)
+    normalizer = parsed.get("normalizer") or {"normalizers": []}
+    if not isinstance(full.model, BPE) or "ByteLevel" not in kinds or not kept or normalizer.get("normalizers") != []:
+        return None
+    vocabulary = full.get_vocab(with_added_tokens=False)
+    return max(map(len, vocabulary)) if vocabulary.keys() >= set(ByteLevel.alphabet()) else None
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:

@@ -88,6 +88,7 @@ def prompt_of(served: Served, prompt: object, *, start: bool = True) -> Prompt:
 
     Raises:
         PromptError: neither of them, several of them, or ids that stand for pictures.
+        CapacityError: a text that is certain to be too long.
     """
     if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], str | list | tuple):
         prompt = prompt[0]
@@ -95,7 +96,9 @@ def prompt_of(served: Served, prompt: object, *, start: bool = True) -> Prompt:
         raise PromptError(f"prompt holds {len(prompt)} prompts; send one in a request, several requests run together")
     if isinstance(prompt, str):
         first = [served.config.bos_token_id] if start and served.config.bos_token_id is not None else []
-        prompt = [*first, *tokenizer_of(served).encode_text(prompt)]
+        tokenizer = tokenizer_of(served)
+        tokenizer.refuse_unless_fits([prompt], served.max_length)
+        prompt = [*first, *tokenizer.encode_text(prompt)]
     if not isinstance(prompt, list | tuple):
         raise PromptError(f"prompt must be a text or a list of token ids, not {type(prompt).__name__}")
     placeholder = resolve_placeholder(served.config, served.tokenizer)

@@ -88,6 +88,7 @@ def converse(
 
     Raises:
         PromptError: the library refuses the body, or a picture cannot be used.
+        CapacityError: text that is certain to be too long.
     """
     request = convert_request(protocol, body)
     stage = request.parsing_options.thinking_initial_stage
@@ -96,12 +97,10 @@ def converse(
     conversation = request.conversation
     if {**body, **(changed or {})}.get("tool_choice") == "required" and not conversation.tools:
         raise PromptError("tool_choice asks for a call and the request has no tools; send tools or leave it out")
-    prompt = prompt_from_chat(
-        render_conversation(conversation, pictures.stubs.pictures, served.config),
-        served.config,
-        served.tokenizer,
-        limits=served.limits,
-    )
+    rendered = render_conversation(conversation, pictures.stubs.pictures, served.config)
+    tokenizer = tokenizer_of(served)
+    tokenizer.refuse_unless_fits([piece for piece in rendered.pieces if isinstance(piece, str)], served.max_length)
+    prompt = prompt_from_chat(rendered, served.config, tokenizer, limits=served.limits)
     expected = Expected(
         tools={tool.name: tool.parameters for tool in conversation.tools},
         reasoning=stage is not None and stage.starts_in_reasoning(),

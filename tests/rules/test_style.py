@@ -26,6 +26,7 @@ CATCHES_WHOLESALE = {
     "engine/worker.py",
     "engine/engine.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
+    "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
 }
 PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import time
 from typing import Any
 
 import pytest
 
 from spyglass.engine.request import Structured
-from spyglass.errors import NotServedError, PromptError
+from spyglass.errors import CapacityError, NotServedError, PromptError
 from spyglass.prompt.chat import WITHOUT_PICTURE
 from spyglass.server.completions import CompletionsEndpoint
 from spyglass.server.count import Tokenize
@@ -368,3 +369,21 @@ def test_a_message_of_the_assistant_at_the_end_is_continued_in_messages() -> Non
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
     prompt = call_of("messages", messages=turns).prompt
     assert tokenizer_of("deepseek_v4").decode(prompt.ids_T.tolist()).endswith("</think>It is")
+
+
+@pytest.mark.parametrize("asked", [*PROTOCOLS, "completions", "tokenize", "tokenize chat"])
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten megabytes would take a quarter of a minute and gigabytes; and many small parts are as long as a large one."""
+    monkeypatch.setattr("spyglass.prompt.PromptTokenizer.encode_text", lambda *_: pytest.fail("it was tokenised"))
+    text = "word " * 1_000_000
+    if asked in ("completions", "tokenize"):
+        kind: Any = CompletionsEndpoint if asked == "completions" else Tokenize
+        endpoint, body = kind(served_of()), {"prompt": 2 * text}
+    else:
+        protocol: ChatProtocol = "chat" if asked == "tokenize chat" else asked
+        endpoint = Tokenize(served_of()) if asked == "tokenize chat" else endpoint_of(protocol)
+        body = body_of(protocol, content=[words(protocol, text)] * 2)
+    began = time.monotonic()
+    with pytest.raises(CapacityError, match=r"10,000,\d+ bytes, which is more than 4,096 tokens"):
+        endpoint.parse(body, None)
+    assert time.monotonic() - began < 1

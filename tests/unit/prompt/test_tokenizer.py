@@ -6,13 +6,14 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spyglass.errors import PromptError
+from spyglass.errors import CapacityError, PromptError
 from spyglass.prompt import PromptTokenizer, load_tokenizer
 
 SPECIAL = {
@@ -160,3 +161,39 @@ def test_a_long_text_does_not_stop_other_threads(tokenizer: PromptTokenizer) -> 
     done.set()
     other.join()
     assert turns > 20, "encoding it takes half a second"
+
+
+@given(text=st.text(max_size=60) | st.text(" \n-=\u20ac", max_size=400))
+def test_what_fits_is_never_refused_before_it_is_encoded(tokenizer: PromptTokenizer, text: str) -> None:
+    tokenizer.refuse_unless_fits([text], len(tokenizer.encode_text(text)))
+
+
+def test_text_is_refused_from_one_byte_more_than_the_longest_tokens_hold(tokenizer: PromptTokenizer) -> None:
+    """The longest one is 128 spaces."""
+    assert len(tokenizer.encode_text(" " * 1280)) == 10
+    tokenizer.refuse_unless_fits([" " * 1000, " " * 280], 10)
+    for texts in ([" " * 1281], [" " * 1000, " " * 281], ["\u20ac" * 427]):
+        with pytest.raises(CapacityError, match="1,281 bytes, which is more than 10 tokens"):
+            tokenizer.refuse_unless_fits(texts, 10)
+
+
+@pytest.mark.parametrize("changed", [
+    {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}},
+    {"normalizer": {"type": "NFC"}},
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]}},
+    {"pre_tokenizer": {"type": "Whitespace"}},
+    {"pre_tokenizer": None},
+])  # fmt: skip
+def test_a_tokenizer_that_may_drop_text_refuses_none_by_its_bytes(tokenizer_text: str, changed: dict[str, Any]) -> None:
+    PromptTokenizer(json.dumps(json.loads(tokenizer_text) | changed)).refuse_unless_fits([" " * 10_000], 1)
+
+
+def test_a_vocabulary_that_lacks_bytes_refuses_none_by_bytes(tokenizer_text: str) -> None:
+    parsed = json.loads(tokenizer_text) | {"added_tokens": []}
+    parsed["model"] |= {"vocab": {"a": 0}, "merges": []}
+    few = PromptTokenizer(json.dumps(parsed))
+    assert few.encode_text("z" * 1000) == []
+    few.refuse_unless_fits(["z" * 1000], 0)
