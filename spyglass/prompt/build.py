@@ -7,6 +7,7 @@ at the position where it really stands, since V4 pads depend on it.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -133,9 +134,11 @@ def prompt_from_parts(
     draft = _Draft(config=config, placeholder=placeholder)
     num_pictures = sum(is_picture(part) for part in parts)
     pictures = _Pictures(vision=config.vision, rules=rules, limits=limits, count=num_pictures)
-    for number, part in enumerate(parts):
-        if is_picture(part):
-            draft.add_picture(*pictures.read(part))
+    opened = deque(pictures.open(part) if is_picture(part) else part for part in parts)
+    for number in range(len(opened)):
+        part = opened.popleft()  # an unpacked picture stays in memory no longer than it is needed
+        if isinstance(part, _Opened):
+            draft.add_picture(part.unpack(), part.plan)
         else:
             draft.add_ids(part, f"part {number}")
     return draft.finish()
@@ -147,9 +150,29 @@ def is_picture(part: object) -> bool:
     return isinstance(part, PictureRef | CutPicture) or isinstance(part, sources)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A picture whose size and plan are known; `source` is patches that are ready, or what is still to be unpacked."""
+
+    name: str
+    source: Pixels | Image.Image
+    rules: PictureRules
+    plan: ImagePlan
+
+    def unpack(self) -> Pixels:
+        """Its patches."""
+        if not isinstance(self.source, Image.Image):
+            return self.source
+        size = oriented_size(self.source, self.rules)
+        rgb = to_rgb(self.source, self.rules, name=self.name)
+        if rgb.size != size:
+            raise PromptError(f"{self.name} unpacks to {rgb.width}x{rgb.height}, its header said {size[0]}x{size[1]}")
+        return cut(resize(rgb, self.plan, name=self.name), self.plan)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Pictures:
-    """Reads the pictures of one prompt in order and keeps count of what they cost together."""
+    """Opens the pictures of one prompt in order and keeps count of what they will cost together, unpacked."""
 
     vision: VisionConfig | None
     rules: PictureRules
@@ -159,8 +182,8 @@ class _Pictures:
     total_bytes: int = 0
     total_pixels: int = 0
 
-    def read(self, part: object) -> tuple[Pixels, ImagePlan]:
-        """Patches and plan of the next picture."""
+    def open(self, part: object) -> _Opened:
+        """The next picture, from its header."""
         source, place = (part.source, part.name) if isinstance(part, PictureRef) else (part, None)
         told = [str(what) for what in (place, source if isinstance(source, os.PathLike) else None) if what is not None]
         name = f"image {self.number}" + (f" ({', '.join(told)})" if told else "")
@@ -170,11 +193,12 @@ class _Pictures:
             raise PromptError(f"the prompt has {self.count} pictures, the limit is {self.limits.images}; send fewer")
         self.number += 1
         if isinstance(source, CutPicture):
-            return _checked_patches(source, self.vision, name)
+            pixels, plan = _checked_patches(source, self.vision, name)
+            return _Opened(name=name, source=pixels, rules=self.rules, plan=plan)
         assert isinstance(source, bytes | bytearray | memoryview | str | os.PathLike | Image.Image)
-        return self._decode(source, self.vision, name)
+        return self._open(source, self.vision, name)
 
-    def _decode(self, source: PictureSource, vision: VisionConfig, name: str) -> tuple[NDArray[np.uint8], ImagePlan]:
+    def _open(self, source: PictureSource, vision: VisionConfig, name: str) -> _Opened:
         data = read_source(source, limits=self.limits, name=name)
         self.total_bytes += len(data) if isinstance(data, bytes) else 0
         if self.total_bytes > self.limits.total_bytes:
@@ -197,10 +221,7 @@ class _Pictures:
             plan = plan_image(width, height, vision)
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
-        rgb = to_rgb(picture, self.rules, name=name)
-        if rgb.size != size:
-            raise PromptError(f"{name} unpacks to {rgb.width}x{rgb.height}, its header said {width}x{height}")
-        return cut(resize(rgb, plan, name=name), plan), plan
+        return _Opened(name=name, source=picture, rules=self.rules, plan=plan)
 
 
 def _checked_patches(part: CutPicture, vision: VisionConfig, name: str) -> tuple[Pixels, ImagePlan]:

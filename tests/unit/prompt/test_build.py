@@ -27,6 +27,7 @@ from spyglass.prompt import (
     plan_image,
     prompt_digest,
     prompt_from_parts,
+    to_rgb,
 )
 from tests.unit.prompt.pictures import encode, noise, png
 
@@ -258,6 +259,27 @@ def test_pictures_are_counted_together(v4: ModelConfig) -> None:
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(total_bytes=3 * len(data) - 1))
     with pytest.raises(PromptError, match="image 2: the pictures together exceed 1799 pixels"):
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(total_pixels=1799))
+
+
+def test_nothing_is_unpacked_before_all_pictures_are_known_to_fit(
+    v4: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[str] = []
+
+    def noted(picture: Image.Image, rules: PictureRules, *, name: str) -> Image.Image:
+        unpacked.append(name)
+        return to_rgb(picture, rules, name=name)
+
+    monkeypatch.setattr("spyglass.prompt.build.to_rgb", noted)
+    data = encode(noise(30, 20), "PNG")
+    for wrong in (ImageLimits(total_pixels=1799), ImageLimits(total_bytes=3 * len(data) - 1)):
+        with pytest.raises(PromptError, match="together exceed"):
+            prompt_from_parts([data] * 3, v4, limits=wrong)
+    with pytest.raises(PromptError, match="image 2"):
+        prompt_from_parts([data, data, b"no picture"], v4)
+    assert not unpacked
+    prompt_from_parts([data] * 3, v4)
+    assert unpacked == ["image 0", "image 1", "image 2"]
     with pytest.raises(PromptError, match="the prompt has 3 pictures, the limit is 2"):
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(images=2))
 
