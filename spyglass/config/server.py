@@ -39,7 +39,7 @@ class ServerConfig:
         default=256, metadata=about("answers that may wait beyond those that run; more get status 429")
     )
     max_held_bytes: int = field(
-        default=2 << 30, metadata=about("memory for pictures of requests under way; more get status 429")
+        default=2 << 30, metadata=about("memory for bodies and pictures of requests under way; more get status 429")
     )
     grace_seconds: int = field(default=30, metadata=about("how long answers may go on when the server is to stop"))
     max_body_bytes: int = field(default=48 << 20, metadata=about("largest request body"))

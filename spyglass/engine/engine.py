@@ -105,11 +105,6 @@ class Engine:
         return self._config.text.vocab_size
 
     @property
-    def mask_hidden_share(self) -> float | None:
-        """Share of the work on next-token masks that was done while the model ran; None before there was any."""
-        return self._masks.hidden_share
-
-    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._sequences or self._lost)
@@ -127,6 +122,10 @@ class Engine:
             prefix_hits=prefixes.found_tokens,
             image_queries=pictures.queries,
             image_hits=pictures.hits,
+            prefix_evictions=prefixes.evictions,
+            image_evictions=pictures.evictions,
+            prefix_bytes=prefixes.bytes_held,
+            image_bytes=pictures.bytes_held,
             sampling_seconds=self._sampling_s,
             mask_share=self._masks.hidden_share or 0.0,
         )

@@ -12,10 +12,11 @@ Key = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCounts:
-    """Since the start: pictures that were asked for, and those that were found; `bytes_held` now."""
+    """Since the start: pictures asked for, those that were found and those that had to go; `bytes_held` now."""
 
     queries: int = 0
     hits: int = 0
+    evictions: int = 0
     bytes_held: int = 0
 
 
@@ -28,7 +29,7 @@ class ImageCache:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._rows: OrderedDict[Key, torch.Tensor] = OrderedDict()
-        self._bytes = self._queries = self._hits = 0
+        self._bytes = self._queries = self._hits = self._evictions = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -36,7 +37,7 @@ class ImageCache:
     @property
     def counts(self) -> ImageCounts:
         """Counters and what is held now."""
-        return ImageCounts(queries=self._queries, hits=self._hits, bytes_held=self._bytes)
+        return ImageCounts(queries=self._queries, hits=self._hits, evictions=self._evictions, bytes_held=self._bytes)
 
     def get(self, key: Key) -> torch.Tensor | None:
         """The rows of a picture, if they are here."""
@@ -56,6 +57,7 @@ class ImageCache:
         while self._bytes > self._limit:
             _, oldest = self._rows.popitem(last=False)
             self._bytes -= oldest.nbytes
+            self._evictions += 1
 
     def clear(self) -> None:
         """Forget everything."""

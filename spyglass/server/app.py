@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate, Served
 from spyglass.server.fetch import RemoteImages
 from spyglass.server.gate import Gate
+from spyglass.server.held import Claim, HeldBytes
 from spyglass.server.log import Record
 from spyglass.server.metrics import Metrics
 from spyglass.server.page import page_routes
@@ -37,7 +39,7 @@ from spyglass.server.readiness import Readiness
 from spyglass.server.stream import Watch, send_events, send_json, send_whole
 
 _PARSERS = 4  # threads that read bodies and decode pictures, each of which may take hundreds of megabytes
-_FETCHERS = 16  # the same where most of the time they wait for other people's servers
+_FETCHERS = 16  # threads where most of the time they wait for other people's servers; the others' number may do more
 
 
 class Service:
@@ -51,10 +53,11 @@ class Service:
         self.adapter_use, self.check = llm.adapter_use, llm.engine.check
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
+        self.unpacking = threading.BoundedSemaphore(_PARSERS)
         self.parsers = ThreadPoolExecutor(_FETCHERS if config.remote_images else _PARSERS, thread_name_prefix="parse")
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
-        self.held_bytes = 0  # of their pictures
+        self.held = HeldBytes(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
         self.started = int(time.time())
 
     async def drain(self) -> None:
@@ -62,21 +65,20 @@ class Service:
         self.stopping = True
         await self.worker.drain(self.config.grace_seconds)
 
-    def hold(self, nbytes: int) -> None:
-        """Count the pictures of a request in; a single request may always have what its own limits allow.
-
-        Raises:
-            OverloadedError: those of others leave no room.
-        """
-        if self.held_bytes and self.held_bytes + nbytes > self.config.max_held_bytes:
-            raise OverloadedError(f"the pictures of requests under way take {self.held_bytes} bytes; send it later")
-        self.held_bytes += nbytes
-
     def fetch(self) -> Fetch | None:
-        """What fetches the pictures of one request, if that is allowed."""
+        """What fetches the pictures of one request, if that is allowed; while it waits, others may unpack theirs."""
         if not self.config.remote_images:
             return None
-        return RemoteImages(seconds=self.config.fetch_seconds, limits=self.served.limits)
+        images = RemoteImages(seconds=self.config.fetch_seconds, limits=self.served.limits)
+
+        def fetch(address: str) -> bytes:
+            self.unpacking.release()
+            try:
+                return images(address)
+            finally:
+                self.unpacking.acquire()
+
+        return fetch
 
     @asynccontextmanager
     async def life(self, app: Starlette) -> AsyncIterator[None]:
@@ -109,9 +111,11 @@ class EndpointRoute:
         if service.calls >= service.most_live:
             raise OverloadedError(f"{service.calls} requests are under way, {service.most_live} may be; send it later")
         service.calls += 1
+        body, pictures = Claim(service.held), Claim(service.held)
         try:
-            body = await read_body(Request(scope, receive), service.config.max_body_bytes)
-            answering = asyncio.create_task(self._answer(body, scope, send))
+            reading = read_body(Request(scope, receive), service.config.max_body_bytes, body)
+            parsing = self._parse(await reading, body)
+            answering = asyncio.create_task(self._answer(parsing, pictures, scope, send))
             leaving = asyncio.create_task(_left(receive))
             try:
                 await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -127,22 +131,21 @@ class EndpointRoute:
             scope["record"].client_left = True
         finally:
             service.calls -= 1
+            pictures.release()
 
-    async def _answer(self, body: bytes, scope: Scope, send: Send) -> None:
+    async def _answer(
+        self, parsing: asyncio.Future[Call | Immediate], pictures: Claim, scope: Scope, send: Send
+    ) -> None:
         record: Record = scope["record"]
-        call = await self._parse(body)
+        call = await parsing
         record.parse_s = time.monotonic() - scope["began"]
         if isinstance(call, Immediate):
             await send_json(call.status, call.body, send)
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures, record.ignored = call.pictures, call.user_fields
-        pictures = sum(picture.nbytes for picture in call.prompt.patches)
-        self._service.hold(pictures)
-        try:
-            await self._run(call, record, scope["began"], send)
-        finally:
-            self._service.held_bytes -= pictures
+        pictures.take(sum(picture.nbytes for picture in call.prompt.patches))
+        await self._run(call, record, scope["began"], send)
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         adapter = self._service.adapter_use(call.adapter)
@@ -157,14 +160,20 @@ class EndpointRoute:
             self._service.worker.cancel(submission)
             record.odd_markup = call.reply.odd
 
-    async def _parse(self, body: bytes) -> Call | Immediate:
-        def parse() -> Call | Immediate:
-            call = self._endpoint.parse(parse_json(body), self._service.fetch())
-            if isinstance(call, Call) and call.params[0].structured is not None:
-                self._service.check(call.prompt, call.params[0])  # compiles the form here and not between two steps
-            return call
+    def _parse(self, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
+        """What a thread makes of a body. `held` is given back when the thread is done, waited for or not."""
+        service = self._service
 
-        return await asyncio.get_running_loop().run_in_executor(self._service.parsers, parse)
+        def parse() -> Call | Immediate:
+            with service.unpacking:
+                call = self._endpoint.parse(parse_json(body), service.fetch())
+                if isinstance(call, Call) and call.params[0].structured is not None:
+                    service.check(call.prompt, call.params[0])  # compiles the form here and not between two steps
+                return call
+
+        parsing = service.parsers.submit(parse)
+        parsing.add_done_callback(lambda _: held.release())
+        return asyncio.wrap_future(parsing)
 
 
 def create_app(

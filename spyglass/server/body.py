@@ -10,22 +10,25 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from spyglass.errors import PromptError
+from spyglass.errors import OverloadedError, PromptError
+from spyglass.server.held import Claim
 
 _READ_SECONDS = 120.0  # for a whole body
 _CLOSE = {"connection": "close"}
 _DEEPEST = 100  # levels of nesting; a JSON schema has some twenty
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most `limit` bytes.
+async def read_body(request: Request, limit: int, held: Claim) -> bytes:
+    """The body, at most `limit` bytes, which `held` has counted when it is here; else they are given back.
 
     Raises:
+        OverloadedError: other requests leave no room for it.
         HTTPException: 413 too large, 415 not JSON by its headers, 408 not here in time.
         ClientDisconnect: the client went away.
     """
@@ -33,21 +36,53 @@ async def read_body(request: Request, limit: int) -> bytes:
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > 2 * limit:
         raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(_READ_SECONDS):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
-                    chunks.append(chunk)
-                elif size > 2 * limit:  # until then it is read on, or its sender would never see the answer
-                    break
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {_READ_SECONDS:.0f} seconds", _CLOSE) from None
-    if size > limit:
-        raise _too_large(limit)
-    return b"".join(chunks)
+    reader = _Reader(limit, held)
+    with ExitStack() as undo:
+        undo.callback(held.release)
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                async for chunk in request.stream():
+                    reader.add(chunk)
+                    if reader.size > 2 * limit:
+                        break
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {_READ_SECONDS:.0f} seconds", _CLOSE) from None
+        body = reader.body()
+        undo.pop_all()
+    return body
+
+
+class _Reader:
+    """Collects a body. One that is refused is read on for a while, or its sender would never see the answer."""
+
+    def __init__(self, limit: int, held: Claim) -> None:
+        self.size = 0
+        self._limit, self._held = limit, held
+        self._chunks: list[bytes] = []
+        self._refused: Exception | None = None
+
+    def add(self, chunk: bytes) -> None:
+        self.size += len(chunk)
+        if self.size > self._limit:
+            self._refuse(_too_large(self._limit))
+        if self._refused is not None:
+            return
+        try:
+            self._held.take(len(chunk))
+        except OverloadedError as error:
+            self._refuse(error)
+        else:
+            self._chunks.append(chunk)
+
+    def body(self) -> bytes:
+        if self._refused is not None:
+            raise self._refused
+        return b"".join(self._chunks)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refused = error
+        self._chunks.clear()
+        self._held.release()
 
 
 def parse_json(body: bytes) -> Mapping[str, Any]:

@@ -84,7 +84,14 @@ class _EngineNumbers(Collector):
             ("vllm:num_requests_running", "answers that the engine runs", engine.running),
             ("vllm:num_requests_waiting", "answers that wait for the engine", stats.live - engine.running),
             ("vllm:kv_cache_usage_perc", "used share of the fullest pool of rows, 0 to 1", engine.cache_share),
-            ("spyglass:mask_hidden_share", "share of the work for answer forms hidden by the model", engine.mask_share),
+            ("spyglass:answers_without_memory", "answers in the engine's own queue", engine.waiting),
+            (
+                "spyglass:grammar_mask_hidden_ratio",
+                "part of the time for answer forms that the model hid",
+                engine.mask_share,
+            ),
+            ("spyglass:prefix_cache_bytes", "what the prefix cache holds", engine.prefix_bytes),
+            ("spyglass:image_cache_bytes", "what the picture cache holds", engine.image_bytes),
         ):
             gauge = GaugeMetricFamily(name, about, labels=("model_name",))
             gauge.add_metric((self._model,), max(0, value))
@@ -95,6 +102,8 @@ class _EngineNumbers(Collector):
             ("vllm:prefix_cache_hits", "prompt tokens found", engine.prefix_hits),
             ("spyglass:image_cache_queries", "pictures looked up", engine.image_queries),
             ("spyglass:image_cache_hits", "pictures found", engine.image_hits),
+            ("spyglass:prefix_cache_evictions", "prefixes that had to go", engine.prefix_evictions),
+            ("spyglass:image_cache_evictions", "pictures that had to go", engine.image_evictions),
             ("spyglass:computed_tokens", "tokens run through the model", engine.computed_tokens),
             ("spyglass:steps", "steps of the engine", engine.steps),
             ("spyglass:failed_steps", "steps that failed", stats.failed_steps),

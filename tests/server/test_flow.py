@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,10 @@ from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.server import stream
-from spyglass.server.app import create_app
+from spyglass.server.app import create_app, served_by
 from spyglass.server.run import bind
 from tests.scripted import ScriptedEngine
-from tests.server.parts import Live, data_url, event, events, ids_of, plain, running, wait_for
+from tests.server.parts import Live, PlainEndpoint, data_url, event, events, ids_of, plain, running, wait_for
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
         raws = [ask(server, {"max_tokens": 8000, "stream": True}) for _ in range(2)]
         wait_for(lambda: engine.steps > 3 and not engine.live)  # the engine is done, though nobody has read a byte
         assert server.post({"max_tokens": 3}).status_code == 200
-        assert server.service.calls == 2  # more is left to send than the system takes in
+        wait_for(lambda: server.service.calls == 2)  # more is left to send than the system takes in
         for raw in raws:
             with raw.makefile("rb") as reader:
                 found = events(read_to_done(reader))
@@ -198,7 +199,96 @@ def test_pictures_of_requests_under_way_take_only_so_much_memory(llm: LLM) -> No
         assert refused.status_code == 429 and "pictures" in refused.text
         raw.close()
         server.wait_until_idle()
-        assert server.service.held_bytes == 0 and server.post({**seeing, "max_tokens": 1}).status_code == 200
+        assert server.service.held.total == 0 and server.post({**seeing, "max_tokens": 1}).status_code == 200
+
+
+def test_bodies_count_from_their_first_byte_until_they_are_parsed(llm: LLM) -> None:
+    """Else two dozen large bodies that wait, or are being parsed, take gigabytes that nobody has counted."""
+    text, go_on = "x" * (20 << 20), threading.Event()
+
+    class Slow(PlainEndpoint):
+        def parse(self, body: Any, fetch: Any) -> Any:
+            go_on.wait(20)
+            return super().parse({name: body[name] for name in body if name != "text"}, fetch)
+
+    config = ServerConfig(grace_seconds=1, max_held_bytes=50 << 20)
+    endpoint = Slow(served_by(llm, config))
+    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    with (
+        running(create_app(llm, config, worker=worker, endpoints=[endpoint])) as server,
+        ThreadPoolExecutor(24) as pool,
+    ):
+        answers = [pool.submit(server.post, {"text": text, "max_tokens": 1}) for _ in range(24)]
+        wait_for(lambda: sum(answer.done() for answer in answers) >= 22, 30)
+        assert 0 < server.service.held.total <= 50 << 20
+        go_on.set()
+        found = [answer.result(20) for answer in answers]
+        refused = [answer for answer in found if answer.status_code == 429]
+        assert len(refused) >= 22 and all(
+            "bodies" in answer.text and answer.headers["retry-after"] for answer in refused
+        )
+        server.wait_until_idle()
+        assert server.service.held.total == 0
+        assert server.post({"text": text, "max_tokens": 1}).status_code == 200  # alone it may
+
+
+def test_a_body_that_is_cut_or_too_long_gives_its_bytes_back(llm: LLM) -> None:
+    with scripted(llm, ScriptedEngine(), max_body_bytes=10_000, max_held_bytes=100_000) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = b"POST /plain HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(head + b"{" * 5000)
+            wait_for(lambda: server.service.held.total == 5000)
+        wait_for(lambda: server.service.held.total == 0)
+        assert server.post({"text": "x" * 15_000}).status_code == 413
+        assert server.post({"max_tokens": 1}).status_code == 200
+        server.wait_until_idle()
+        assert server.service.held.total == 0
+
+
+def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    class Slow(PlainEndpoint):
+        def parse(self, body: Any, fetch: Any) -> Any:
+            begun.set()
+            go_on.wait(20)
+            return super().parse(body, fetch)
+
+    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    endpoint = Slow(served_by(llm, ServerConfig()))
+    with running(create_app(llm, ServerConfig(grace_seconds=1), worker=worker, endpoints=[endpoint])) as server:
+        raw = ask(server, {"max_tokens": 1})
+        assert begun.wait(10)
+        raw.close()
+        wait_for(lambda: server.service.calls == 0)
+        assert server.service.held.total > 0
+        go_on.set()
+        wait_for(lambda: server.service.held.total == 0)
+
+
+def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, unpacking, most = threading.Barrier(16), [], []
+    monkeypatch.setattr("spyglass.server.app.RemoteImages", lambda **_: lambda address: bytes(waiting.wait(20)))
+
+    class Counting(PlainEndpoint):
+        def parse(self, body: Any, fetch: Any) -> Any:
+            fetch("http://x")
+            unpacking.append(1)
+            most.append(len(unpacking))
+            time.sleep(0.02)
+            unpacking.pop()
+            return super().parse(body, fetch)
+
+    config = ServerConfig(grace_seconds=1, remote_images=True)
+    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    endpoint = Counting(served_by(llm, config))
+    with (
+        running(create_app(llm, config, worker=worker, endpoints=[endpoint])) as server,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        answers = list(pool.map(server.post, [{"max_tokens": 1}] * 16))
+    assert {answer.status_code for answer in answers} == {200} and max(most) == 4
 
 
 def test_a_stopped_server_leaves_nothing_running_for_who_does_not_read(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
+from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import OverloadedError, PromptError
 from spyglass.server.app import create_app
@@ -215,3 +217,18 @@ def test_what_caches_found_is_counted(llm: LLM, model_folder: Path) -> None:
     )}  # fmt: skip
     assert 0 < found["vllm:prefix_cache_hits_total"] < found["vllm:prefix_cache_queries_total"]
     assert found["vllm:prefix_cache_queries_total"] == found["vllm:prompt_tokens_total"]
+
+
+def test_what_the_engine_counts_of_caches_and_masks_is_told(llm: LLM) -> None:
+    counts = {"prefix_bytes": 11, "image_bytes": 12, "prefix_evictions": 13, "image_evictions": 14, "waiting": 15}
+
+    class Counting(ScriptedEngine):
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), mask_share=0.25, **counts)
+
+    with held(llm, Counting()) as server:
+        text = server.client.get("/metrics").text
+    assert [number(text, f"spyglass:{name}") for name in (
+        "prefix_cache_bytes", "image_cache_bytes", "prefix_cache_evictions_total", "image_cache_evictions_total",
+        "answers_without_memory", "grammar_mask_hidden_ratio",
+    )] == [11, 12, 13, 14, 15, 0.25]  # fmt: skip

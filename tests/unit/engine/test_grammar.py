@@ -200,8 +200,7 @@ def test_forms_are_compiled_from_several_threads_alike(llm: LLM) -> None:
 
 def test_masks_report_what_the_model_hid_of_them(llm: LLM) -> None:
     answers(llm, [asked("regex", "[a-z]{20}", max_tokens=10)])
-    share = llm.engine.mask_hidden_share
-    assert share is not None and 0 <= share <= 1
+    assert 0 < llm.engine.stats().mask_share <= 1
 
 
 def test_a_folder_without_a_tokenizer_refuses_forms(llm: LLM, tmp_path: Path) -> None:

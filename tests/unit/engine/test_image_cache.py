@@ -36,7 +36,7 @@ def test_the_least_recently_used_goes_first_and_the_bytes_stay_below_the_limit()
     assert cache.get((b"a", b"")) is not None
     assert cache.counts.bytes_held == 128 + 160
     cache.put((b"d", b""), rows(0, count=9))
-    assert (cache.counts.bytes_held, len(cache)) == (288, 1)
+    assert (cache.counts.bytes_held, len(cache), cache.counts.evictions) == (288, 1, 3)
     cache.clear()
     assert (cache.counts.bytes_held, len(cache)) == (0, 0)
 
