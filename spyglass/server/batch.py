@@ -17,7 +17,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from spyglass.engine.llm import LLM
-from spyglass.errors import PromptError, SpyglassError
+from spyglass.errors import PromptError
 from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
 
@@ -141,11 +141,13 @@ class _Batch:
             for index, params in enumerate(call.params):
                 numbers.append(self._engine.add(call.prompt, params))
                 self.open[numbers[-1]] = (open_call, index)
-        except SpyglassError as error:
+        except Exception as error:  # the top frame here, too: a fault of ours in one line is that line's answer
             for number in numbers:
                 self.open.pop(number)
                 self._engine.abort(number)
             fault = fault_of(error)
+            if not fault.known:
+                traceback.print_exc()
             self._write(line, request_id, fault.status, error_body(self._endpoints[line.url], fault))
 
     def step(self) -> None:

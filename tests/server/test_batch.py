@@ -13,7 +13,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import PromptError
 from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
-from tests.server.parts import plain
+from tests.server.parts import PlainEndpoint, plain
 
 
 def line(number: int, **body: Any) -> dict[str, Any]:
@@ -131,3 +131,20 @@ def test_a_failing_step_costs_its_own_requests_only(llm: LLM, tmp_path: Path, mo
     for answer in answers:
         body = answer["response"]["body"]
         assert (answer["response"]["status_code"] == 500) == bool(body["errors"])
+
+
+def test_a_fault_of_ours_in_one_line_is_that_lines_answer(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = PlainEndpoint.parse
+
+    def broken(self: PlainEndpoint, body: Any, fetch: Any) -> Any:
+        if body["max_tokens"] == 2:
+            raise TypeError("unhashable")
+        return parse(self, body, fetch)
+
+    monkeypatch.setattr(PlainEndpoint, "parse", broken)
+    found, counts = run(llm, written(tmp_path / "in.jsonl", *(line(n, max_tokens=n) for n in (1, 2, 3))))
+    assert counts == (2, 1) and not llm.engine.has_work
+    status = {answer["custom_id"]: answer["response"]["status_code"] for answer in found}
+    assert status == {"q1": 200, "q2": 500, "q3": 200} and "unhashable" not in json.dumps(found)
