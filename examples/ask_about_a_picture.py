@@ -1,6 +1,6 @@
 """Ask one question about one picture; the answer streams.
 
-python examples/ask_about_a_picture.py demo-model photo.jpg "What is this?"
+python examples/ask_about_a_picture.py spyglass-tiny-v4 photo.jpg "What is this?"
 """
 
 import sys

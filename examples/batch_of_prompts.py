@@ -1,6 +1,6 @@
 """Prompts of different lengths, with and without a picture, answered together: the model reads its weights once a step.
 
-python examples/batch_of_prompts.py demo-model photo.jpg
+python examples/batch_of_prompts.py spyglass-tiny-v4 photo.jpg
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Several pictures in one conversation, over two turns.
 
-python examples/compare_pictures.py demo-model first.jpg second.jpg
+python examples/compare_pictures.py spyglass-tiny-v4 first.jpg second.jpg
 """
 
 import sys

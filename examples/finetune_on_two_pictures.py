@@ -1,6 +1,6 @@
 """Teach a model two pictures: chats to a file, a few steps of training, and the adapter at work.
 
-python examples/finetune_on_two_pictures.py demo-model first.jpg second.jpg "A rocket." "A cat."
+python examples/finetune_on_two_pictures.py spyglass-tiny-v4 first.jpg second.jpg "A rocket." "A cat."
 """
 
 import json

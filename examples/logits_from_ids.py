@@ -1,5 +1,7 @@
 """Logits of a prompt given as token ids and an already cut picture; no tokenizer takes part.
 
+The ids are those of the large vocabulary, which a random model has too: spyglass new-checkpoint demo-model
+
 python examples/logits_from_ids.py demo-model
 """
 

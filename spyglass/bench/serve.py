@@ -256,7 +256,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spyglass bench serve", description=__doc__)
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--model", default="demo-model", metavar="DIR", help="serve this checkpoint (default: demo-model)"
+        "--model",
+        default="demo-model",
+        metavar="DIR",
+        help="serve this checkpoint (default: demo-model, which `spyglass new-checkpoint demo-model` writes)",
     )
     where.add_argument("--url", metavar="URL", help="ask a server that runs already, without a baseline")
     parser.add_argument("--key", help="API key of that server")

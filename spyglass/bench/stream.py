@@ -200,7 +200,12 @@ def _serving(llm: LLM, pause_s: float) -> Iterator[tuple[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spyglass bench stream", description=__doc__)
-    parser.add_argument("--model", default="demo-model", metavar="DIR", help="whose tokenizer (default: demo-model)")
+    parser.add_argument(
+        "--model",
+        default="demo-model",
+        metavar="DIR",
+        help="whose tokenizer (default: demo-model, which `spyglass new-checkpoint demo-model` writes)",
+    )
     parser.add_argument("--streams", type=positive, default=32, metavar="N", help="at a time (default 32)")
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="of each stream (default 256)")
     parser.add_argument("--pause-ms", type=float, default=25.0, metavar="MS", help="between steps (default 25)")

@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 0
     except OSError as error:
+        if error.filename is not None:  # of a file that somebody named: a folder without permission, a name too long
+            print(f"spyglass: error: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
+            return USER_FAULT
         if error.errno != errno.ENOSPC:
             raise
         _drop_output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
     if output is not None:
         return run_file(llm, args.batch, output)
+    if args.question and os.path.isfile(args.question):
+        _note(f"the question is the name of a file; to show it as a picture: --image {args.question}")
     talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
     for number, question in enumerate(questions):
         talk.ask(question, args.image if number == 0 else ())
@@ -108,7 +111,9 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
     if args.image and read_model_config(folder).vision is None:
         raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
     if len(args.image) > options.images:
-        raise PromptError(f"{len(args.image)} pictures with --images {options.images}; name fewer, or raise --images")
+        raise PromptError(
+            f"--image is given {len(args.image)} times with --images {options.images}; name fewer, or raise --images"
+        )
     for image in args.image:
         open_picture(image, name=str(image))
 

@@ -99,7 +99,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
         for name in ("max_step_tokens", "max_sequences", "max_length", "cache_bytes", "threads", *_MAY_BE_ZERO):
             if name not in _MAY_BE_NONE or getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=name not in _MAY_BE_ZERO, most=MOST.get(name))
+                require_count(name, getattr(self, name), least=0 if name in _MAY_BE_ZERO else 1, most=MOST.get(name))
         if not isinstance(self.expand_weights, bool):
             raise ConfigError(f"expand_weights is {self.expand_weights!r}, expected True or False")
 

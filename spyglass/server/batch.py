@@ -22,6 +22,7 @@ from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
 
 _PARSERS = 2  # threads that decode pictures ahead of the engine
+_FORM = "a request is an object with custom_id, method, url and body"
 _SHOWN = 20  # faulty lines listed in an error
 _LONGEST_LINE = 64 << 20  # characters; a request may carry pictures
 
@@ -63,7 +64,7 @@ def check_batch(path: Path, urls: Sequence[str]) -> int:
             seen.add(found.custom_id)
     if faults:
         more = f"\n... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise PromptError(f"{path} has {len(faults)} faulty lines:\n" + "\n".join(faults[:_SHOWN]) + more)
+        raise PromptError(f"{path} has faulty lines ({len(faults)}):\n" + "\n".join(faults[:_SHOWN]) + more)
     if not seen:
         raise PromptError(f"{path} has no requests; each line is one, as JSON")
     return len(seen)
@@ -198,9 +199,9 @@ def _line(number: int, text: str, urls: Sequence[str]) -> BatchLine | str:
     except (ValueError, RecursionError) as error:
         return f"line {number}: no JSON ({error})"
     if not isinstance(value, dict):
-        return f"line {number}: a request is an object with custom_id, method, url and body"
+        return f"line {number}: {_FORM}"
     if unknown := sorted(set(value) - {"custom_id", "method", "url", "body"}):
-        return f"line {number}: unknown fields {', '.join(unknown)}"
+        return f"line {number}: unknown fields {', '.join(unknown)}; {_FORM}"
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         return f"line {number}: custom_id must be a text that tells the answers apart"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import uvicorn
@@ -32,7 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
                 found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         found.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {option}") from error
     return found
 
 

@@ -68,6 +68,7 @@ def finetune(
     batches = Batches([chat.tokens for chat in chats], most_tokens=config.batch_tokens, seed=config.seed)
     options = loop_options(config, batches)
     check_options(options, processes)
+    _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
     feed = Feed(chats, batches, learner, stride=processes.count)
     run = _train_whole if config.full else _train_adapter
@@ -151,6 +152,13 @@ def check_config(config: TrainConfig) -> None:
     taken = any((config.output / name).exists() for name in ("adapter_config.json", "config.json"))
     if not config.resume and (taken or load_state(folder) is not None):
         raise ConfigError(f"{config.output} already holds a run; go on with it (--resume), or choose another folder")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output") from error
 
 
 def loop_options(config: TrainConfig, batches: Batches) -> LoopOptions:

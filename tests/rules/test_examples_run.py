@@ -32,12 +32,11 @@ def blocks() -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `photo.jpg` and `demo-model`, the two names the documents use."""
+    """A folder with `photo.jpg`, the one name the documents use; the model comes with the package."""
     import skimage
 
     folder = tmp_path_factory.mktemp("desk")
     shutil.copy(Path(skimage.__file__).parent / "data" / "rocket.jpg", folder / "photo.jpg")
-    run_shell("spyglass new-checkpoint demo-model --preset tiny --seed 0", folder)
     return folder
 
 

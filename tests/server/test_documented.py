@@ -23,7 +23,7 @@ BLOCKS = re.findall(r"^```(python|sh) live\n(.*?)^```$", PAGE.read_text(encoding
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Live]:
-    with running(create_app(llm, ServerConfig(grace_seconds=1, model_name=("demo-model",)))) as server:
+    with running(create_app(llm, ServerConfig(grace_seconds=1, model_name=("spyglass-tiny-v4",)))) as server:
         yield server
 
 

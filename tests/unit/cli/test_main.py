@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,3 +150,18 @@ def test_an_option_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SPYGLASS_IMAGES", "3")
     assert parse_engine().images == 3
     assert parse_engine("--images", "5").images == 5
+
+
+def test_a_file_that_cannot_be_used_is_one_line_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = tmp_path / "no folder" / "file"
+    use(monkeypatch, lambda args: len(nowhere.read_text()))
+    assert frame.main(["run"]) == 2
+    assert capsys.readouterr().err == f"spyglass: error: {nowhere} cannot be used: No such file or directory\n"
+
+
+def test_a_fault_of_the_system_that_names_no_file_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, raising(OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        frame.main(["run"])

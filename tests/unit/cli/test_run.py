@@ -104,6 +104,14 @@ def test_random_weights_are_said_to_be_noise(folder: Path, tmp_path: Path, capsy
         assert ("noise" in capsys.readouterr().err) == random
 
 
+def test_a_question_that_is_the_name_of_a_file_is_answered_with_a_hint(
+    folder: Path, photo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for question, hinted in ((str(photo), True), ("no such file.png " * 99, False)):
+        assert main(["run", "--model", str(folder), *MODEL, "--images", "0", "--max-tokens", "1", question]) == 0
+        assert (f"--image {question}" in capsys.readouterr().err) == hinted
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -128,7 +136,7 @@ def test_a_persons_mistake_is_one_line_and_exit_code_2(
     [
         (["--image", "nowhere.jpg"], "nowhere.jpg cannot be read: No such file or directory"),
         (["--image", "CONFIG"], "config.json is none of JPEG"),
-        (["--images", "1", "--image", "PHOTO", "--image", "PHOTO"], "2 pictures with --images 1"),
+        (["--images", "1", "--image", "PHOTO", "--image", "PHOTO"], "given 2 times with --images 1"),
         (["--effort", "low"], "needs thinking"),
         (["--threads", "0"], "threads"),
     ],

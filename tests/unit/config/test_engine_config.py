@@ -60,6 +60,11 @@ def test_a_meaningless_value_is_refused_by_name(field: str, value: Any) -> None:
         EngineConfig(**{field: value})
 
 
+def test_a_refused_count_says_its_range() -> None:
+    with pytest.raises(ConfigError, match=r"^threads is 0, expected an integer from 1 to 1,024$"):
+        EngineConfig(threads=0)
+
+
 def test_caches_may_be_off() -> None:
     EngineConfig(prefix_cache_bytes=0, image_cache_bytes=0, images=0)
 

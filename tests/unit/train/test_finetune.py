@@ -196,6 +196,14 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
         finetune(replace(config, **changes), progress=False)
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
+    config: TrainConfig, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spyglass.train.finetune.load_model", None)
+    with pytest.raises(ConfigError, match=r"chats\.jsonl.out.training cannot be written: .*--output"):
+        finetune(replace(config, output=data / "out"), progress=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
