@@ -267,3 +267,19 @@ def test_the_page_needs_nothing_from_elsewhere(live: Live) -> None:
     assert answer.status_code == 200 and "text/html" in answer.headers["content-type"]
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in answer.text
+
+
+@in_browser
+def test_an_answer_that_a_new_chat_cuts_off_does_not_come_into_it(page: Page) -> None:
+    page.run(
+        """(() => {
+        const plain = window.fetch;
+        window.fetch = (url, options) => !url.startsWith('/v1/chat') ? plain(url, options) : new Promise((_, fail) =>
+            options.signal.addEventListener('abort', () => fail(new DOMException('gone', 'AbortError'))));
+        document.getElementById('say').value = 'first';
+        document.getElementById('send').click();
+        document.getElementById('fresh').click();
+        })()"""
+    )
+    page.wait_for("running === null")
+    assert page.run("turns.length") == 0
