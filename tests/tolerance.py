@@ -32,6 +32,32 @@ ROUNDED_LOGITS = Tolerance(absolute=1e-3, why="rounded arithmetic, as long as no
 MERGED_OF_MAX = 5e-5  # an adapter beside its weights = merged into them: every merged weight is rounded once more
 LAW_OF_MAX = 1e-5  # chunked = whole, batched = alone, fp32 plain: the same sums in another order
 GRADIENT_OF_MAX = 1e-3  # of a whole model in fp32, the same sums in another order, through nine layers
+LOGPROB_LAW = 100 * LAW_OF_MAX  # of log-probabilities, cold or from a cache: logits up to about 10, and their softmax
+FLIPPED_OF_MAX = 0.1  # of logits when a code of a rounded row flips somewhere: one step of FP4 in one row of a layer
+
+# Training
+SLOPE_OF_NORM = 1e-6  # finite differences in float64 against a gradient: steps near 1e-7 leave about half the digits
+# direction of the gradient with the released rounding against the plain one, by family: rounding turns choices of
+# experts, keys and (V4.1) blocks of these small models, nine layers of V4.1 more than four of V4 (0.64 and 0.18 found)
+ROUNDED_COSINE = {"v4": 0.5, "v41": 0.1}
+LOSS_LAW = Tolerance(absolute=1e-6, relative=1e-5, why="fp32 losses, norms and weights: the same sums in another order")
+ONE_SUM = Tolerance(absolute=1e-7, relative=1e-6, why="fp32 numbers that are one short sum")
+CLIPPED = Tolerance(absolute=0.0, relative=1e-3, why="clipping divides by the norm + 1e-6, here of norms near 1e-3")
+TRAINED_APART = Tolerance(
+    absolute=1e-3,
+    relative=1e-2,
+    why="Adam divides by the root of a gradient's square: where that is next to nothing, "
+    "the order of its sums decides a share of a step of 0.01",
+)
+RESTORED_LOSS = Tolerance(
+    absolute=0.0,
+    relative=2e-2,
+    why="bf16 with rounded arithmetic: mean loss of the ops that serve and of those that train",
+)
+REWRITTEN = Tolerance(absolute=1e-6, relative=1e-5, why="an adapter that was written with its scale moved into B")
+LOSS_OF_FORMAT = Tolerance(
+    absolute=1e-4, why="relative error of a merge into fp32: steps of 6e-8 beside changes of 0.01"
+)
 
 # Ops against the reference in float64
 OP_FLOAT32 = Tolerance(absolute=2e-5, relative=2e-5, why="fp32 sums of up to a few thousand terms")

@@ -13,7 +13,7 @@ from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
 from tests.adapter_parts import Small, random_adapter, small
-from tests.tolerance import LAW_OF_MAX
+from tests.tolerance import LOGPROB_LAW
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
 CACHES = {"prefix_cache_bytes": 1 << 28, "image_cache_bytes": 1 << 28}
@@ -37,7 +37,7 @@ def same(warm: RequestOutput, cold: RequestOutput) -> bool:
     """Greedy ids are equal, and so are the log-probabilities of the first token."""
     assert warm.logprobs is not None and cold.logprobs is not None
     pairs = zip(warm.logprobs[0].top, cold.logprobs[0].top, strict=True)
-    close = all(a == b and abs(x - y) < 100 * LAW_OF_MAX for (a, x), (b, y) in pairs)
+    close = all(a == b and abs(x - y) < LOGPROB_LAW for (a, x), (b, y) in pairs)
     return close and warm.token_ids == cold.token_ids
 
 

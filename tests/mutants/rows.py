@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.checkpoint_rows import CHECKPOINT_ROWS
 from tests.mutants.config_rows import CONFIG_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
+from tests.mutants.full_training_rows import FULL_TRAINING_ROWS
 from tests.mutants.lora_rows import LORA_ROWS
 from tests.mutants.mutant import Mutant
 from tests.mutants.op_rows import OP_ROWS
@@ -23,6 +24,7 @@ ROWS: list[Mutant] = [
     *CHECKPOINT_ROWS,
     *CONFIG_ROWS,
     *ENGINE_ROWS,
+    *FULL_TRAINING_ROWS,
     *LORA_ROWS,
     *OP_ROWS,
     *PROMPT_ROWS,

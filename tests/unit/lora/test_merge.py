@@ -23,7 +23,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, fp8
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 from tests.adapter_parts import random_adapter
-from tests.tolerance import OP_FLOAT32, assert_close
+from tests.tolerance import LOSS_OF_FORMAT, OP_FLOAT32, assert_close
 
 GROUPS = ["attention", "compressor", "indexer", "shared", "experts", "engram", "tower", "aligner"]
 
@@ -107,7 +107,7 @@ def test_a_change_below_the_steps_of_the_format_is_seen() -> None:
     assert plain.unchanged_share == 0.0 and plain.relative_error == pytest.approx((0.01 - 0.0078125) / 0.01)
     exact = Loss()
     exact.add(before, delta, decode(encode(before + delta, F32), torch.float32))
-    assert exact.relative_error < 1e-4
+    assert_close(exact.relative_error, 0.0, LOSS_OF_FORMAT)
 
 
 def test_a_merge_that_changes_next_to_nothing_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from tests.adapter_parts import random_adapter, small
+from tests.tolerance import REWRITTEN, assert_close
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
 PREFIXES = [
@@ -268,7 +269,7 @@ def test_what_is_written_reads_back_as_the_same_change(family: str, names: Any, 
         read = read_adapter(tmp_path / f"{mixed}").modules
         for name, expected in given.items():
             change = expected.scale * expected.b_OR @ expected.a_RI
-            assert torch.allclose(read[name].scale * read[name].b_OR @ read[name].a_RI, change, atol=1e-6), name
+            assert_close(read[name].scale * read[name].b_OR @ read[name].a_RI, change, REWRITTEN, name)
         for name in read.keys() - given.keys():
             assert ".experts." in name and names == "hf" and not read[name].b_OR.any(), "zeros where there was none"
 

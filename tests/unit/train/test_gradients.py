@@ -14,6 +14,7 @@ from spyglass.model import VisionLanguageModel
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import Sample, pack
 from spyglass.train.recompute import recompute_layers
+from tests.tolerance import ROUNDED_COSINE, SLOPE_OF_NORM
 from tests.unit.train.leaves import (
     FAMILIES,
     Frozen,
@@ -26,7 +27,6 @@ from tests.unit.train.leaves import (
 )
 from tests.unit.train.samples import make_sample
 
-CLOSE = 1e-6  # of the gradient's norm
 NOT_SMOOTH = ("gate.bias", "bias_vl", "indexer")  # they only choose
 PARTS = {"deepseek_v4": ([4, (3, 5), 9], [130]), "deepseek_v41": ([4, (3, 5), 9], [30])}  # every pool gets an entry
 TRAINABLE = [group for group in GROUPS if group not in UNTRAINABLE]
@@ -51,7 +51,7 @@ def test_the_gradient_of_every_weight_is_the_slope_of_the_loss(name: str) -> Non
         model = family(name, ops=frozen.ops)
         leaves = weight_leaves(model)
         smooth = {key: leaf for key, leaf in leaves.items() if not any(part in key for part in NOT_SMOOTH)}
-        check_directions(lambda: wide_loss(model, frozen, feed, 0), smooth, CLOSE)
+        check_directions(lambda: wide_loss(model, frozen, feed, 0), smooth, SLOPE_OF_NORM)
 
 
 def adapter_on(model: VisionLanguageModel, dtype: torch.dtype = torch.float32) -> TrainableAdapter:
@@ -70,7 +70,7 @@ def test_the_gradient_of_every_adapter_is_the_slope_of_the_loss(name: str) -> No
         model = family(name, ops=frozen.ops)
         weight_leaves(model)
         adapter = adapter_on(model, torch.float64)
-        check_directions(lambda: wide_loss(model, frozen, feed, adapter.slot), dict(adapter.parameters), CLOSE)
+        check_directions(lambda: wide_loss(model, frozen, feed, adapter.slot), dict(adapter.parameters), SLOPE_OF_NORM)
 
 
 def gradients(
@@ -87,8 +87,9 @@ def gradients(
 def test_gradients_pass_packed_weights_and_every_rounding(name: str, dtype: torch.dtype) -> None:
     """With the released rounding everything that is trained gets a finite gradient, in the direction of the plain one.
 
-    Rounding is coarse in models this small and turns choices, so it is roughly the direction; random ones have less
-    than 0.02 in common.
+    Rounding turns choices in models this small, so it is roughly the direction (random ones have less than 0.02 in
+    common): this sees a path that is cut or has the wrong sign. That each rounding passes its gradient unchanged is
+    exact, and tested op by op in `tests/ops/test_training_ops.py`; that what lies between is right, above.
     """
     rounded = family(name, packed=True, numerics="reference", expand=False, dtype=dtype)
     plain = family(name, packed=True, numerics="plain", expand=True)
@@ -97,7 +98,7 @@ def test_gradients_pass_packed_weights_and_every_rounding(name: str, dtype: torc
     assert all(gradient.isfinite().all() for gradient in got.values())
     assert all(gradient.any() for gradient in got.values())
     a, b = (torch.cat([gradient.flatten() for gradient in side.values()]) for side in (got, want))
-    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.1
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > ROUNDED_COSINE[name]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -27,7 +27,7 @@ from spyglass.train.packing import Sample, pack
 from spyglass.train.whole import WholeTrainer
 from tests.small_models import build_model, empty_model, random_text, random_weights, small_config
 from tests.small_v41 import small_store, small_v41_config
-from tests.tolerance import GRADIENT_OF_MAX, LAW_OF_MAX
+from tests.tolerance import FLIPPED_OF_MAX, GRADIENT_OF_MAX, LAW_OF_MAX
 
 CAPACITY = Capacity(bins=3, length=256, patches=96, cells=40, pictures=8, largest_picture=24, targets=600)
 SMALL = Capacity(bins=1, length=128, patches=40, cells=20, pictures=4, largest_picture=24, targets=128)
@@ -143,7 +143,7 @@ def test_packed_weights_answer_as_the_masters_did() -> None:
         expected = step_logits(served, step)
     difference = (logits[: len(expected)] - expected).abs()
     assert difference.median() <= LAW_OF_MAX * expected.abs().max()  # where no code of a rounded row flips
-    assert difference.max() <= 0.1 * expected.abs().max()
+    assert difference.max() <= FLIPPED_OF_MAX * expected.abs().max()
 
 
 def close_of_max(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
@@ -168,8 +168,8 @@ def test_one_batch_is_learned_by_heart_in_packed_weights() -> None:
     trainer = trainer_of(config, small_weights(config), SMALL, settings=MuonSettings(decay=0.0))
     tensors = tensors_of(few_samples(config), config, SMALL)
     losses = []
-    for number in range(50):
-        trainer.optimiser.rate.fill_(0.02 * (1 - number / 50))
+    for number in range(30):
+        trainer.optimiser.rate.fill_(0.02 * (1 - number / 30))
         outcome = trainer.step(tensors)
         losses.append(float(outcome.loss / outcome.count))
     assert losses[0] > 3 and losses[-1] < 0.01, losses[::10]
