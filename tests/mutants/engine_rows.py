@@ -153,6 +153,8 @@ ENGINE_ROWS: list[Mutant] = [
            "a preempted request goes to the end of the queue"),
     Mutant(SEQUENCE, "        self.computed = 0\n        self.row = None", "        self.row = None", ON_PREEMPTION,
            "a preempted request believes its rows are there"),
+    Mutant(SCHEDULER, "            sequence = self._waiting[0]\n", "            sequence = min(self._waiting, key=lambda s: s.length)\n            self._waiting.remove(sequence)\n            self._waiting.appendleft(sequence)\n",
+           ON_TURNS, "short ones overtake without end"),
     Mutant(SCHEDULER, "if piece > self._step_tokens:", "if piece > self._step_tokens + 1:", ON_TURNS,
            "a piece that never fits is accepted"),
     Mutant(SEQUENCE, "ids = np.unique(prompt_ids[prompt_ids >= 0])", "ids = np.unique(prompt_ids[:0])", ON_LOOP,

@@ -226,6 +226,20 @@ def test_waiting_requests_are_admitted_in_order_as_rows_become_free() -> None:
     assert first_run == [0, 1, 2, 3, 4]
 
 
+def test_a_small_text_waits_behind_a_head_that_lacks_memory_until_it_is_admitted_and_comes_with_it() -> None:
+    """The order of arrival counts in memory too: a stream of small ones could else keep the head waiting for ever."""
+    scheduler = make_scheduler(50, sequences=4, cache_bytes=510_000)
+    for number, (length, limit) in enumerate([(100, 160), (250, 5), (4, 3)]):
+        scheduler.add(make_sequence(number, [length], limit))
+    admitted: list[list[int]] = []
+    while chunks := scheduler.schedule():
+        admitted.append([sequence.request_id for sequence in scheduler._running])
+        play(scheduler, chunks)
+    assert admitted[:161] == [[0]] * 161, "rows are free, but not the memory that the second one needs"
+    assert admitted[161] == [1, 2], "in the first step after the one that held the memory has ended"
+    assert scheduler.preemptions == 0
+
+
 def test_who_was_preempted_is_not_admitted_again_before_all_have_room_to_grow() -> None:
     """Else two requests would take each other's pages in turn, and run their prompts for ever."""
     scheduler = make_scheduler(50, sequences=2, cache_bytes=351_000)
