@@ -98,7 +98,6 @@ def make_bodies(load: Load) -> Iterator[dict[str, Any]]:
         if dice.random() < load.pictures:
             content.insert(0, {"type": "image_url", "image_url": {"url": _picture(pixels)}})
         yield {
-            "model": "",
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
             "max_tokens": load.max_tokens,
