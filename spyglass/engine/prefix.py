@@ -32,7 +32,7 @@ _DIGEST_BYTES = 32
 class PrefixCounts:
     """Since the start, in tokens: known ones of requests that were looked up, and those that were found.
 
-    `evictions` counts snapshots that had to go, `bytes_held` what those that are there take.
+    `evictions` counts snapshots that had to make room, `bytes_held` what those that are there take.
     """
 
     queried_tokens: int = 0
@@ -194,6 +194,11 @@ class PrefixCache:
         return any(pools[group].only_in(held[group], pages) for group, pages in snapshot.pages.items())
 
     def _evict(self, name: bytes) -> None:
+        """Forget one snapshot for want of room."""
+        self._evictions += 1
+        self._forget(name)
+
+    def _forget(self, name: bytes) -> None:
         entry = self._entries.pop(name)
         tails = self._tails[entry.parent]
         tails[entry.tail] -= 1
@@ -203,12 +208,11 @@ class PrefixCache:
             del self._tails[entry.parent]
         self._count(entry.snapshot, -1)
         self._blocks.forget(entry.snapshot)
-        self._evictions += 1
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything; that is no eviction, since room was not what was wanted."""
         for name in list(self._entries):
-            self._evict(name)
+            self._forget(name)
 
     def _matches(self, sequence: TokenSequence) -> Iterator[bytes]:
         """Names of the known prefixes longer than what is computed and shorter than the sequence, longest first."""
