@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from spyglass.engine.llm import LLM
 from spyglass.errors import PromptError
+from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
 
@@ -195,11 +196,9 @@ def _line(number: int, text: str, urls: Sequence[str]) -> BatchLine | str:
     if len(text) > _LONGEST_LINE:
         return f"line {number}: {len(text):,} characters, more than {_LONGEST_LINE:,}"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"line {number}: no JSON ({error})"
-    if not isinstance(value, dict):
-        return f"line {number}: {_FORM}"
+        value = parse_json(text.encode(), f"line {number}: the request")
+    except PromptError as error:
+        return f"{error}; {_FORM}"
     if unknown := sorted(set(value) - {"custom_id", "method", "url", "body"}):
         return f"line {number}: unknown fields {', '.join(unknown)}; {_FORM}"
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")

@@ -85,8 +85,8 @@ class _Reader:
         self._held.release()
 
 
-def parse_json(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body.
+def parse_json(body: bytes, what: str = "the body") -> Mapping[str, Any]:
+    """The JSON object of a body; `what` names it in errors.
 
     Raises:
         PromptError: it is none.
@@ -94,18 +94,18 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PromptError(f"the body is not UTF-8: byte {body[error.start]:#04x} at {error.start}") from None
+        raise PromptError(f"{what} is not UTF-8: byte {body[error.start]:#04x} at {error.start}") from None
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise PromptError(f"the body is nested more than {_DEEPEST} levels deep") from None
+        raise PromptError(f"{what} is nested more than {_DEEPEST} levels deep") from None
     except ValueError as error:  # also integers of more than 4,300 digits
-        raise PromptError(f"the body is not JSON: {error}") from None
+        raise PromptError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise PromptError(f"the body is {_kind(value)}, expected a JSON object")
-    _check_depth(value)
+        raise PromptError(f"{what} is {_kind(value)}, expected a JSON object")
+    _check_depth(value, what)
     if "\\ud" in text.lower():
-        _check_surrogates(value)
+        _check_surrogates(value, what)
     return value
 
 
@@ -135,7 +135,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(value: object) -> None:
+def _check_depth(value: object, what: str) -> None:
     """Breadth first, so that depth costs no stack."""
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
@@ -147,15 +147,15 @@ def _check_depth(value: object) -> None:
         ]
         if not level:
             return
-    raise PromptError(f"the body is nested more than {_DEEPEST} levels deep")
+    raise PromptError(f"{what} is nested more than {_DEEPEST} levels deep")
 
 
-def _check_surrogates(value: object) -> None:
+def _check_surrogates(value: object, what: str) -> None:
     """`json` makes a character of a pair of escapes; half a pair stays what no text may hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise PromptError("the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        raise PromptError(f"{what} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
 
 
 def _kind(value: object) -> str:

@@ -99,10 +99,13 @@ def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:
         line(1),
         {**line(5), "custom_id": ""},
         {**line(6), "method": "GET"},
+        '{"custom_id": "\\ud800", "url": "/plain", "body": {}}',
+        '{"custom_id": "nan", "url": "/plain", "body": {"temperature": NaN}}',
+        '{"custom_id": "deep", "url": "/plain", "body": ' + '{"a": ' * 3000 + "1" + "}" * 3001,
     )
     with pytest.raises(PromptError) as caught:
         check_batch(path, ["/plain"])
-    for number in (2, 3, 4, 5, 6, 7, 8, 9):
+    for number in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
         assert f"line {number}:" in str(caught.value)
     assert "line 1:" not in str(caught.value)
     with pytest.raises(PromptError, match="no requests"):
