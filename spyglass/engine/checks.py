@@ -66,8 +66,9 @@ def check_params(params: SamplingParams, prompt: Prompt, max_length: int, vocab_
             f"the prompt has {len(prompt)} tokens and leaves no room for an answer: the limit of prompt and answer "
             f"together is {max_length}; shorten it or raise max_length"
         )
-    outside = [token for token in params.logit_bias if token >= vocab_size]
-    if outside:
-        raise PromptError(f"logit_bias holds {outside[0]}; ids are 0 to {vocab_size - 1}")
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        outside = [token for token in tokens if token >= vocab_size]
+        if outside:
+            raise PromptError(f"{name} holds {outside[0]}; ids are 0 to {vocab_size - 1}")
     if params.stop and not spelled:
         raise PromptError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")

@@ -38,6 +38,7 @@ def model() -> Any:
         ([list(range(2, 60)) * 80], {}, CapacityError, "4640 tokens .* 4096"),
         ([list(range(2, 66)) * 64], {}, CapacityError, "no room"),
         ([[5]], {"stop": "end"}, PromptError, "tokenizer"),
+        ([[5]], {"stop_token_ids": [5, 70]}, PromptError, "stop_token_ids holds 70"),
     ],
 )
 def test_what_cannot_run_is_refused_when_it_is_added(
