@@ -6,7 +6,6 @@ Cold prompts differ in their first token and in the picture's pixels, so that no
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from PIL import Image
 
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.model import FORMATS, WeightFormat, checkpoint_folder
 from spyglass.checkpoint.presets import PRESETS, Preset
 from spyglass.config.engine import EngineConfig
@@ -74,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     results = [measure(args.folder, preset, args.weights, args.tokens, args.rounds) for preset in args.presets]
     if args.output:
         rows = [asdict(result) | {"sooner": result.sooner} for result in results]
-        args.output.write_text(json.dumps({"machine": machine, "results": rows}, indent=2) + "\n", encoding="utf-8")
+        save_numbers("cache", machine, {"results": rows}, args.output)
     return 0
 
 

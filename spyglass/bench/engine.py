@@ -9,7 +9,6 @@ a time stands beside it as the baseline.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.model import (
     CONTEXT,
     PLAIN_READ,
@@ -35,8 +34,6 @@ from spyglass.bench.model import (
 from spyglass.checkpoint.presets import PRESETS
 from spyglass.engine.request import SamplingParams
 from spyglass.model import LoadedModel, load_model
-
-_RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=positive, nargs="*", default=[1, 32], help="how many at once")
     parser.add_argument("--steps", type=positive, default=60, help="decode steps that are timed")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
-    parser.add_argument("--save", action="store_true", help=f"write the numbers to {_RESULTS}")
+    parser.add_argument("--save", action="store_true", help=f"write the numbers to {RESULTS}")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     machine = describe_machine() | {"threads": str(args.threads)}
@@ -85,11 +82,7 @@ def run(argv: Sequence[str]) -> int:
             results.append(measure(loaded, folder, preset, requests, args.steps, bounds))
             print(_line(results[-1]), flush=True)
     if args.save:
-        _RESULTS.mkdir(parents=True, exist_ok=True)
-        path = _RESULTS / f"engine-{machine['commit'].rstrip('+')}.json"
-        numbers = {"machine": machine, "results": [asdict(result) for result in results]}
-        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-        print(f"saved to {path}")
+        save_numbers("engine", machine, {"results": [asdict(result) for result in results]})
     return 0
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+RESULTS = Path("benchmarks/results")
 _PACKAGES = ("torch", "numpy", "pillow", "tokenizers", "safetensors")
 
 
@@ -21,6 +25,14 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
     }
+
+
+def save_numbers(name: str, machine: Mapping[str, str], numbers: Mapping[str, Any], path: Path | None = None) -> None:
+    """Write `numbers` beside the machine as JSON: to `path`, or below RESULTS by benchmark and commit."""
+    path = path or RESULTS / f"{name}-{machine['commit'].rstrip('+')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, **numbers}, indent=2) + "\n", encoding="utf-8")
+    print(f"saved to {path}")
 
 
 def _commit() -> str:

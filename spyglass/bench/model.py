@@ -8,7 +8,6 @@ share of a plain read of memory, which no product reaches, stands beside it. The
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 
 from spyglass.bench.arguments import positive
 from spyglass.bench.load import resident
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.checkpoint.presets import PRESETS, Preset
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
@@ -50,7 +49,6 @@ BASELINE_STEPS = 2  # the reference decodes every weight anew in every step
 PLAIN_READ = "plain read"
 MEMORY_PROMPTS = (2048, 8192, 32768)
 OTHERS = {"decode, batch 1": 26.0, "decode, batch 4": 79.3, "prefill of 2,048": 876.0}  # best known at this size
-_RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--no-baseline", action="store_true", help="leave the reference ops out")
     parser.add_argument("--memory", action="store_true", help="peak memory of long prompts, each in its own process")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
-    parser.add_argument("--save", action="store_true", help=f"write the numbers to {_RESULTS}")
+    parser.add_argument("--save", action="store_true", help=f"write the numbers to {RESULTS}")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     machine = describe_machine() | {"threads": str(args.threads)}
@@ -343,9 +341,5 @@ def make_prompt(loaded: LoadedModel, tokens: int, seed: int) -> Prompt:
 
 
 def _save(machine: dict[str, str], bandwidths: dict[str, float], results: Sequence[Decode | Prefill | Memory]) -> None:
-    _RESULTS.mkdir(parents=True, exist_ok=True)
-    path = _RESULTS / f"model-{machine['commit'].rstrip('+')}.json"
     rows = [{"kind": type(result).__name__.lower(), **asdict(result)} for result in results]
-    numbers = {"machine": machine, "bytes_per_second": bandwidths, "others": OTHERS, "results": rows}
-    path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    print(f"saved to {path}")
+    save_numbers("model", machine, {"bytes_per_second": bandwidths, "others": OTHERS, "results": rows})

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import base64
 import io
-import json
 import random
 import socket
 import subprocess
@@ -29,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import Answer, ask
 
 _START_SECONDS = 600
@@ -81,8 +80,8 @@ def run(argv: Sequence[str]) -> int:
     for line in _report(summary, baseline):
         print(line)
     if options.output:
-        kept = {"machine": machine, "load": asdict(load), "baseline_tokens_per_second": baseline, **summary}
-        options.output.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        kept = {"load": asdict(load), "baseline_tokens_per_second": baseline, **summary}
+        save_numbers("serve", machine, kept, options.output)
     if options.plot:
         _plot(options.plot, answers, load)
     return 0 if not summary["failed"] else 1

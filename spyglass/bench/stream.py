@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import ask_all
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
@@ -138,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
         told = "  ".join(f"{what} {value:.4f}" for what, value in found[name].items())
         print(f"{name:<18} {told}")
     if options.output:
-        options.output.write_text(json.dumps({"machine": machine, **found}, indent=2) + "\n", encoding="utf-8")
+        save_numbers("stream", machine, found, options.output)
     return 0
 
 

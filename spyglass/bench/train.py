@@ -8,7 +8,6 @@ large bf16 product: forward, forward again (layers are computed twice) and backw
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.vision import matmul_tflops, tower_flops
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import preset_tensors, random_tensor
@@ -44,7 +43,6 @@ from spyglass.train.recompute import recompute_layers
 SIZES: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer")
 GRID = (28, 28)  # patches of each picture
 WARM_UP = 1
-_RESULTS = Path("benchmarks/results")
 _E8M0_ONE = 127
 
 
@@ -195,7 +193,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=positive, default=16384, help="tokens of a step (default 16384)")
     parser.add_argument("--steps", type=positive, default=4, help="timed steps (default 4)")
     parser.add_argument("--rank", type=positive, default=16, help="rank of every adapter (default 16)")
-    parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {_RESULTS})")
+    parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {RESULTS})")
     args = parser.parse_args(argv)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     machine = describe_machine()
@@ -205,8 +203,6 @@ def run(argv: Sequence[str]) -> int:
     numbers = measure(args.preset, device, tokens=args.tokens, steps=args.steps, rank=args.rank, rate=rate)
     print(as_text(machine, rate, numbers))
     if args.save is not None:
-        path = Path(args.save or _RESULTS / f"train-{machine['commit'].rstrip('+')}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        saved = {"machine": machine, "tflops": rate, "results": asdict(numbers)}
-        path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+        path = Path(args.save) if args.save else None
+        save_numbers("train", machine, {"tflops": rate, "results": asdict(numbers)}, path)
     return 0

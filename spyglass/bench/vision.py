@@ -9,7 +9,6 @@ there; the time is that between two events on the GPU, host work in between incl
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from torch.nn import functional
 from spyglass.batch.images import Grid, num_cells, offsets, pack_images
 from spyglass.batch.types import ImageBatch
 from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.linear import Linear
@@ -43,7 +42,6 @@ SIZES = ((640, 480), (1280, 720), (512, 512), (1920, 1080), (768, 1024), (400, 3
 LARGEST: dict[str, tuple[Grid, ...]] = {"v4": ((24, 138),), "v41": ((60, 150), (3, 3063))}
 PACKING_GOAL, GRAPH_GOAL = 1.5, 3.0
 EARLIER_EAGER_MS = 9.4  # eager torch, one picture of 784 patches, on an H200
-_RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +258,7 @@ def run(argv: Sequence[str]) -> int:
         "--runs", type=positive, default=20, help="timed calls of each way, the median counts (default 20)"
     )
     parser.add_argument("--family", choices=FAMILIES, action="append", help="v4 or v41 (default both)")
-    parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {_RESULTS})")
+    parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {RESULTS})")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("this benchmark measures a CUDA device, and torch sees none")
@@ -276,10 +274,8 @@ def run(argv: Sequence[str]) -> int:
                 rows.append(measure(measured, what, family, grids, rate, args.runs if len(grids) == 1 else 8))
     print("\n".join([as_text(machine, rate, rows), *captures]))
     if args.save is not None:
-        path = Path(args.save or _RESULTS / f"vision-{machine['commit'].rstrip('+')}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        numbers = {"machine": machine, "tflops": rate, "captures": captures, "results": [asdict(row) for row in rows]}
-        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        numbers = {"tflops": rate, "captures": captures, "results": [asdict(row) for row in rows]}
+        save_numbers("vision", machine, numbers, Path(args.save) if args.save else None)
     return 0
 
 

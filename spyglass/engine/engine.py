@@ -146,7 +146,7 @@ class Engine:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
             CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
         """
-        self.check(prompt, params)
+        form = self.check(prompt, params)
         sequence = TokenSequence(
             self._next_id,
             prompt,
@@ -158,7 +158,7 @@ class Engine:
             else Detokenizer(self._token_bytes, params.stop, params.stop_after),
             sink=sink,
             adapter=adapter,
-            form=self._form(params),
+            form=form,
         )
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
@@ -166,15 +166,15 @@ class Engine:
         self._counted = replace(self._counted, prompt_tokens=self._counted.prompt_tokens + len(prompt))
         return sequence.request_id
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """What `add` refuses, but for what depends on the memory.
+    def check(self, prompt: Prompt, params: SamplingParams) -> Form | None:
+        """What `add` refuses, but for what depends on the memory; the form that an answer to it would follow.
 
         Raises:
             PromptError, CapacityError: as `add`.
         """
         check_prompt(prompt, self._config, images=self._images)
         check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
-        self._form(params)
+        return self._form(params)
 
     def _form(self, params: SamplingParams) -> Form | None:
         if params.structured is None:

@@ -18,7 +18,6 @@ from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, flag_field, listed, read_fields
-from spyglass.server.markup import THINK_END
 from spyglass.server.openai_errors import openai_error
 from spyglass.server.sampling import EXTRA, FORMS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
 
@@ -82,7 +81,7 @@ class ChatEndpoint:
             stated,
             max_tokens=stated.get("max_completion_tokens", stated.get("max_tokens", conversed.default_tokens)),
             stop=stated.get("stop"),
-            stop_after=THINK_END if conversed.expected.reasoning else None,
+            stop_after=conversed.stop_after,
             logprobs=stated.get("top_logprobs", 0) if stated.get("logprobs") else None,
             structured=form_of(self.served, conversed, form),
         )
@@ -99,16 +98,7 @@ class ChatEndpoint:
             ),
             include_usage=flag_field(stream_options, "include_usage"),
         )
-        return Call(
-            model=model,
-            prompt=conversed.prompt,
-            params=many,
-            stream=flag_field(stated, "stream"),
-            reply=reply,
-            adapter=adapter,
-            pictures=len(conversed.prompt.plans),
-            user_fields=ignored + unused + more,
-        )
+        return conversed.call(stated, (model, adapter), many, reply, ignored + unused + more)
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         """OpenAI's error body."""

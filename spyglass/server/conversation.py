@@ -5,20 +5,21 @@ Pictures are taken out before the library reads a body (`PictureStubs`) and come
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe
 
-from spyglass.engine.request import Structured
+from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
-from spyglass.server.exchange import Fetch, Served
-from spyglass.server.markup import Expected
+from spyglass.server.exchange import Call, Fetch, Reply, Served
+from spyglass.server.fields import flag_field
+from spyglass.server.markup import THINK_END, Expected
 from spyglass.server.tags import DSML
 from spyglass.server.tool_grammar import calls_grammar
 
@@ -43,6 +44,32 @@ class Conversed:
         if not self.thinking:
             return _DEFAULT_TOKENS
         return _MOST_TOKENS if self.request.conversation.reasoning_effort == "max" else _THINKING_TOKENS
+
+    @property
+    def stop_after(self) -> str | None:
+        """The text behind which stop strings count."""
+        return THINK_END if self.expected.reasoning else None
+
+    def call(
+        self,
+        stated: Mapping[str, Any],
+        chosen: tuple[str, str | None],
+        params: Sequence[SamplingParams],
+        reply: Reply,
+        ignored: tuple[str, ...],
+    ) -> Call:
+        """The call of a request; `chosen` is what `choose_model` found."""
+        model, adapter = chosen
+        return Call(
+            model=model,
+            prompt=self.prompt,
+            params=params,
+            stream=flag_field(stated, "stream"),
+            reply=reply,
+            adapter=adapter,
+            pictures=len(self.prompt.plans),
+            user_fields=ignored,
+        )
 
 
 class Pictures:

@@ -17,7 +17,6 @@ from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, flag_field, listed, read_fields, text_field
-from spyglass.server.markup import THINK_END
 from spyglass.server.sampling import EXTRA, FORMS, NATIVE, sampling, stated_form
 
 _CONVERTED = frozenset(
@@ -77,20 +76,12 @@ class MessagesEndpoint:
             stated,
             max_tokens=stated["max_tokens"],
             stop=stated.get("stop_sequences"),
-            stop_after=THINK_END if conversed.expected.reasoning else None,
+            stop_after=conversed.stop_after,
             structured=form_of(self.served, conversed, form),
         )
         tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=False)
-        return Call(
-            model=model,
-            prompt=conversed.prompt,
-            params=(params,),
-            stream=flag_field(stated, "stream"),
-            reply=MessagesReply(conversed, model=model, family=self.served.config.family, tokens=tokens),
-            adapter=adapter,
-            pictures=len(conversed.prompt.plans),
-            user_fields=ignored + more,
-        )
+        reply = MessagesReply(conversed, model=model, family=self.served.config.family, tokens=tokens)
+        return conversed.call(stated, (model, adapter), (params,), reply, ignored + more)
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         """Anthropic's error body."""

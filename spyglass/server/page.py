@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from spyglass.errors import PromptError
+from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt import contained_size, plan_image
 from spyglass.server.exchange import Served
 
@@ -37,15 +37,12 @@ def page_routes(served: Served) -> Sequence[Route]:
     async def plan(request: Request) -> Response:
         vision = served.config.vision
         if vision is None:
-            return _refusal(404, "this model takes no pictures")
+            raise NotServedError("this model takes no pictures, so there is nothing to plan")
         try:
             width, height = (int(request.query_params.get(name, "")) for name in ("width", "height"))
         except ValueError:
-            return _refusal(400, "width and height are pixels, two integers")
-        try:
-            found = plan_image(width, height, vision)
-        except PromptError as error:
-            return _refusal(400, str(error))
+            raise PromptError("width and height are pixels, two integers") from None
+        found = plan_image(width, height, vision)
         full_width, full_height = found.resized
         wide, high = found.resized if found.stretch else contained_size((width, height), found.resized)
         placed = (round((full_width - wide) * 0.5), round((full_height - high) * 0.5), wide, high)
@@ -59,7 +56,3 @@ def page_routes(served: Served) -> Sequence[Route]:
         return JSONResponse(body)
 
     return [Route("/", index), Route("/playground/plan", plan)]
-
-
-def _refusal(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)

@@ -18,7 +18,6 @@ from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, flag_field, listed, read_fields, text_field
-from spyglass.server.markup import THINK_END
 from spyglass.server.openai_errors import openai_error
 from spyglass.server.sampling import EXTRA, FORMS, NATIVE, sampling, stated_form
 
@@ -80,21 +79,13 @@ class ResponsesEndpoint:
             stated,
             max_tokens=stated.get("max_output_tokens", conversed.default_tokens),
             stop=stated.get("stop"),
-            stop_after=THINK_END if conversed.expected.reasoning else None,
+            stop_after=conversed.stop_after,
             logprobs=stated.get("top_logprobs", 0) if with_logprobs else None,
             structured=form_of(self.served, conversed, form),
         )
         tokens = Tokens(tokenizer_of(self.served), reasoning=conversed.expected.reasoning, with_logprobs=with_logprobs)
-        return Call(
-            model=model,
-            prompt=conversed.prompt,
-            params=(params,),
-            stream=flag_field(stated, "stream"),
-            reply=ResponsesReply(conversed, plain, model=model, family=self.served.config.family, tokens=tokens),
-            adapter=adapter,
-            pictures=len(conversed.prompt.plans),
-            user_fields=ignored + more,
-        )
+        reply = ResponsesReply(conversed, plain, model=model, family=self.served.config.family, tokens=tokens)
+        return conversed.call(stated, (model, adapter), (params,), reply, ignored + more)
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         """OpenAI's error body."""
