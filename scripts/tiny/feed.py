@@ -21,6 +21,7 @@ from spyglass.config.read import read_model_config
 from spyglass.engram import read_classes
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.tiny_world.cases import EFFORT, Split, make_case
+from spyglass.tiny_world.words import Variant
 from spyglass.train.bins import Capacity, Filling, lay_out
 from spyglass.train.data import Learner
 
@@ -31,7 +32,7 @@ CASES_A_STEP = 4096  # more than fit, so that steps never share a case
 class Source:
     """Where cases come from: the folder with config.json and tokenizer, the split and its seed, the shape of a step.
 
-    `kinds` to draw from, repeated ones more often; None = as the tiny world has them.
+    `kinds` to draw from, repeated ones more often; None = as the tiny world has them, or the `variant` of it.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Source:
     split: Split = "train"
     seed: int = 0
     kinds: tuple[str, ...] | None = None
+    variant: Variant | None = None
 
 
 def learner_of(folder: Path) -> Learner:
@@ -57,7 +59,7 @@ def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, 
     filling = Filling(capacity=source.capacity)
     kinds: dict[int, str] = {}
     for index in range(number * CASES_A_STEP, (number + 1) * CASES_A_STEP):
-        case = make_case(source.seed, index, source.split, kinds=source.kinds)
+        case = make_case(source.seed, index, source.split, kinds=source.kinds, variant=source.variant)
         sample = learner.sample(case.dialogue())
         if not Filling(capacity=source.capacity).add(sample):
             continue

@@ -33,7 +33,7 @@ _EVERYDAY = (
 )
 _VARIANT_KINDS: Mapping[Variant, tuple[str, ...]] = {
     "roman": ("count", "number"),
-    "negative": ("colour", "colour", "colour", "count", "shape"),  # where colours decide
+    "negative": ("colour", "colour", "colour", "shape"),  # where one colour taken for another is a mistake
     "french": _EVERYDAY,
 }
 

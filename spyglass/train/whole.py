@@ -59,6 +59,7 @@ class WholeTrainer:
         numerics: Numerics = "reference",
         settings: MuonSettings | None = None,
         compiled: bool = False,
+        masters: Callable[..., Masters] = Masters,
     ) -> None:
         _refuse_choosing(config, capacity)
         place = torch.device(device)
@@ -66,7 +67,7 @@ class WholeTrainer:
         ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
         build = Build(ops=ops, device=place, dtype=dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics))
-        self.masters = Masters(self.model, expected_tensors(config), initial, fixed=BIASES)
+        self.masters = masters(self.model, expected_tensors(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
         self._tables = {
