@@ -43,7 +43,7 @@ from spyglass.train.whole import Outcome, WholeTrainer
 CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
 MOST_USES = 4
 KEPT_STEPS = 600
-PEAK_RATE, WARM_UP, BALANCE = 3.5e-3, 0.02, 1e-3
+PEAK_RATE, WARM_UP, BALANCE, PLACES = 3.5e-3, 0.02, 1e-3, 0.1
 LOG_EVERY, REPORT_EVERY = 50, 4000
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -183,7 +183,7 @@ class Run:
             trainer.capture(self.kept.steps[first])
             print(f"captured after {time.perf_counter() - started:.1f} s", flush=True)
         take_step = trainer.replay if graphed else trainer.step
-        sums, marks = torch.zeros(5, device=trainer.optimiser.rate.device), deque[Any]()
+        sums, marks = torch.zeros(6, device=trainer.optimiser.rate.device), deque[Any]()
         source, fresh_count, begun = random.Random(self.step_number), 0, time.perf_counter()
         before, place = self.elapsed, first
         while not self.stop_asked and time.perf_counter() - started < 60 * options.minutes:
@@ -195,6 +195,7 @@ class Run:
             share = rate_at(self.elapsed / options.horizon)
             trainer.optimiser.rate.fill_(PEAK_RATE * share)
             trainer.balance_rate.fill_(BALANCE * share)
+            trainer.place_rate.fill_(PLACES * share)
             outcome = take_step(self.kept.steps[place])
             self.kept.uses[place] += 1
             sums += _numbers(outcome)
@@ -236,12 +237,13 @@ class Run:
         return place
 
     def _write_log(self, sums: torch.Tensor, fresh: int, rate: float) -> None:
-        loss, count, right, norm, uneven = sums.tolist()
+        loss, count, right, places, norm, uneven = sums.tolist()
         row = {
             "step": self.step_number,
             "seconds": round(self.elapsed, 2),
             "loss": round(loss / count, 5),
             "right": round(right / count, 5),
+            "places": round(places / LOG_EVERY, 4),
             "norm": round(norm / LOG_EVERY, 4),
             "imbalance": round(uneven / LOG_EVERY, 3),
             "rate": f"{rate:.3e}",
@@ -299,7 +301,7 @@ class Run:
 
 
 def _numbers(outcome: Outcome) -> torch.Tensor:
-    parts = (outcome.loss, outcome.count, outcome.right, outcome.norm, outcome.imbalance)
+    parts = (outcome.loss, outcome.count, outcome.right, outcome.places, outcome.norm, outcome.imbalance)
     return torch.stack([part.float() for part in parts])
 
 

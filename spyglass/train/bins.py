@@ -23,6 +23,7 @@ from spyglass.engram import hash_constants, row_ids
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.train.loss import IGNORED
 from spyglass.train.packing import Sample, Tables, fresh_pages, sequence_steps
+from spyglass.train.places import cell_places
 from spyglass.vision.aligner import cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, patch_positions
 
@@ -208,6 +209,7 @@ def _pictures(prompts: Sequence[Prompt], config: ModelConfig, capacity: Capacity
         "column_U": _padded(column_U, capacity.patches, 0),
         "borders_I1": _padded(borders, most + 1, capacity.patches),
         "cells_I": _padded(cell_index(grids, vision.downsample_ratio).astype(np.int32), capacity.cells, -1),
+        "places_I2": _padded(cell_places(grids, vision.downsample_ratio), capacity.cells, IGNORED),
     }
 
 

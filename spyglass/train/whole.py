@@ -21,6 +21,7 @@ from spyglass.train.dense import StepState, training_ops
 from spyglass.train.loss import IGNORED, token_loss
 from spyglass.train.masters import Masters, stored_values
 from spyglass.train.muon import Muon, MuonSettings
+from spyglass.train.places import place_loss, place_names
 from spyglass.vision.tower import angle_tables
 
 _WARM_UP = 3
@@ -30,11 +31,13 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one step, on the device: summed loss, number of targets, of right ones, gradient norm, `imbalance`."""
+    """Of one step, on the device: summed loss, number of targets, of right ones, loss of places (`train.places`, mean
+    of the cells), gradient norm, `imbalance`."""
 
     loss: torch.Tensor
     count: torch.Tensor
     right: torch.Tensor
+    places: torch.Tensor
     norm: torch.Tensor
     imbalance: torch.Tensor
 
@@ -70,6 +73,8 @@ class WholeTrainer:
         self.masters = masters(self.model, expected_tensors(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
+        self.place_rate = torch.zeros((), device=place)
+        self._place_names = place_names(config.text.hidden_size, place)
         self._tables = {
             int(name.split(".")[1]): stored_values(value, self.masters.specs[name].official).to(dtype)
             for name, value in self.masters.fixed.items()
@@ -87,12 +92,17 @@ class WholeTrainer:
 
     def logits(self, tensors: Tensors) -> torch.Tensor:
         """Logits fp32 [R, V] of a step laid out by `lay_out`, from the masters' rounded weights."""
+        return self._forward(tensors)[0]
+
+    def _forward(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, V] and image rows [I, C]."""
         self.masters.deliver()
         self.state.begin(masks_of(tensors, self.config.text, self.capacity), tensors["real_T"])
         batch, cache = device_step(tensors, self.config.text, self.capacity, self._dtype)
         batch = replace(batch, engram_rows=self._engram_rows(tensors))
-        hidden, _ = self.model.text(self.model.embed(batch, self._image_rows(tensors)), batch, cache)
-        return self.model.logits(hidden, batch.logit_rows_R)
+        image_rows_IC = self._image_rows(tensors)
+        hidden, _ = self.model.text(self.model.embed(batch, image_rows_IC), batch, cache)
+        return self.model.logits(hidden, batch.logit_rows_R), image_rows_IC
 
     def _image_rows(self, tensors: Tensors) -> torch.Tensor:
         vision, aligner = self.model.vision, self.model.aligner
@@ -112,16 +122,27 @@ class WholeTrainer:
         }
 
     def step(self, tensors: Tensors) -> Outcome:
-        """Forward, backward, update, balance, at `optimiser.rate` and `balance_rate`; nothing is read back."""
-        logits = self.logits(tensors)
+        """Forward, backward, update, balance, at `optimiser.rate` and `balance_rate`; nothing is read back.
+
+        What falls is the mean loss of the targets plus `place_rate` times that of places.
+        """
+        logits, image_rows_IC = self._forward(tensors)
         targets = tensors["targets_R"].long()
         loss, count = token_loss(logits, targets)
-        loss.backward()
+        places = place_loss(image_rows_IC, self._place_names, tensors["places_I2"])
+        (loss + self.place_rate * count * places).backward()
         norm = self.optimiser.step([leaf.grad for leaf in self.masters.leaves], count)
         loads = self.state.loads
         balance(self.masters.fixed, loads, self.config.text, self.balance_rate)
         right = ((logits.detach().argmax(dim=1) == targets) & (targets != IGNORED)).sum()
-        return Outcome(loss=loss.detach(), count=count, right=right, norm=norm, imbalance=imbalance(loads))
+        return Outcome(
+            loss=loss.detach(),
+            count=count,
+            right=right,
+            places=places.detach(),
+            norm=norm,
+            imbalance=imbalance(loads),
+        )
 
     def capture(self, tensors: Tensors) -> None:
         """Make `replay` possible: record a step on copies of these tensors. Weights and state stay as they are."""

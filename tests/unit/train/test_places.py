@@ -1,0 +1,50 @@
+"""The loss of places: what it asks for, and that it moves the tower and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from spyglass.train.loss import IGNORED
+from spyglass.train.places import PARTS, cell_places, place_loss, place_names
+from tests.unit.train.test_whole import SMALL, config_of, few_samples, small_weights, tensors_of, trainer_of
+
+
+def test_a_cell_stands_where_its_centre_is_in_its_picture() -> None:
+    ratio = 3
+    places = cell_places([(7, 12), (3, 3), (1, 40)], ratio)
+    expected = []
+    for rows, columns in ((7, 12), (3, 3), (1, 40)):
+        for y in range(0, rows, ratio):
+            for x in range(0, columns, ratio):
+                middle = [(first + min(first + ratio, end)) / 2 / end for first, end in ((x, columns), (y, rows))]
+                expected.append([int(PARTS * share) for share in middle])
+    assert places.tolist() == expected
+    assert places.min() >= 0 and places.max() < PARTS
+    assert cell_places([], ratio).shape == (0, 2)
+
+
+def test_rows_that_name_their_place_lose_least() -> None:
+    names = place_names(256, torch.device("cpu"))
+    places = torch.tensor([[3, 17], [0, 0], [19, 4], [IGNORED, IGNORED]])
+    named = torch.stack([names[0, x] + names[1, y] for x, y in places[:3].tolist()] + [torch.full((256,), 1e4)])
+    swapped = torch.stack([names[0, y] + names[1, x] for x, y in places[:3].tolist()] + [torch.zeros(256)])
+    assert place_loss(named, names, places) < 0.01 < 1 < place_loss(swapped, names, places)
+    even = place_loss(torch.zeros(4, 256), names, places)
+    assert float(even) == pytest.approx(math.log(PARTS))
+    assert float(place_loss(named, names, torch.full((4, 2), IGNORED))) == 0.0
+
+
+def test_its_rate_alone_decides_whether_it_is_learned() -> None:
+    config = config_of()
+    tensors = tensors_of(few_samples(config), config, SMALL)
+    losses = {}
+    for rate in (0.0, 1.0):
+        trainer = trainer_of(config, small_weights(config), SMALL, numerics="plain")
+        trainer.place_rate.fill_(rate)
+        trainer.optimiser.rate.fill_(0.02)
+        losses[rate] = [float(trainer.step(tensors).places) for _ in range(40)]
+    assert losses[0.0][0] == losses[1.0][0]
+    assert losses[1.0][-1] < 0.5 * losses[1.0][0] < losses[0.0][-1]
