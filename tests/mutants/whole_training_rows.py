@@ -12,18 +12,36 @@ MASTERS = "spyglass/train/masters.py"
 MUON = "spyglass/train/muon.py"
 BALANCE = "spyglass/train/balance.py"
 LOSS = "spyglass/train/loss.py"
+PLACES = "spyglass/train/places.py"
+WHOLE = "spyglass/train/whole.py"
 FEED = "scripts/tiny/feed.py"
 PACK_TESTS = "tests/unit/train/test_packing.py"
 WHOLE_TESTS = "tests/unit/train/test_whole.py"
+PLACE_TESTS = "tests/unit/train/test_places.py"
 SCRIPT_TESTS = "tests/unit/train/test_tiny_script.py"
 
 WHOLE_TRAINING_ROWS: list[Mutant] = [
-    Mutant(PACKING, "prompt.image_row_T + cells, -1)", "prompt.image_row_T, -1)", PACK_TESTS,
-           "every sample gets the pictures of the first"),
-    Mutant(PACKING, "visible_n2=prompt.visible_T2 if prompt.spans else None", "visible_n2=None", PACK_TESTS,
-           "pictures are read in one direction only"),
-    Mutant(PACKING, "return np.flatnonzero(learn_T[1:])", "return np.flatnonzero(learn_T)", PACK_TESTS,
-           "a token predicts itself"),
+    Mutant(
+        PACKING,
+        "prompt.image_row_T + cells, -1)",
+        "prompt.image_row_T, -1)",
+        PACK_TESTS,
+        "every sample gets the pictures of the first",
+    ),
+    Mutant(
+        PACKING,
+        "visible_n2=prompt.visible_T2 if prompt.spans else None",
+        "visible_n2=None",
+        PACK_TESTS,
+        "pictures are read in one direction only",
+    ),
+    Mutant(
+        PACKING,
+        "return np.flatnonzero(learn_T[1:])",
+        "return np.flatnonzero(learn_T)",
+        PACK_TESTS,
+        "a token predicts itself",
+    ),
     Mutant(PACKING, "count, initial=0)", "[1] * len(count), initial=0)", PACK_TESTS, "sequences share memory"),
     Mutant(LOSS, 'reduction="sum"', 'reduction="mean"', PACK_TESTS, "the loss is a mean already"),
     Mutant(LOSS, "(targets_R != IGNORED).sum()", "torch.tensor(len(targets_R))", PACK_TESTS, "padding counts"),
@@ -32,33 +50,96 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
     Mutant(BINS, "& (key <= hi[:, :, None])", "", WHOLE_TESTS, "rows see what comes after them"),
     Mutant(BINS, "(owner == seq[:, :, None]) &", "", WHOLE_TESTS, "entries of a neighbour are attended"),
     Mutant(BINS, "& (entry < visible[:, :, None])", "", WHOLE_TESTS, "entries that are not closed yet are attended"),
-    Mutant(BINS, "index_select(0, row_U), angle.index_select(0, column_U)", "index_select(0, column_U), angle.index_select(0, row_U)",
-           WHOLE_TESTS, "rows and columns of patches change places"),
+    Mutant(
+        BINS,
+        "index_select(0, row_U), angle.index_select(0, column_U)",
+        "index_select(0, column_U), angle.index_select(0, row_U)",
+        WHOLE_TESTS,
+        "rows and columns of patches change places",
+    ),
     Mutant(BINS, "taken[ratio] += entries", "taken[ratio] += 0", WHOLE_TESTS, "entries of a bin share their places"),
-    Mutant(BINS, "padded_NY.index_select(0, place_U[:-1])", "padded_NY.index_select(0, place_U[:-1].flip(0))", WHOLE_TESTS,
-           "gradients of patches reach others"),
-    Mutant(BINS, "if max(patches, default=0) > most.largest_picture:", "if False:", WHOLE_TESTS,
-           "a picture larger than the attention was told"),
+    Mutant(
+        BINS,
+        "padded_NY.index_select(0, place_U[:-1])",
+        "padded_NY.index_select(0, place_U[:-1].flip(0))",
+        WHOLE_TESTS,
+        "gradients of patches reach others",
+    ),
+    Mutant(
+        BINS,
+        "if max(patches, default=0) > most.largest_picture:",
+        "if False:",
+        WHOLE_TESTS,
+        "a picture larger than the attention was told",
+    ),
     Mutant(DENSE, "+ torch.exp(sink_H.float()[:, None] - top)", "", WHOLE_TESTS, "no sink"),
     Mutant(DENSE, "(z * weight_TE[:, :, None])", "z", WHOLE_TESTS, "experts are not weighted"),
     Mutant(DENSE, "up.float().clamp(-limit, limit)", "up.float()", WHOLE_TESTS, "up is not clamped"),
     Mutant(DENSE, "gate.float().clamp(max=limit)", "gate.float()", WHOLE_TESTS, "the gate is not clamped"),
-    Mutant(DENSE, "gate_PBD.masked_fill(absent, float(\"-inf\"))", "gate_PBD", WHOLE_TESTS, "absent rows are pooled"),
-    Mutant(ROUNDING, "return grads[0], None", "return torch.zeros_like(grads[0]), None", WHOLE_TESTS,
-           "rounding stops gradients"),
-    Mutant(DENSE, "multiply(grad_TO.mT, x_TI)", "0 * multiply(grad_TO.mT, x_TI)", WHOLE_TESTS,
-           "weights of fp32 products are not learned"),
-    Mutant(DENSE, "[real_T & ~picture, real_T & picture]", "[~picture, picture]", WHOLE_TESTS, "padding counts as load"),
+    Mutant(DENSE, 'gate_PBD.masked_fill(absent, float("-inf"))', "gate_PBD", WHOLE_TESTS, "absent rows are pooled"),
+    Mutant(
+        ROUNDING,
+        "return grads[0], None",
+        "return torch.zeros_like(grads[0]), None",
+        WHOLE_TESTS,
+        "rounding stops gradients",
+    ),
+    Mutant(
+        DENSE,
+        "multiply(grad_TO.mT, x_TI)",
+        "0 * multiply(grad_TO.mT, x_TI)",
+        WHOLE_TESTS,
+        "weights of fp32 products are not learned",
+    ),
+    Mutant(
+        DENSE, "[real_T & ~picture, real_T & picture]", "[~picture, picture]", WHOLE_TESTS, "padding counts as load"
+    ),
     Mutant(MASTERS, "> mantissa).to", ">= mantissa).to", WHOLE_TESTS, "a block that just fits gets a larger scale"),
-    Mutant(MASTERS, "self._quantise, format=stack.format", "lambda v, format: v, format=stack.format", WHOLE_TESTS,
-           "what is trained is not what is packed"),
-    Mutant(MASTERS, "stack.names[::experts]", "reversed(stack.names[::experts])", WHOLE_TESTS,
-           "experts of one layer go to another"),
+    Mutant(
+        MASTERS,
+        "self._quantise, format=stack.format",
+        "lambda v, format: v, format=stack.format",
+        WHOLE_TESTS,
+        "what is trained is not what is packed",
+    ),
+    Mutant(
+        MASTERS,
+        "stack.names[::experts]",
+        "reversed(stack.names[::experts])",
+        WHOLE_TESTS,
+        "experts of one layer go to another",
+    ),
     Mutant(MUON, "return (x.mT if tall else x).float()", "return x.float()", WHOLE_TESTS, "tall updates come out wide"),
     Mutant(MUON, "b * gram + c * gram @ gram", "b * gram", WHOLE_TESTS, "the iteration does not settle"),
-    Mutant(MUON, "self.state[\"number\"].add_(finite)", "", WHOLE_TESTS, "Adam's bias is never corrected"),
-    Mutant(BALANCE, "torch.sign(load_2E.mean(dim=1, keepdim=True) - load_2E)", "torch.sign(load_2E - load_2E.mean(dim=1, keepdim=True))",
-           WHOLE_TESTS, "busy experts get busier"),
-    Mutant(FEED, "[len(sample.rows) for sample in order]", "[1 for sample in order]", SCRIPT_TESTS,
-           "targets belong to other cases"),
-]  # fmt: skip
+    Mutant(MUON, 'self.state["number"].add_(finite)', "", WHOLE_TESTS, "Adam's bias is never corrected"),
+    Mutant(
+        BALANCE,
+        "torch.sign(load_2E.mean(dim=1, keepdim=True) - load_2E)",
+        "torch.sign(load_2E - load_2E.mean(dim=1, keepdim=True))",
+        WHOLE_TESTS,
+        "busy experts get busier",
+    ),
+    Mutant(
+        FEED,
+        "[len(sample.rows) for sample in order]",
+        "[1 for sample in order]",
+        SCRIPT_TESTS,
+        "targets belong to other cases",
+    ),
+    Mutant(
+        PLACES,
+        "np.tile(across, len(down)), np.repeat(down, len(across))",
+        "np.repeat(down, len(across)), np.tile(across, len(down))",
+        PLACE_TESTS,
+        "column and line change places",
+    ),
+    Mutant(
+        PLACES,
+        "(first + np.minimum(first + ratio, length)) / 2",
+        "first",
+        PLACE_TESTS,
+        "a cell stands at its first patch",
+    ),
+    Mutant(PLACES, "ignore_index=IGNORED, ", "", PLACE_TESTS, "unused cells are asked too"),
+    Mutant(WHOLE, " + self.place_rate * count * places", "", PLACE_TESTS, "places are measured, not learned"),
+]
