@@ -140,6 +140,6 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
         PLACE_TESTS,
         "a cell stands at its first patch",
     ),
-    Mutant(PLACES, "ignore_index=IGNORED, ", "", PLACE_TESTS, "unused cells are asked too"),
+    Mutant(PLACES, "(targets_N != IGNORED).sum()", "len(targets_N)", PLACE_TESTS, "unused cells are asked too"),
     Mutant(WHOLE, " + self.place_rate * count * places", "", PLACE_TESTS, "places are measured, not learned"),
 ]
