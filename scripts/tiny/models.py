@@ -21,10 +21,10 @@ NAMES = {family: f"spyglass-tiny-{family}" for family in FAMILIES}
 LEAST_PIXELS = 252 * 252
 MOST_PICTURE_TOKENS = 200
 # What is drawn for training, None = as the tiny world has it. V4.1 reads pictures in one direction only and learns last
-# where things stand; what it learns from the third minute on is mostly that.
+# where things stand.
 MIXTURES: dict[Family, tuple[str, ...] | None] = {
     "v4": None,
-    "v41": (*KINDS, "count", "number", "word", *["position", "grounding"] * 4, "chat"),
+    "v41": (*KINDS, "count", "number", "word", *["position", "grounding"] * 3, "chat"),
 }
 _TEXT = {
     "hidden_size": 192,

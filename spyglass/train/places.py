@@ -1,9 +1,9 @@
 """Where a cell of a picture is, as a second thing to learn while a whole model is trained.
 
-A question about places reaches the tower through one answer, and only after the text model has learnt to find the thing;
-in V4.1, whose text rows see a picture in reading order only, that took most of a run. Every cell can be asked directly:
-its row of the aligner should name its column and its line, each as one of `PARTS` parts of the picture. Names are fixed
-random directions, so nothing is added to the model. (Ours; the loss has its own rate, which ends at 0.)
+A question about places reaches the tower through one answer, and only after the text model has learnt to find the
+thing; in V4.1, whose text rows see a picture in reading order only, that took most of a run. Every cell can be asked
+directly: its row of the aligner should name its column and its line, each as one of `PARTS` parts of the picture. Names
+are fixed random directions, so nothing is added to the model. (Ours; the loss has its own rate, which ends at 0.)
 """
 
 from __future__ import annotations
