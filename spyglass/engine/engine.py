@@ -28,8 +28,8 @@ from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw
-from spyglass.engine.scheduler import Scheduler
-from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.scheduler import Scheduler, StuckError
+from spyglass.engine.sequence import Chunk, TokenSequence, forms_of
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
@@ -224,14 +224,18 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.
 
-        If the model fails, the error comes through. The requests of that step are over: what they held is free, and the
-        next call returns their last deltas. All others go on.
+        If the model fails, or a request cannot go on, the error comes through. The requests of that step, or those that
+        cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on.
         """
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
         began = time.perf_counter()
-        chunks = self._scheduler.schedule()
+        try:
+            chunks = self._scheduler.schedule()
+        except StuckError as error:
+            self._lost = self._give_up(error.sequences, str(error))
+            raise
         if not chunks:
             return []
         done = False
@@ -246,11 +250,7 @@ class Engine:
             self._count(chunks, deltas, time.perf_counter() - began)
         finally:
             if not done:
-                self._lost = deltas + [
-                    self._finish(chunk.sequence, "abort", (), "", flush=False, error=_FAILED)
-                    for chunk in chunks
-                    if chunk.sequence.request_id in self._sequences
-                ]
+                self._lost = deltas + self._give_up([chunk.sequence for chunk in chunks], _FAILED)
         return deltas
 
     def _answer_limit(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -289,7 +289,7 @@ class Engine:
                     keep_prompt_logprobs(sequence, start, logits_RV)
 
     def _begin_masks(self, chunks: Sequence[Chunk]) -> Callable[[], torch.Tensor] | None:
-        forms = _forms_of([chunk.sequence for chunk in chunks if chunk.draws])
+        forms = forms_of([chunk.sequence for chunk in chunks if chunk.draws])
         return self._masks.begin([form for _, form in forms]) if forms else None
 
     def _draw(
@@ -311,7 +311,7 @@ class Engine:
             seed_S=np.array([s.seed for s in drawing], np.uint64),
             position_S=np.array([s.length for s in drawing], np.uint64),
             used=[None if s.counts is None else s.counts.used for s in drawing],
-            form_rows=[row for row, _ in _forms_of(drawing)],
+            form_rows=[row for row, _ in forms_of(drawing)],
             allowed=None if masks is None else masks(),
         )
         began = time.perf_counter()
@@ -389,11 +389,11 @@ class Engine:
         sequence.text.append(text)
         return last_delta(sequence, reason, tokens, text, error)
 
+    def _give_up(self, sequences: Sequence[TokenSequence], why: str) -> list[Delta]:
+        """End those of them that have not ended, with an error."""
+        over = [sequence for sequence in sequences if sequence.request_id in self._sequences]
+        return [self._finish(sequence, "abort", (), "", flush=False, error=why) for sequence in over]
+
     def _drop(self, sequence: TokenSequence) -> None:
         if self._sequences.pop(sequence.request_id, None) is not None:
             self._scheduler.remove(sequence)
-
-
-def _forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
-    """Rows whose next token must follow a form, and the forms."""
-    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None and s.form.restricts]

@@ -18,6 +18,8 @@ Laws, for at most half as many running requests as a step has tokens:
 - of the others, the one that waited longest gets its piece in one of any two steps, so each gets its turn;
 - the oldest running request is never preempted, and a request alone always fits, or it is refused when it comes: so the
   oldest always finishes, and by induction so does everyone.
+
+Whoever these laws fail, by a fault of ours, is named in a `StuckError`: the step loop must never spin on nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +32,17 @@ import numpy as np
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
-from spyglass.errors import CapacityError
+from spyglass.errors import CapacityError, SpyglassError
 
 _GROWTH = 64  # tokens; steps that all can take before memory may be short again
+
+
+class StuckError(SpyglassError):
+    """`sequences` would wait for ever: a fault of the engine. Once they are removed, the others go on."""
+
+    def __init__(self, sequences: Sequence[TokenSequence], why: str) -> None:
+        super().__init__(f"{why}: a fault of the engine, which ends the request; please report it")
+        self.sequences = tuple(sequences)
 
 
 class Scheduler:
@@ -73,15 +83,23 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, their memory taken; empty when there is nothing to do."""
+        """The chunks of the next step, their memory taken; empty when there is nothing to do.
+
+        Raises:
+            StuckError: some sequences can never run again; nothing is planned.
+        """
         self._step += 1
         self._admit()
         for sequence in self._running:
             if sequence.pending > 1:
                 self._prefixes.resume(sequence)
+        if done := [sequence for sequence in self._running if sequence.pending < 1]:
+            raise StuckError(done, "nothing of this request is left to run, and it has not ended")
         chunks: list[Chunk] = []
-        while self._running and not chunks:
-            chunks = self._with_memory(self._share())
+        while not chunks and (shares := self._share()):
+            chunks = self._with_memory(shares)
+        if not chunks and (self._running or self._waiting):
+            raise StuckError(self._running or [self._waiting[0]], "no step can be made for this request")
         for chunk in chunks:
             chunk.sequence.served = self._step
         return chunks
@@ -155,7 +173,8 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the youngest running sequence back to the front of the queue."""
-        assert len(self._running) > 1, "a sequence that does not fit alone was accepted"
+        if len(self._running) == 1:
+            raise StuckError(self._running, "the memory of this request was promised and is not there")
         sequence = self._running.pop()
         assert sequence.row is not None
         self._prefixes.keep(sequence, sequence.computed)

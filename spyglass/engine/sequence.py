@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -193,6 +194,11 @@ class Chunk:
     def draws(self) -> bool:
         """Whether the step ends with a new token for this sequence."""
         return self.stop == self.sequence.length and len(self.sequence.answer) < self.sequence.limit
+
+
+def forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
+    """Rows whose next token must follow a form, and the forms."""
+    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None and s.form.restricts]
 
 
 def _cuts(prompt: Prompt) -> NDArray[np.int64] | None:

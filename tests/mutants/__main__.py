@@ -2,6 +2,7 @@
 
 `python -m tests.mutants [FILTER] [--jobs N]`: FILTER is a part of a file name or of a fault's description.
 Exit code 0 only if every fault was noticed by a failing test; a run that could not start counts as a fault of the row.
+A run of `TIMES_LONGER` times what it takes without a fault is ended: the fault was noticed, and shows as `hung`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("spyglass", "tests", "docs", "benchmarks", "examples")
 COPIED_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 PASSED, FAILED = 0, 1  # pytest's exit codes; anything above means that it could not run the tests
-SECONDS = 600
+HUNG = -1
+SOUND_SECONDS = 600.0  # most that a selection may take without a fault
+TIMES_LONGER, LEAST_SECONDS = 5, 60.0
 
 
 def copy_tree(target: Path) -> None:
@@ -37,52 +42,56 @@ def copy_tree(target: Path) -> None:
         shutil.copy(ROOT / file, target / file)
 
 
-def run_tests(root: Path, selection: str) -> tuple[int, str]:
-    """Pytest's exit code and the end of its output, for the tree at `root`."""
+def run_tests(root: Path, selection: str, seconds: float) -> tuple[int, str]:
+    """Pytest's exit code (HUNG: no end in time) and the end of its output, for the tree at `root`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(selection)]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return FAILED, f"no end within {SECONDS} s"  # a fault that hangs is a fault that shows
-    return done.returncode, (done.stdout + done.stderr)[-2000:]
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that what the tests started can be ended with them
+    ) as run:
+        try:
+            output, _ = run.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            return HUNG, f"no end within {seconds:.0f} s"
+    return run.returncode, output[-2000:]
 
 
-def try_mutant(mutant: Mutant, trees: SimpleQueue[Path]) -> tuple[str, str]:
-    """(verdict, detail): killed, SURVIVED or BROKEN."""
+def try_mutant(mutant: Mutant, trees: SimpleQueue[Path], seconds: float) -> str:
+    """Run one mutant and print what became of it: killed, hung, SURVIVED or BROKEN."""
     root = trees.get()
     try:
         sound = mutant.plant(root)
-        code, output = run_tests(root, mutant.tests)
+        code, output = run_tests(root, mutant.tests, seconds)
         (root / mutant.file).write_text(sound, encoding="utf-8")
     except (ValueError, SyntaxError, OSError) as error:
-        return "BROKEN", str(error)
+        code, output = FAILED + 1, str(error)
     finally:
         trees.put(root)
-    if code == FAILED:
-        return "killed", ""
-    return ("SURVIVED", "") if code == PASSED else ("BROKEN", output)
+    verdict = {PASSED: "SURVIVED", FAILED: "killed", HUNG: "hung"}.get(code, "BROKEN")
+    by = [line.split()[1] for line in output.splitlines() if verdict == "killed" and line.startswith("FAILED ")]
+    detail = output.strip() if verdict == "BROKEN" else " ".join(by)
+    print(f"{verdict:<8}  {mutant.file}: {mutant.fault}\n          {detail}".rstrip(), flush=True)
+    return verdict
 
 
-def sound_selections_pass(mutants: list[Mutant], root: Path) -> bool:
-    """Without a fault every selection must pass, or a failure would prove nothing."""
+def time_sound_selections(mutants: list[Mutant], root: Path) -> dict[str, float] | None:
+    """Seconds of each selection without a fault; None if one does not pass, for then a failure would prove nothing."""
+    seconds: dict[str, float] = {}
     for selection in sorted({mutant.tests for mutant in mutants}):
-        code, output = run_tests(root, selection)
+        began = time.monotonic()
+        code, output = run_tests(root, selection, SOUND_SECONDS)
         if code != PASSED:
             print(f"without any fault, `pytest {selection}` does not pass:\n{output}")
-            return False
-    return True
-
-
-def report(mutants: list[Mutant], verdicts: list[tuple[str, str]]) -> int:
-    """Print one line per mutant; the number of those that were not killed."""
-    for mutant, (verdict, detail) in zip(mutants, verdicts, strict=True):
-        print(f"{verdict:<8}  {mutant.file}: {mutant.fault}")
-        if detail:
-            print(f"          {detail.strip()}")
-    alive = sum(verdict != "killed" for verdict, _ in verdicts)
-    print(f"{len(mutants) - alive} of {len(mutants)} mutants killed")
-    return alive
+            return None
+        seconds[selection] = time.monotonic() - began
+    return seconds
 
 
 def main() -> int:
@@ -100,11 +109,15 @@ def main() -> int:
         for job in range(args.jobs):
             copy_tree(Path(folder) / str(job))
             trees.put(Path(folder) / str(job))
-        if not sound_selections_pass(mutants, Path(folder) / "0"):
+        seconds = time_sound_selections(mutants, Path(folder) / "0")
+        if seconds is None:
             return 2
+        limits = [max(LEAST_SECONDS, TIMES_LONGER * seconds[mutant.tests]) for mutant in mutants]
         with ThreadPoolExecutor(args.jobs) as pool:
-            verdicts = list(pool.map(lambda mutant: try_mutant(mutant, trees), mutants))
-    return 1 if report(mutants, verdicts) else 0
+            verdicts = list(pool.map(lambda mutant, limit: try_mutant(mutant, trees, limit), mutants, limits))
+    noticed = sum(verdict in ("killed", "hung") for verdict in verdicts)
+    print(f"{noticed} of {len(verdicts)} mutants noticed, {verdicts.count('hung')} of them by their time only")
+    return 0 if noticed == len(verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ ON_CACHES = (
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
+ON_REFUSALS = f"{UNIT}/test_refusals.py"
 ON_PREEMPTION = "tests/laws/test_preemption.py"
 ON_ROOM = f"{UNIT}/test_workspace.py"
 ON_LLM = f"{UNIT}/test_llm.py"
@@ -151,6 +152,14 @@ ENGINE_ROWS: list[Mutant] = [
            "the oldest is preempted"),
     Mutant(SCHEDULER, "self._waiting.appendleft(sequence)", "self._waiting.append(sequence)", ON_PREEMPTION,
            "a preempted request goes to the end of the queue"),
+    Mutant(SCHEDULER, "[sequence for sequence in self._running if sequence.pending < 1]", "[]", ON_REFUSALS,
+           "one that cannot go on ends all"),
+    Mutant(SCHEDULER, "if not chunks and (self._running or self._waiting):", "if False:", ON_REFUSALS,
+           "steps that find nothing to run, without end"),
+    Mutant(SCHEDULER, "if len(self._running) == 1:", "if not self._running:", ON_TURNS,
+           "memory that is not there is looked for without end"),
+    Mutant(ENGINE, "self._lost = self._give_up(error.sequences, str(error))", "pass", ON_REFUSALS,
+           "who cannot go on is never ended"),
     Mutant(SEQUENCE, "        self.computed = 0\n        self.row = None", "        self.row = None", ON_PREEMPTION,
            "a preempted request believes its rows are there"),
     Mutant(SCHEDULER, "            sequence = self._waiting[0]\n", "            sequence = min(self._waiting, key=lambda s: s.length)\n            self._waiting.remove(sequence)\n            self._waiting.appendleft(sequence)\n",
@@ -181,7 +190,7 @@ ENGINE_ROWS: list[Mutant] = [
            ON_LOOP, "prompt log-probabilities one place early"),
     Mutant(ENGINE, "row = first + start - chunk.start", "row = first", ON_LOOP,
            "only the first block of logits is right"),
-    Mutant(ENGINE, "self._lost = deltas + [", "self._lost = [", ON_LOOP, "an answer lost in a failing step"),
+    Mutant(ENGINE, "self._lost = deltas + self", "self._lost = self", ON_LOOP, "an answer lost in a failing step"),
     Mutant(CHECKS, "if options.max_step_tokens < vision.max_tokens:", "if False:", ON_LOOP,
            "a step too small for pictures"),
     Mutant(LLM, "        finally:\n            self._cancel(request)", "        finally:\n            pass", ON_LLM,
@@ -202,6 +211,6 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(GRAMMAR, "if wrong or notes:", "if wrong:", ON_FORMS, "a part of a schema ignored"),
     Mutant(GRAMMAR, "if token in added or", "if", ON_FORMS, "added tokens as text"),
     Mutant(GRAMMAR, "self._after is None and self._matcher.is_stopped()", "False", ON_FORMS, "a form never ends an answer"),
-    Mutant(ENGINE, "form_rows=[row for row, _ in _forms_of(drawing)]", "form_rows=list(range(len(_forms_of(drawing))))",
+    Mutant(ENGINE, "form_rows=[row for row, _ in forms_of(drawing)]", "form_rows=list(range(len(forms_of(drawing))))",
            ON_FORMS, "a mask on the wrong answer"),
 ]  # fmt: skip

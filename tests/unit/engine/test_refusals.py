@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from spyglass.engine.request import SamplingParams
+from spyglass.engine.engine import Engine
+from spyglass.engine.prefix import PrefixCache
+from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.engine.scheduler import StuckError
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from tests.engine_parts import (
@@ -180,6 +183,48 @@ def test_a_fault_while_an_answer_is_ended_leaves_nothing_held(model: Any) -> Non
         engine.step()
     assert {delta.request_id: delta.finish_reason for delta in engine.step()} == {ids[1]: "abort", ids[2]: "abort"}
     assert set(pages_used(engine).values()) == {0} and not engine.has_work
+
+
+def over_after(engine: Engine, steps: int) -> dict[int, RequestOutput]:
+    """What ended in so many steps; whoever has not ended by then is missing."""
+    outputs = {}
+    for _ in range(steps):
+        outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+    return outputs
+
+
+def test_a_request_of_which_nothing_is_left_to_run_ends_with_an_error_and_the_others_go_on(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the cache knew all of a prompt: no row would be left to draw from."""
+    prompts = [make_prompt(model.config, [7 + n]) for n in range(3)]
+    alone = run_all(make_engine(model, model.config), prompts)
+    engine = make_engine(model, model.config)
+    ids = [engine.add(prompt, GREEDY) for prompt in prompts]
+    spoilt = engine._sequences[ids[1]]
+    monkeypatch.setattr(PrefixCache, "resume", lambda _, s: s.go_on_from(s.length) if s is spoilt else None)
+    with pytest.raises(StuckError, match="nothing of this request is left to run") as raised:
+        engine.step()
+    assert raised.value.sequences == (spoilt,)
+    outputs = over_after(engine, 10)
+    assert "nothing of this request is left" in str(outputs[ids[1]].error)
+    assert [outputs[i].token_ids for i in (ids[0], ids[2])] == [alone[n].token_ids for n in (0, 2)]
+    assert not engine.has_work and set(pages_used(engine).values()) == {0}
+
+
+def test_a_step_that_finds_nothing_to_run_fails_and_ends_who_waits_first(model: Any) -> None:
+    """Without a free table row nobody is ever admitted."""
+    engine = make_engine(model, model.config, max_sequences=2)
+    rows = [engine.blocks.admit() for _ in range(2)]
+    ids = [engine.add(make_prompt(model.config, [7]), GREEDY) for _ in range(2)]
+    with pytest.raises(StuckError, match="no step can be made"):
+        engine.step()
+    outputs = over_after(engine, 1)
+    assert list(outputs) == [ids[0]] and outputs[ids[0]].error is not None
+    for row in rows:
+        assert row is not None
+        engine.blocks.release(row)
+    assert over_after(engine, 8)[ids[1]].error is None and not engine.has_work
 
 
 class SpoiltModel:

@@ -12,7 +12,7 @@ from spyglass.config.cache import cache_plans
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.scheduler import Scheduler
+from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError
 from spyglass.prompt.visibility import is_legal_cut
@@ -254,3 +254,14 @@ def test_who_was_preempted_is_not_admitted_again_before_all_have_room_to_grow() 
         play(scheduler, chunks)
     assert 1 <= len(gaps) <= 2
     assert min(gaps) > 60
+
+
+def test_memory_that_was_promised_and_is_not_there_is_an_error_and_no_endless_search() -> None:
+    scheduler = make_scheduler(step=40, cache_bytes=660_000)
+    sequence = make_sequence(0, [60])
+    scheduler.add(sequence)
+    for pool in scheduler._blocks.pools.values():
+        pool.take(pool.num_free)  # somebody keeps pages and belongs to nobody
+    with pytest.raises(StuckError, match="promised") as raised:
+        scheduler.schedule()
+    assert raised.value.sequences == (sequence,)
