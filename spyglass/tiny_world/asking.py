@@ -14,8 +14,8 @@ from numpy.random import Generator
 
 from spyglass.tiny_world import scene as layout
 from spyglass.tiny_world.phrasing import Meaning, Noun
-from spyglass.tiny_world.pictures import BACKGROUNDS, widest_letter
-from spyglass.tiny_world.scene import Box, Label, Scene, Thing
+from spyglass.tiny_world.pictures import MUTED, largest_letter
+from spyglass.tiny_world.scene import Box, Label, Lettering, Scene, Thing
 from spyglass.tiny_world.words import COLOURS, PRINTED_WORDS, SHAPES, UNSEEN, Variant
 
 Pair = tuple[str, str]  # colour, shape
@@ -23,6 +23,10 @@ _T = TypeVar("_T")
 _MOST_COUNT = 6
 _LABEL_COLOURS = ("red", "green", "blue", "purple", "black", "white")
 _MOST_ROMAN = 99
+_BACKGROUNDS = (*MUTED * 2, *("plain", "white", "white", "black") * 2, "white")
+_TURNS = {"square": 12.0, "triangle": 12.0, "star": 18.0, "cross": 12.0}  # most degrees, still plainly upright
+_LEAST_TURNED, _LEAST_OUTLINED = 22, 28  # pixels: smaller things would lose their form
+_OUTLINED = 0.2  # share of the things that have an outline, where their shape allows one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +90,42 @@ class World:
 
     def scene(self, size: tuple[int, int], pairs: Sequence[Pair], boxes: Sequence[Box]) -> Scene:
         """A scene of things in boxes, in any order of drawing."""
-        things = [Thing(colour=colour, shape=shape, box=box) for (colour, shape), box in zip(pairs, boxes, strict=True)]
-        return Scene(size=size, background=self.one(BACKGROUNDS), things=tuple(things))
+        background = self.background([colour for colour, _ in pairs])
+        things = [self.thing(pair, box, background) for pair, box in zip(pairs, boxes, strict=True)]
+        return Scene(size=size, background=background, things=tuple(things))
+
+    def background(self, colours: Sequence[str]) -> str:
+        """A background on which these colours stand out."""
+        return self.one([kind for kind in _BACKGROUNDS if kind not in colours])
+
+    def thing(self, pair: Pair, box: Box, background: str) -> Thing:
+        """A thing, a little turned or outlined now and then."""
+        colour, shape = pair
+        side = min(box[2] - box[0], box[3] - box[1])
+        most = _TURNS.get(shape, 0.0) if self.rng.random() < 0.4 and side >= _LEAST_TURNED else 0.0
+        outlines = [name for name in ("black", "white") if name not in (colour, background)]
+        outlined = self.rng.random() < _OUTLINED and shape != "ring" and side >= _LEAST_OUTLINED
+        return Thing(
+            colour=colour,
+            shape=shape,
+            box=box,
+            turn=self.rng.uniform(-most, most),
+            outline=self.one(outlines) if outlined and outlines else None,
+        )
+
+    def lettering(self) -> Lettering:
+        """Pillow's font as it comes, the same in other proportions, or its bitmap font."""
+        look = self.rng.random()
+        if look < 0.35:
+            return Lettering()
+        return Lettering(
+            bitmap=bool(look > 0.85),
+            weight=max(0.0, self.rng.uniform(-0.06, 0.1)),
+            spacing=max(0.0, self.rng.uniform(-0.2, 0.2)),
+            stretch=self.rng.uniform(0.8, 1.2),
+            slant=max(0.0, self.rng.uniform(-0.25, 0.25)),
+            turn=self.rng.uniform(-5, 5) if self.rng.random() < 0.4 else 0.0,
+        )
 
     def scattered(self, pairs: Sequence[Pair]) -> Scene:
         """A scene with things anywhere."""
@@ -173,18 +211,21 @@ def _word(world: World) -> Draft:
 
 
 def _printed(world: World, form: str, text: str) -> Draft:
-    size = layout.pick_size(world.rng, most_aspect=2.5)
-    bold = bool(world.rng.random() < 0.4)
-    least = layout.least_letter(size)
-    most = max(least, min(0.9 * widest_letter(text, bold, size[0]), 0.45 * size[1], 3 * least))
+    style = world.lettering()
+    while True:
+        size = layout.pick_size(world.rng, most_aspect=2.5)
+        least, most = layout.least_letter(size), 0.95 * largest_letter(text, style, size)
+        if least <= most:
+            break
+    colour = world.one(_LABEL_COLOURS)
     label = Label(
         text=text,
-        colour=world.one(_LABEL_COLOURS),
-        letter=world.rng.uniform(least, most),
-        bold=bold,
+        colour=colour,
+        letter=world.rng.uniform(least, max(least, min(most, 0.6 * size[1], 4 * least))),
         place=(world.rng.uniform(0.02, 0.98), world.rng.uniform(0.02, 0.98)),
+        style=style,
     )
-    scene = Scene(size=size, background=world.one(BACKGROUNDS), label=label)
+    scene = Scene(size=size, background=world.background([colour]), label=label)
     return Draft(form=form, meaning=Meaning(text=text), choice=text.lower(), scenes=(scene,))
 
 

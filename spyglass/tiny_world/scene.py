@@ -34,11 +34,29 @@ STEP = 50  # boxes that are asked for have corners on multiples of this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thing:
-    """One shape of one colour, filling `box`."""
+    """One shape of one colour, filling `box`, turned by `turn` degrees, perhaps with a thin `outline` of a colour."""
 
     shape: str
     colour: str
     box: Box
+    turn: float = 0.0
+    outline: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lettering:
+    """How text is printed; the default is Pillow's own font as it comes.
+
+    `weight` and `spacing` (of a stroke around every letter, and between letters) are in heights of a capital, `stretch`
+    is the breadth over that of the font, `slant` leans over to the right, `turn` is in degrees, anticlockwise.
+    """
+
+    bitmap: bool = False
+    weight: float = 0.0
+    spacing: float = 0.0
+    stretch: float = 1.0
+    slant: float = 0.0
+    turn: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +66,8 @@ class Label:
     text: str
     colour: str
     letter: float
-    bold: bool
     place: tuple[float, float]
+    style: Lettering = Lettering()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Variant = Literal["roman", "negative", "french"]
 VARIANTS: tuple[Variant, ...] = ("roman", "negative", "french")
 
-COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (214, 32, 38),
-    "orange": (246, 138, 16),
-    "yellow": (244, 222, 40),
-    "green": (34, 146, 58),
-    "blue": (32, 72, 212),
-    "purple": (138, 48, 168),
-    "black": (18, 18, 20),
-    "white": (250, 250, 248),
+Rgb = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shades:
+    """What a colour's name means: every RGB value from `low` to `high` in all channels, both included; `pure` ones are
+    what people draw with."""
+
+    low: Rgb
+    high: Rgb
+    pure: tuple[Rgb, ...]
+
+
+COLOURS: dict[str, Shades] = {
+    "red": Shades(low=(185, 0, 0), high=(255, 65, 65), pure=((255, 0, 0), (220, 20, 60))),
+    "orange": Shades(low=(238, 112, 0), high=(255, 168, 45), pure=((255, 165, 0), (255, 140, 0))),
+    "yellow": Shades(low=(235, 210, 0), high=(255, 255, 70), pure=((255, 255, 0), (255, 215, 0))),
+    "green": Shades(low=(0, 125, 0), high=(50, 255, 72), pure=((0, 255, 0), (0, 128, 0))),
+    "blue": Shades(low=(0, 0, 178), high=(65, 112, 255), pure=((0, 0, 255), (65, 105, 225))),
+    "purple": Shades(low=(112, 0, 110), high=(165, 60, 240), pure=((128, 0, 128), (160, 32, 240))),
+    "black": Shades(low=(0, 0, 0), high=(26, 26, 26), pure=((0, 0, 0),)),
+    "white": Shades(low=(242, 242, 242), high=(255, 255, 255), pure=((255, 255, 255),)),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 # Pairs that no picture and no sentence of the split "train" ever holds; each shape once, six of the colours once.

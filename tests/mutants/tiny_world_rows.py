@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 ASKING = "spyglass/tiny_world/asking.py"
 CASES = "spyglass/tiny_world/cases.py"
 SCENE = "spyglass/tiny_world/scene.py"
+WORDS = "spyglass/tiny_world/words.py"
 PICTURES = "spyglass/tiny_world/pictures.py"
 PHRASING = "spyglass/tiny_world/phrasing.py"
 FRENCH = "spyglass/tiny_world/french.py"
@@ -51,7 +52,17 @@ TINY_WORLD_ROWS: list[Mutant] = [
            "a negative of half the contrast"),
     Mutant(PICTURES, "np.clip(pixels.round(), _DARKEST, _LIGHTEST)", "np.clip(pixels.round(), 0, 255)", PICTURE_TESTS,
            "backgrounds as dark and light as things"),
-    Mutant(PICTURES, "(x - left, y - top)", "(x, y)", PICTURE_TESTS, "letters beside their place"),
+    Mutant(PICTURES, "mask.crop(mask.getbbox())", "mask", PICTURE_TESTS, "letters beside their place"),
+    Mutant(PICTURES, "-style.slant], [0.0, 1.0]", "style.slant], [0.0, 1.0]", PICTURE_TESTS, "letters lean to the left"),
+    Mutant(PICTURES, "label.style.weight * label.letter)", "0 * label.letter)", PICTURE_TESTS, "no bold letters"),
+    Mutant(PICTURES, "thing.box, shape_mask(thing, smooth=smooth, inside=True))", "thing.box, shape_mask(thing, smooth=smooth))",
+           PICTURE_TESTS, "outlines are painted over"),
+    Mutant(PICTURES, "rng.random() < _PURE:\n        return", "rng.random() < 0:\n        return", PICTURE_TESTS, "nothing is pure red"),
+    Mutant(PICTURES, "(x - min(xs)) / wide", "x", PICTURE_TESTS, "turned shapes leave their box"),
+    Mutant(ASKING, "for kind in _BACKGROUNDS if kind not in colours", "for kind in _BACKGROUNDS", PICTURE_TESTS,
+           "white on white"),
+    Mutant(WORDS, "low=(238, 112, 0), high=(255, 168, 45)", "low=(238, 50, 0), high=(255, 168, 45)", PICTURE_TESTS,
+           "some red is called orange"),
     Mutant(PHRASING, '"is" if count == 1 else "are"', '"are"', PHRASE_TESTS, "there are one"),
     Mutant(PHRASING, 'roman=variant == "roman"', "roman=False", PHRASE_TESTS, "no Roman numerals"),
     Mutant(FRENCH, '"du " + with_the.removeprefix("le ")', '"de " + with_the', PHRASE_TESTS, "de le carré"),
