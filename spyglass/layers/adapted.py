@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from spyglass.ops.experts_grouped.reference import ExpertPair
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
@@ -28,6 +29,9 @@ class ExpertsAdapter(Protocol):
 
     def deltas(self) -> ExpertsDelta:
         """The addends of one forward pass."""
+
+    def pairs(self) -> Mapping[str, ExpertPair] | None:
+        """The one adapter that there is, by matrix, if it has the same rank for every expert; else None."""
 
 
 @dataclass(frozen=True, slots=True)

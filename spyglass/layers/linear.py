@@ -6,9 +6,10 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -145,6 +146,7 @@ class Experts(nn.Module):
         self.adapter: ExpertsAdapter | None = None
         self.build = build
         self._product = build.ops.experts_grouped
+        self._trains = build.ops.chosen["experts_grouped"] == "training"  # an op that takes pairs
         self._found: tuple[str, Format] | None = None
 
     def slots(self) -> list[WeightSlot]:
@@ -211,6 +213,8 @@ class Experts(nn.Module):
         if adapted_T is None or not adapted_T.any():
             return self._plain(x_TC, ids_TK, weights_TK)
         assert self.adapter is not None and slot_T is not None
+        if adapted_T.all() and self._trains and (pairs := self.adapter.pairs()) is not None:
+            return self._plain(x_TC, ids_TK, weights_TK, {"pairs": pairs})
         experts = ExpertStacks(self.stacks, self.spec.limit, self._rounding(), self.build.ops.linear_block)
         if adapted_T.all():
             return adapted_experts(x_TC, ids_TK, weights_TK, slot_T, experts, self.adapter)
@@ -218,11 +222,12 @@ class Experts(nn.Module):
         own = (x_TC[rows], ids_TK[rows], weights_TK[rows], slot_T[rows])
         return self._plain(x_TC, ids_TK, weights_TK).index_copy(0, rows, adapted_experts(*own, experts, self.adapter))
 
-    def _plain(self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    def _plain(
+        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, more: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        out: torch.Tensor = self._product(
-            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.spec.limit, rounding=self._rounding()
-        )
+        options = {"limit": self.spec.limit, "rounding": self._rounding(), **(more or {})}
+        out: torch.Tensor = self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, **options)
         return out
 
     def _rounding(self) -> FakeQuant | None:

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import dropout
 
 from spyglass.layers.adapted import ExpertsDelta
+from spyglass.ops.experts_grouped.reference import ExpertPair
 
 MATRICES = ("w1", "w2", "w3")
 
@@ -112,6 +113,12 @@ class ExpertRows:
         parts = (tensor.split(ranks) for tensor in (rows.a_RI, rows.b_RO, rows.scale_R, rows.slot_R))
         return [Rows(*page) for page in zip(*parts, strict=True)]
 
+    def pair(self, dropout: float) -> ExpertPair:
+        """All experts as three tensors; their ranks are the same."""
+        rows, size = self.rows, (len(self.ranks_E), -1)
+        a_ERI, b_ERO = (tensor.unflatten(0, size) for tensor in (rows.a_RI, rows.b_RO))
+        return ExpertPair(a_ERI, b_ERO, rows.scale_R.view(size), dropout)
+
 
 class ExpertsBank:
     """The adapters of the routed experts of one layer (`layers.adapted.ExpertsAdapter`)."""
@@ -146,6 +153,16 @@ class ExpertsBank:
     def adapted(self, slot_T: torch.Tensor) -> torch.Tensor:
         """See `ExpertsAdapter`."""
         return torch.isin(slot_T, torch.tensor(self.slots, dtype=slot_T.dtype, device=slot_T.device))
+
+    def pairs(self) -> Mapping[str, ExpertPair] | None:
+        """See `ExpertsAdapter`."""
+        if len(self._parts) != 1:
+            return None
+        (parts,) = self._parts.values()
+        if any(len(set(part.ranks_E)) != 1 for part in parts.values()):
+            return None
+        found = [(matrix, parts[matrix]) for matrix in MATRICES if matrix in parts]
+        return {matrix: part.pair(self._dropout.share) for matrix, part in found}
 
     def deltas(self) -> ExpertsDelta:
         """See `ExpertsAdapter`."""

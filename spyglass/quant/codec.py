@@ -69,11 +69,15 @@ def decode(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         for row in range(0, height, chunk):
             stop = min(row + chunk, height)
             factors = _factors(packed.format, scale[first_scale + row // rows : first_scale + -(-stop // rows)], dtype)
-            factors = factors.repeat_interleave(columns, dim=1)[:, :in_features]
             if rows > 1:
                 factors = factors.repeat_interleave(rows, dim=0)[: stop - row]
             values = _values(packed.format, data[first + row : first + stop], factors.dtype)
-            result[first + row : first + stop] = values.mul_(factors)
+            place = result[first + row : first + stop]
+            if in_features % columns:
+                place.copy_(values.mul_(factors.repeat_interleave(columns, dim=1)[:, :in_features]))
+            else:
+                blocks = values.unflatten(1, (-1, columns)), place.unflatten(1, (-1, columns))
+                torch.mul(blocks[0], factors[:, :, None], out=blocks[1])
     return result.view(packed.shape)
 
 

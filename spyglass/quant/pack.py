@@ -30,7 +30,9 @@ def unpack_e2m1(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
     values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=data.device)
     byte = torch.arange(256, device=data.device)
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
-    return pairs.index_select(0, data.flatten().to(torch.int32)).view(*data.shape[:-1], 2 * data.shape[-1])
+    whole = {2: torch.int32, 4: torch.int64}[dtype.itemsize]  # both values in one piece
+    found = pairs.view(whole)[:, 0].index_select(0, data.flatten().to(torch.int32))
+    return found.view(dtype).view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def pack_e2m1(values: torch.Tensor) -> torch.Tensor:

@@ -148,14 +148,14 @@ OP_ROWS: list[Mutant] = [
     ),
     _op(
         "experts_grouped",
-        "z.to(x_TC.dtype), w2[expert], rounding=rounding",
-        "z.to(x_TC.dtype), w2[expert]",
+        'y = product("w2", w2, z.to(x_TC.dtype), expert)',
+        "y = linear_block(z.to(x_TC.dtype), w2[expert])",
         "activation not rounded",
     ),
     _op(
         "experts_grouped",
-        " * weights_TK[token, choice, None]\n        y = linear_block(z.to(x_TC.dtype), w2[expert], rounding=rounding)",
-        "\n        y = linear_block(z.to(x_TC.dtype), w2[expert], rounding=rounding) * weights_TK[token, choice, None]",
+        ' * weights_TK[token, choice, None]\n        y = product("w2", w2, z.to(x_TC.dtype), expert)',
+        '\n        y = product("w2", w2, z.to(x_TC.dtype), expert) * weights_TK[token, choice, None]',
         "routing weight applied behind w2",
     ),
     _op(

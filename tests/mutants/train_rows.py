@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _LOOP, _DATA, _OPS = "tests/unit/train/test_loop.py", "tests/unit/train/test_data.py", "tests/ops/test_training_ops.py"
 _ATTENTION = "spyglass/ops/sparse_attention/training.py"
+_EXPERTS = "spyglass/ops/experts_grouped/training.py"
 
 TRAIN_ROWS: list[Mutant] = [
     Mutant("spyglass/train/loop.py", "scale = 1 / targets", "scale = 1 / targets.clamp(max=10)", _LOOP, "gradients are not divided by all targets"),
@@ -24,4 +25,10 @@ TRAIN_ROWS: list[Mutant] = [
     Mutant(_ATTENTION, " + multiply(p.to(dtype).mT, grad)", "", _OPS, "attention: the gradient of values is dropped"),
     Mutant(_ATTENTION, "dsink_H = -(delta_TH", "dsink_H = (delta_TH", _OPS, "attention: the sink's gradient has the wrong sign"),
     Mutant(_ATTENTION, "(p * dp * ctx.scale)", "(p * dp)", _OPS, "attention: the scale is missing in the gradient"),
+    Mutant(_EXPERTS, "(u_GHR.mT @ grads[0])", "(u_GHR.mT @ grads[0]) * scale_GR[:, :, None]", _OPS, "experts: the scale counts twice in the gradient of B"),
+    Mutant(_EXPERTS, "du_GHR = (grads[0] @ b_GRO.float().mT) * scale_GR[:, None]", "du_GHR = grads[0] @ b_GRO.float().mT", _OPS, "experts: the scale is missing in the gradient of A and x"),
+    Mutant(_EXPERTS, "_product(chunk, \"w2\", w2, base, z, low)", "_product(chunk, \"w2\", w2, base, base, low)", _OPS, "experts: the pair of w2 sees the rounded activation"),
+    Mutant(_EXPERTS, "torch.cat([x_NC, x_NC.new_zeros(1, x_NC.shape[1])])", "torch.cat([x_NC, x_NC[:1]])", _OPS, "experts: padding is a row of its own"),
+    Mutant(_EXPERTS, "chosen.masked_fill_((place_N == len(y_MC))[:, None], 0.0)", "chosen", _OPS, "experts: a row that chose nobody gets the last row's answer"),
+    Mutant(_EXPERTS, "max(_ROWS_AT_ONCE // height, 1)", "num_experts", _OPS, "experts: a chunk may have any number of rows"),
 ]  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import spyglass.ops.experts_grouped.training as experts
 import spyglass.ops.sparse_attention.training as attention
 from spyglass.errors import DeviceError
+from spyglass.ops.experts_grouped.reference import ExpertPair
 from spyglass.ops.table import OPS, bind_ops, describe
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
@@ -110,8 +112,21 @@ def expert_call(format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return source.normal(19, 64), ids, torch.rand(19, 2, generator=source.generator), stacks
 
 
+ONE_OR_MANY = [(1, 1 << 14), (2, 1 << 14), (8, 1 << 14), (8, 20)]  # experts in a chunk, and its rows
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch, most: int, rows: int) -> None:
+    """Let chunks be as on a GPU."""
+    monkeypatch.setattr(experts, "_experts_at_once", lambda *_: most)
+    monkeypatch.setattr(experts, "_ROWS_AT_ONCE", rows)
+
+
+@pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
 @pytest.mark.parametrize("name", ["f32", "fp4"])
-def test_the_gradient_of_experts_is_that_of_the_decoded_ones(name: str) -> None:
+def test_the_gradient_of_experts_is_that_of_the_decoded_ones(
+    name: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once(monkeypatch, most, rows)
     x, ids, weights, stacks = expert_call(FORMATS[name])
     plain = [Packed(F32, decode(stack, torch.float32), None, stack.shape) for stack in stacks]
     same_gradients(
@@ -121,7 +136,91 @@ def test_the_gradient_of_experts_is_that_of_the_decoded_ones(name: str) -> None:
     )
 
 
-def test_plain_experts_may_be_trained() -> None:
+def leaves_of_pairs(source: Source) -> list[torch.Tensor]:
+    """A and B of w1, w3 and w2, rank 3, for the experts of `expert_call`."""
+    shapes = [(6, 3, 64), (6, 3, 32), (6, 3, 64), (6, 3, 32), (6, 3, 32), (6, 3, 64)]
+    return [source.normal(*shape) * 0.2 for shape in shapes]
+
+
+def as_pairs(leaves: tuple[torch.Tensor, ...], dropout: float = 0.0) -> dict[str, ExpertPair]:
+    scale = torch.linspace(0.5, 2.0, 18).view(6, 3)
+    halves = zip(("w1", "w3", "w2"), leaves[::2], leaves[1::2], strict=True)
+    return {name: ExpertPair(a, b, scale, dropout) for name, a, b in halves}
+
+
+@pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
+@pytest.mark.parametrize("rounding", [None, FakeQuant(element="e4m3", block=32)])
+def test_pairs_beside_experts_are_those_of_the_reference(
+    rounding: FakeQuant | None, most: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, and without rounding gradients too: of the rows, of the routing weights and of every pair."""
+    at_once(monkeypatch, most, rows)
+    x, ids, weights, stacks = expert_call(FP4)
+    plain = [Packed(F32, decode(stack, torch.float32), None, stack.shape) for stack in stacks]
+    leaves = leaves_of_pairs(Source(torch.float32))
+
+    def run(op: Callable[..., torch.Tensor], stacks: list[Packed]) -> Callable[..., torch.Tensor]:
+        return lambda x, weights, *leaves: op(
+            x, ids, weights, *stacks, limit=0.8, rounding=rounding, pairs=as_pairs(leaves)
+        )
+
+    ours, theirs = run(TRAINING.experts_grouped, stacks), run(REFERENCE.experts_grouped, plain)
+    assert_close(ours(x, weights, *leaves), theirs(x, weights, *leaves), OP_FLOAT32)
+    if rounding is None:
+        same_gradients(ours, theirs, x, weights, *leaves)
+    without = TRAINING.experts_grouped(x, ids, weights, *stacks, limit=0.8, rounding=rounding)
+    assert (ours(x, weights, *leaves) - without).abs().max() > 0.1
+
+
+def test_an_adapter_of_one_matrix_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once(monkeypatch, 8, 1 << 14)
+    x, ids, weights, stacks = expert_call(F32)
+    pairs = as_pairs(tuple(leaves_of_pairs(Source(torch.float32))))
+    for matrix in pairs:
+        ours, theirs = (
+            op.experts_grouped(x, ids, weights, *stacks, limit=0.8, pairs={matrix: pairs[matrix]})
+            for op in (TRAINING, REFERENCE)
+        )
+        assert_close(ours, theirs, OP_FLOAT32, matrix)
+
+
+def test_dropout_of_pairs_drops_inputs_of_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once(monkeypatch, 8, 1 << 14)
+    x, ids, weights, stacks = expert_call(F32)
+    leaves = tuple(leaves_of_pairs(Source(torch.float32)))
+    options: dict[str, Any] = {"limit": 0.8}
+
+    def run(dropout: float) -> torch.Tensor:
+        return TRAINING.experts_grouped(x, ids, weights, *stacks, **options, pairs=as_pairs(leaves, dropout))
+
+    base = TRAINING.experts_grouped(x, ids, weights, *stacks, **options)
+    assert torch.equal(run(1.0), base), "all dropped: nothing is added"
+    assert not torch.equal(run(0.5), base) and not torch.equal(run(0.5), run(0.0))
+    assert not torch.equal(run(0.5), run(0.5)), "drawn anew each time"
+
+
+@pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
+def test_every_choice_has_a_row_of_its_expert_and_chunks_are_bounded(most: int, rows: int) -> None:
+    _, ids, _, _ = expert_call(F32)
+    with pytest.MonkeyPatch.context() as patch:
+        at_once(patch, most, rows)
+        layout = experts.lay_out(ids, 6, most)
+    expert_of_row = torch.cat([chunk.experts_G.repeat_interleave(chunk.height) for chunk in layout.chunks])
+    flat = ids.flatten()
+    taken = layout.place_N[flat >= 0]
+    assert len(taken.unique()) == len(taken)
+    assert torch.equal(expert_of_row[taken], flat[flat >= 0].long())
+    assert torch.equal(layout.choice_M[taken], (flat >= 0).nonzero()[:, 0])
+    padding = torch.ones(len(expert_of_row), dtype=torch.bool).index_fill(0, taken, False)
+    assert (layout.token_M[padding] == len(ids)).all() and (layout.choice_M[padding] == flat.numel()).all()
+    assert (layout.place_N[flat < 0] == len(expert_of_row)).all()
+    assert 3 not in expert_of_row, "nobody chose it: its matrices are never decoded"
+    for chunk in layout.chunks:
+        assert len(chunk.experts_G) <= most and (len(chunk.experts_G) == 1 or chunk.rows <= rows)
+
+
+def test_plain_experts_may_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once(monkeypatch, 4, 1 << 14)
     x, ids, weights, stacks = expert_call(F32)
 
     def run(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
