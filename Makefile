@@ -18,7 +18,7 @@ FAMILY ?= v4
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: setup demo test check lint format bench gpu train-tiny mutants soak clean
+.PHONY: setup demo test check lint format bench gpu train-tiny train-adapters mutants soak clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,9 @@ gpu:
 # A quarter of an hour on one H200 each, with the machine's own python; goes on from the state in the folder, if any.
 train-tiny:
 	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.train $(FAMILY) --folder runs/tiny-$(FAMILY)
+
+train-adapters:
+	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.adapters --output runs/adapters
 
 mutants: setup
 	$(TEST_ENV) $(BIN)/python -m tests.mutants

@@ -1,0 +1,145 @@
+"""How the shipped adapters are made: the captured step trains pairs and nothing else; what it saves is what serves."""
+
+from __future__ import annotations
+
+import csv
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.tiny.adapters import RECIPES, Options, Recipe, train_one
+from scripts.tiny.feed import Source, learner_of, make_step
+from scripts.tiny.models import NAMES
+from scripts.tiny.pairs import PairMasters, weights_of
+from spyglass import LLM, SamplingParams
+from spyglass.config.read import read_model_config
+from spyglass.config.shipped import SHIPPED
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
+from spyglass.lora.names import GROUPS, UNTRAINABLE, count_groups
+from spyglass.lora.peft import read_adapter
+from spyglass.lora.pool import AdapterPool
+from spyglass.lora.write import write_adapter
+from spyglass.model import load_model
+from spyglass.tiny_world.cases import make_case
+from spyglass.train.bins import Capacity, Filling, lay_out
+from spyglass.train.loss import step_logits
+from spyglass.train.muon import MuonSettings
+from spyglass.train.packing import pack
+from spyglass.train.whole import WholeTrainer
+from tests.tolerance import assert_law
+
+SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, pictures=4, largest_picture=1800, targets=64)
+
+
+def trainer_of(recipe: Recipe, capacity: Capacity = SMALL, targets: tuple[str, ...] | None = None) -> WholeTrainer:
+    """fp32 and plain numerics, as the laws are compared."""
+    folder = SHIPPED / NAMES[recipe.family]
+    config = read_model_config(folder)
+    masters = partial(PairMasters, targets=targets or recipe.targets, rank=recipe.rank, alpha=2.0 * recipe.rank, seed=0)
+    return WholeTrainer(
+        config,
+        capacity,
+        weights_of(folder, config),
+        dtype=torch.float32,
+        numerics="plain",
+        settings=MuonSettings(other_rate=1.0),
+        masters=masters,
+    )
+
+
+def masters_of(trainer: WholeTrainer) -> PairMasters:
+    assert isinstance(trainer.masters, PairMasters)
+    return trainer.masters
+
+
+def shake(trainer: WholeTrainer) -> None:
+    """Pairs that do something."""
+    source = torch.Generator().manual_seed(5)
+    for stack in trainer.masters.stacks:
+        stack.value.add_(0.02 * torch.randn(stack.value.shape, generator=source))
+
+
+def moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).abs().max() > 1e-3 * b.abs().max())
+
+
+@pytest.mark.parametrize("key", ["v4-roman", "v41-negative"])
+def test_what_is_saved_serves_what_was_trained(key: str, tmp_path: Path) -> None:
+    recipe = RECIPES[key]
+    folder = SHIPPED / NAMES[recipe.family]
+    trainer = trainer_of(recipe, targets=tuple(group for group in GROUPS if group not in UNTRAINABLE))
+    samples = [learner_of(folder).sample(make_case(3, 0, kinds=("count",), variant="roman").dialogue())]
+    filling = Filling(capacity=SMALL)
+    assert filling.add(samples[0])
+    store = None if trainer.config.text.engram is None else open_engram(folder, trainer.config)
+    arrays = lay_out(filling, trainer.config, None if store is None else store.classes_V)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    loaded = load_model(folder, dtype="float32", numerics="plain", progress=False)
+    engram = None if store is None else EngramFeed(store, device=loaded.device, dtype=torch.float32)
+    rows = len(samples[0].rows)
+    with torch.no_grad():
+        before = trainer.logits(tensors)[:rows]
+        step = pack(samples, loaded.config, dtype=torch.float32, engram=engram)
+        assert_law(before, step_logits(loaded.model, step), "fresh pairs change nothing")
+        shake(trainer)
+        after = trainer.logits(tensors)[:rows]
+        write_adapter(tmp_path, masters_of(trainer).adapter())
+        use = AdapterPool(loaded.model).attach("it", read_adapter(tmp_path))
+        step = pack(samples, loaded.config, dtype=torch.float32, slot=use.slot, engram=engram)
+        assert moved(after, before)
+        assert_law(after, step_logits(loaded.model, step), "the saved adapter")
+
+
+def test_a_step_trains_the_pairs_and_nothing_else() -> None:
+    recipe = RECIPES["v4-negative"]
+    trainer = trainer_of(recipe)
+    masters = masters_of(trainer)
+    source = Source(folder=SHIPPED / NAMES["v4"], capacity=SMALL, variant="negative")
+    arrays, _ = make_step(source, learner_of(source.folder), 0)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    frozen = [base.value.clone() for base in masters.bases]
+    biases = {name: value.clone() for name, value in masters.fixed.items()}
+    pairs = [stack.value.clone() for stack in masters.stacks]
+    trainer.optimiser.rate.fill_(2e-3)
+    losses = [float(trainer.step(tensors).loss) for _ in range(4)]
+    assert losses[3] < losses[0]
+    assert all(not torch.equal(stack.value, old) for stack, old in zip(masters.stacks, pairs, strict=True))
+    assert all(torch.equal(base.value, old) for base, old in zip(masters.bases, frozen, strict=True))
+    assert all(torch.equal(masters.fixed[name], old) for name, old in biases.items()), "routing stays what it is"
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_an_adapter_has_the_groups_of_its_recipe_and_fits_in_a_megabyte(key: str, tmp_path: Path) -> None:
+    recipe = RECIPES[key]
+    trainer = trainer_of(recipe)
+    shake(trainer)
+    adapter, text = masters_of(trainer).adapter(), trainer.config.text
+    write_adapter(tmp_path, adapter, names=recipe.spelling, base_model="a", num_experts=text.n_routed_experts)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1_000_000
+    found = read_adapter(tmp_path)
+    slots = [slot.name for slot in trainer.model.slots() if slot.kind == "matrix"]
+    expected = {group: count for group, count in count_groups(slots).items() if group in recipe.targets}
+    assert found.counts() == adapter.counts() == expected
+    for name, pair in adapter.modules.items():
+        theirs = found.modules[name]
+        assert_law(
+            theirs.scale * theirs.b_OR.float() @ theirs.a_RI.float(), pair.scale * pair.b_OR.float() @ pair.a_RI.float()
+        )
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_an_adapter_that_a_model_loads_and_a_log(tmp_path: Path) -> None:
+    recipe = RECIPES["v4-roman"]
+    options = Options(
+        models=SHIPPED, output=tmp_path, device="cpu", minutes=0.15, workers=1, seed=0, compiled=False, capacity=SMALL
+    )
+    assert train_one(recipe, options) >= 1
+    llm = LLM(NAMES["v4"], device="cpu", adapters={"roman": str(tmp_path / recipe.place)})
+    assert set(llm.adapter_counts("roman")) == set(recipe.targets)
+    answers = llm.generate([[0, 5, 6]] * 2, SamplingParams(max_tokens=2), adapter=[None, "roman"])
+    assert len(answers) == 2
+    with (tmp_path / "v4-roman.csv").open(newline="", encoding="utf-8") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)]
