@@ -61,11 +61,10 @@ def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, 
     for index in range(number * CASES_A_STEP, (number + 1) * CASES_A_STEP):
         case = make_case(source.seed, index, source.split, kinds=source.kinds, variant=source.variant)
         sample = learner.sample(case.dialogue())
-        if not Filling(capacity=source.capacity).add(sample):
-            continue
-        if not filling.add(sample):
+        if filling.add(sample):
+            kinds[id(sample)] = case.kind
+        elif Filling(capacity=source.capacity).add(sample):
             break
-        kinds[id(sample)] = case.kind
     config, engram = learner.config, learner.config.text.engram
     classes_V = None if engram is None else read_classes(source.folder, engram, config.text.vocab_size)
     arrays = lay_out(filling, config, classes_V)

@@ -118,12 +118,14 @@ def prompt_from_parts(
     rules: PictureRules = REFERENCE_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
     placeholder: int | None = None,
+    with_digests: bool = True,
 ) -> Prompt:
     """Prompt of token-id lists and pictures in the order given; needs no tokenizer.
 
     A part is a list of ids below the vocabulary size, a picture (bytes, path, data URL, PIL), or `Patches`. Ids that
     already stand for pictures are refused: roles of the reference's convention (>= vocabulary size), and the
-    unexpanded placeholder (`placeholder`, else that of config.json).
+    unexpanded placeholder (`placeholder`, else that of config.json). Without digests the prompt is one that no cache
+    may see, as in training.
 
     Raises:
         PromptError: an id out of range, a picture that cannot be used, named by its number, or an empty prompt.
@@ -141,11 +143,13 @@ def prompt_from_parts(
             draft.add_picture(part.unpack(), part.plan)
         else:
             draft.add_ids(part, f"part {number}")
-    return draft.finish()
+    return draft.finish(with_digests=with_digests)
 
 
 def is_picture(part: object) -> bool:
     """Whether a part is a picture of any form; a str is one here, as a path or data URL."""
+    if isinstance(part, list | np.ndarray):
+        return False  # ids, by far the most; asking for the protocol's members takes longer than all else here
     sources = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
     return isinstance(part, PictureRef | CutPicture) or isinstance(part, sources)
 
@@ -292,8 +296,8 @@ class _Draft:
         self.rows.append(rows)
         self.position += len(ids)
 
-    def finish(self) -> Prompt:
-        """The prompt, with who sees whom and every picture's digest."""
+    def finish(self, *, with_digests: bool) -> Prompt:
+        """The prompt, with who sees whom and, if wanted, every picture's digest."""
         if self.position == 0:
             raise PromptError("the prompt is empty; give at least one token or picture")
         kinds_T = np.concatenate(self.kinds)
@@ -309,7 +313,7 @@ class _Draft:
             else np.zeros((self.position, 2), np.int32),
             patches=tuple(self.pixels),
             plans=tuple(self.plans),
-            digests=tuple(map(prompt_digest, self.pixels, self.plans)),
+            digests=tuple(map(prompt_digest, self.pixels, self.plans)) if with_digests else (),
         )
 
 

@@ -11,6 +11,7 @@ import base64
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
@@ -105,21 +106,13 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
 def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.ConversationRequest:
     """What the library makes of a request body, pictures in it being stubs. `protocol` is its class of request.
 
-    The version that is named decides only that pictures are kept; thinking is off unless the body turns it on.
-
     Raises:
         PromptError: the library refuses the body.
     """
     import deepseek_recipe
 
-    version = deepseek_recipe.ModelVersion.DeepseekV41Flash
-    conversion = (
-        deepseek_recipe.ConversionOptions(default_thinking_mode=False)
-        .with_special_tokens(_tokens())
-        .with_model_alias(_MODEL, version)
-    )
     try:
-        return protocol({**_as_json(body), "model": _MODEL}).convert(conversion)  # type: ignore[dict-item]
+        return protocol({**_as_json(body), "model": _MODEL}).convert(_conversion())  # type: ignore[dict-item]
     except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PromptError(f"the request cannot be rendered: {error}") from error
 
@@ -132,11 +125,7 @@ def render_conversation(
     Raises:
         PromptError: a picture stands where the library has no place for one.
     """
-    import deepseek_recipe
-
-    is_v41 = config.family == "deepseek_v41"
-    encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
-    rendered = encoding.with_special_tokens(_tokens()).render_conversation(conversation)
+    rendered = _encoding(config.family == "deepseek_v41").render_conversation(conversation)
     order = [pictures[_stub_number(source)] for source in rendered.image_sources]
     found = sum(rendered.prompt[start:stop] == SPELLING for start, stop in rendered.special_ranges)
     if not found == len(order) == len(pictures):
@@ -271,10 +260,29 @@ def _stub_number(source: deepseek_recipe.ImageSource) -> int:
     return int(base64.b64decode(source.data_url.removeprefix(STUB_URL)))
 
 
+@cache
 def _tokens() -> deepseek_recipe.SpecialTokens:
     import deepseek_recipe
 
     return deepseek_recipe.SpecialTokens(image=SPELLING)
+
+
+@cache
+def _encoding(is_v41: bool) -> deepseek_recipe.DeepseekV4Encoding | deepseek_recipe.DeepseekV41Encoding:
+    import deepseek_recipe
+
+    encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
+    return encoding.with_special_tokens(_tokens())
+
+
+@cache
+def _conversion() -> deepseek_recipe.ConversionOptions:
+    """The version that is named decides only that pictures are kept; thinking is off unless the body turns it on."""
+    import deepseek_recipe
+
+    options = deepseek_recipe.ConversionOptions(default_thinking_mode=False)
+    version = deepseek_recipe.ModelVersion.DeepseekV41Flash
+    return options.with_special_tokens(_tokens()).with_model_alias(_MODEL, version)
 
 
 def _as_json(value: object) -> object:

@@ -14,7 +14,7 @@ from io import BytesIO
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageStat
 
 from spyglass.tiny_world.scene import Box, Label, Lettering, Scene, Thing
 from spyglass.tiny_world.words import COLOURS, Rgb
@@ -23,7 +23,7 @@ MUTED = ("plain", "noise", "gradient", "photo")
 BACKGROUNDS = (*MUTED, "white", "black")
 PHOTOS = ("brick", "coffee", "fur", "grass", "gravel", "launch")
 _DARKEST, _LIGHTEST = 62, 205
-_NOISE_TILE = 96
+_NOISE_TILE = 64
 _CAPITAL = 0.7  # height of a capital of the font over its size
 _BITMAP, _BITMAP_CAPITAL = (6, 11), 6  # pixels of a letter of the bitmap font, and of its capitals
 _TRIAL = 40.0  # pixels of a capital when the breadth of a text is measured
@@ -100,12 +100,14 @@ def _letters(label: Label) -> Image.Image:
     assert isinstance(font, ImageFont.FreeTypeFont)
     stroke, apart = round(label.style.weight * label.letter), label.style.spacing * label.letter
     pieces = [*label.text] if apart else [label.text]
-    room = sum(font.getlength(piece) + apart for piece in pieces)
-    mask = Image.new("L", (math.ceil(room + label.letter + 2 * stroke), math.ceil(1.8 * label.letter + 2 * stroke)))
+    steps = [font.getlength(piece) + apart for piece in pieces]
+    mask = Image.new(
+        "L", (math.ceil(sum(steps) + label.letter + 2 * stroke), math.ceil(1.8 * label.letter + 2 * stroke))
+    )
     pen, x = ImageDraw.Draw(mask), stroke + 0.3 * label.letter
-    for piece in pieces:
+    for piece, step in zip(pieces, steps, strict=True):
         pen.text((x if apart else round(x), stroke), piece, 255, font, stroke_width=stroke)
-        x += font.getlength(piece) + apart
+        x += step
     return mask
 
 
@@ -195,24 +197,23 @@ def _background(kind: str, size: tuple[int, int], rng: Generator) -> Image.Image
 
 
 @lru_cache(maxsize=len(PHOTOS))
-def _weak_photo(name: str) -> NDArray[np.float32]:
+def _weak_photo(name: str) -> Image.Image:
     """A photograph with its colours half as strong."""
     with Image.open(BytesIO((files("spyglass.tiny_world") / "photos" / f"{name}.jpg").read_bytes())) as file:
-        photo = np.asarray(file.convert("RGB"), np.float32)
-    return (photo + photo.mean(-1, keepdims=True)) / 2
+        return ImageEnhance.Color(file.convert("RGB")).enhance(0.5)
 
 
 def _photo(base: NDArray[np.float64], size: tuple[int, int], rng: Generator) -> Image.Image:
     """A piece of a photograph, its colours half as strong, less contrast, its mean colour half way to `base`."""
-    name = PHOTOS[rng.integers(len(PHOTOS))]
-    photo = _weak_photo(name)
+    photo = _weak_photo(PHOTOS[rng.integers(len(PHOTOS))])
     longest = max(size)
-    least = rng.uniform(0.4, 1.0) * len(photo)
-    rows, columns = (max(8, round(least * side / longest)) for side in size[::-1])
-    y, x = rng.integers(len(photo) - rows + 1), rng.integers(len(photo) - columns + 1)
-    piece = photo[y : y + rows, x : x + columns]
-    mean = piece.mean((0, 1))
-    return _enlarged(base * 0.5 + mean * 0.5 + (piece - mean) * rng.uniform(0.35, 0.6), size)
+    least = rng.uniform(0.4, 1.0) * min(photo.size)
+    columns, rows = (max(8, round(least * side / longest)) for side in size)
+    x, y = int(rng.integers(photo.width - columns + 1)), int(rng.integers(photo.height - rows + 1))
+    piece = photo.crop((x, y, x + columns, y + rows))
+    mean = np.array(ImageStat.Stat(piece).mean)
+    table = _bytes(base * 0.5 + mean * 0.5 + (np.arange(256)[:, None] - mean) * rng.uniform(0.35, 0.6))
+    return piece.point(table.T.flatten().tolist()).resize(size, Image.Resampling.BILINEAR)
 
 
 def _enlarged(pixels: NDArray[np.float64], size: tuple[int, int]) -> Image.Image:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.random import Generator
@@ -23,7 +24,7 @@ LEAST_LETTER = 38.0
 LEAST_DRAWN_THING = 14.0  # pixels of the picture itself
 LEAST_DRAWN_LETTER = 10.0
 LEAST_SIDE, MOST_SIDE = 64, 2000
-_AREAS = ((0.86, 64**2, 384**2), (0.98, 384**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to
+_AREAS = ((0.9, 64**2, 340**2), (0.987, 340**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to
 _ROOM = 1.25  # side of a cell of the layout over the least size of a thing
 _FULLEST = 0.84  # most of a cell's breadth that a thing takes
 _SLACK = 0.7  # share of the free room in a cell that is used: neighbours keep apart
@@ -92,6 +93,7 @@ def pick_size(rng: Generator, most_aspect: float = 4.0) -> tuple[int, int]:
     return width, height
 
 
+@lru_cache(maxsize=4)
 def scale_of(size: tuple[int, int]) -> float:
     """How many times larger the models see a picture (V4's planner; below 1 for large ones)."""
     width, _ = contained_size(size, plan_image(*size, V4_VISION).resized)

@@ -22,7 +22,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
-from spyglass.prompt.chat import ChatOptions, Effort, RenderedChat, SpecialPiece, encode_chat, render_chat
+from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, RenderedChat, SpecialPiece, encode_chat, render_chat
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import CHAT_RULES, PYTHON_LIMITS
 from spyglass.prompt.placeholder import resolve_placeholder
@@ -52,13 +52,20 @@ class Learner:
         Raises:
             PromptError: malformed messages or pictures, or a chat that does not end with an answer.
         """
-        parts, learnt = [], []
+        parts: list[list[int] | PictureRef] = []
+        learnt: list[bool] = []
         for piece, wanted in self._pieces(messages, tools):
-            part = encode_chat(RenderedChat((piece,)), self.tokenizer)
-            parts += part
-            learnt += [wanted] * sum(len(ids) for ids in part if isinstance(ids, list))
+            for part in encode_chat(RenderedChat((piece,)), self.tokenizer):
+                if isinstance(part, list):
+                    learnt += [wanted] * len(part)
+                if parts and isinstance(part, list) and isinstance(parts[-1], list):
+                    parts[-1] += part
+                else:
+                    parts.append(part)
         placeholder = resolve_placeholder(self.config, self.tokenizer)
-        prompt = prompt_from_parts(parts, self.config, rules=CHAT_RULES, limits=PYTHON_LIMITS, placeholder=placeholder)
+        prompt = prompt_from_parts(
+            parts, self.config, rules=CHAT_RULES, limits=PYTHON_LIMITS, placeholder=placeholder, with_digests=False
+        )
         learn_T = np.zeros(len(prompt), np.bool_)
         learn_T[prompt.ids_T >= 0] = learnt
         learn_T[0] = False
