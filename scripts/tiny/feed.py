@@ -50,11 +50,13 @@ def learner_of(folder: Path) -> Learner:
     return Learner(read_model_config(folder), tokenizer, effort=EFFORT)
 
 
-def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, NDArray[Any]], list[str]]:
+def make_step(
+    source: Source, learner: Learner, number: int, patches_U: NDArray[np.uint8] | None = None
+) -> tuple[dict[str, NDArray[Any]], list[str]]:
     """Step `number` as arrays, with the kinds of its cases in the order of their targets.
 
     `sample_R`: which case each target belongs to, -1 = none. It ends with the first case that has no room; one that
-    could never fit is left out.
+    could never fit is left out. `patches_U` as in `lay_out`.
     """
     filling = Filling(capacity=source.capacity)
     kinds: dict[int, str] = {}
@@ -67,7 +69,7 @@ def make_step(source: Source, learner: Learner, number: int) -> tuple[dict[str, 
             break
     config, engram = learner.config, learner.config.text.engram
     classes_V = None if engram is None else read_classes(source.folder, engram, config.text.vocab_size)
-    arrays = lay_out(filling, config, classes_V)
+    arrays = lay_out(filling, config, classes_V, patches_U)
     order = [sample for group in filling.bins for sample in group]
     sample_R = np.full(source.capacity.targets, -1, np.int32)
     sample_R[: filling.targets] = np.repeat(np.arange(len(order)), [len(sample.rows) for sample in order])
@@ -105,13 +107,15 @@ class Feed:
         torch.set_num_threads(1)
         learner = learner_of(self.source.folder)
         while True:
+            slot = self._free.get()
+            views = dict(self.views(slot))
             with self._next.get_lock():
                 number = self._next.value
                 self._next.value += 1
-            arrays, kinds = make_step(self.source, learner, number)
-            slot = self._free.get()
-            for name, view in self.views(slot):
-                view[...] = arrays[name]
+            arrays, kinds = make_step(self.source, learner, number, views.get("patches_U"))
+            for name, array in arrays.items():
+                if array is not views[name]:
+                    views[name][...] = array
             self._ready.put((slot, number, kinds))
 
     def views(self, slot: int) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -85,10 +85,16 @@ class Filling:
         return True
 
 
-def lay_out(filling: Filling, config: ModelConfig, classes_V: NDArray[np.int32] | None = None) -> Arrays:
+def lay_out(
+    filling: Filling,
+    config: ModelConfig,
+    classes_V: NDArray[np.int32] | None = None,
+    patches_U: NDArray[np.uint8] | None = None,
+) -> Arrays:
     """The step as host arrays of fixed shape, what `device_step` and its neighbours take.
 
-    `classes_V`: the compressed vocabulary of a model with memory tables.
+    `classes_V`: the compressed vocabulary of a model with memory tables. `patches_U` is where the patches are written,
+    by far the most bytes; None = fresh memory.
     """
     capacity, text = filling.capacity, config.text
     bins = [*filling.bins, *([] for _ in range(capacity.bins - len(filling.bins)))]
@@ -126,7 +132,7 @@ def lay_out(filling: Filling, config: ModelConfig, classes_V: NDArray[np.int32] 
             out[f"{name}{ratio}"] = place
     if classes_V is not None and text.engram is not None:
         out |= _memory_rows(out, text.engram, classes_V)
-    return out | _pictures([sample.prompt for sample in samples], config, capacity)
+    return out | _pictures([sample.prompt for sample in samples], config, capacity, patches_U)
 
 
 def _memory_rows(arrays: Arrays, engram: EngramConfig, classes_V: NDArray[np.int32]) -> Arrays:
@@ -188,7 +194,9 @@ def _places(
     return tables, {ratio: (np.concatenate(seqs[ratio]), np.concatenate(numbers[ratio])) for ratio in ratios}
 
 
-def _pictures(prompts: Sequence[Prompt], config: ModelConfig, capacity: Capacity) -> Arrays:
+def _pictures(
+    prompts: Sequence[Prompt], config: ModelConfig, capacity: Capacity, patches_U: NDArray[np.uint8] | None
+) -> Arrays:
     """Patches one picture after another, unused ones as pictures of their own that no cell reads."""
     vision = config.vision
     if vision is None:
@@ -201,8 +209,10 @@ def _pictures(prompts: Sequence[Prompt], config: ModelConfig, capacity: Capacity
     most = capacity.pictures + -(-capacity.patches // capacity.largest_picture)
     borders = np.cumsum([0, *counts], dtype=np.int32)
     row_U, column_U = (part.numpy().astype(np.int16) for part in patch_positions(grids))
-    patches_U = np.zeros((capacity.patches, 3 * vision.patch_size**2), np.uint8)
+    if patches_U is None:
+        patches_U = np.empty((capacity.patches, 3 * vision.patch_size**2), np.uint8)
     np.concatenate([patches_U[:0], *pixels], out=patches_U[: len(row_U)])
+    patches_U[len(row_U) :] = 0
     return {
         "patches_U": patches_U,
         "row_U": _padded(row_U, capacity.patches, 0),
