@@ -46,6 +46,7 @@ from spyglass.train.whole import Outcome, WholeTrainer
 CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, pictures=128, largest_picture=1800, targets=2048)
 KEPT_STEPS = 200
 LOG_EVERY = 20
+_PATIENCE = 120  # seconds until there must be a step
 SETTINGS = MuonSettings(other_rate=1.0)  # pairs are no matrices to orthogonalise: Adam
 
 
@@ -58,7 +59,7 @@ class Recipe:
     variant: Variant
     targets: tuple[Group, ...]
     rank: int
-    rate: float = 2e-3
+    rate: float = 3e-3
     spelling: Spelling = "native"
 
     @property
@@ -113,6 +114,8 @@ class AdapterRun:
         self.feed.start()
         self.held_out.start()
         signal.signal(signal.SIGTERM, self._ask_to_stop)  # not before: the feeds' processes would have it too
+        if torch.device(options.device).index is not None:
+            torch.cuda.set_device(options.device)  # streams and graphs are those of the current one
         torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
         torch.backends.cuda.matmul.allow_tf32 = True
         masters = partial(
@@ -173,8 +176,8 @@ class AdapterRun:
 
     def _next(self, source: random.Random) -> tuple[int, bool]:
         """A step on the device, and whether it is a fresh one."""
-        timeout = 0.0
-        while True:
+        timeout, latest = 0.0, time.perf_counter() + _PATIENCE
+        while time.perf_counter() < latest:
             found = self.feed.take(timeout)
             if found is not None:
                 place = self.kept.add(self.feed.tensors(found[0]))
@@ -184,6 +187,7 @@ class AdapterRun:
             if repeated is not None:
                 return repeated, False
             timeout = 1.0
+        raise SystemExit(f"no step was made in {_PATIENCE} seconds")
 
     def _write_log(self, step: int, sums: torch.Tensor, fresh: int, rate: float) -> None:
         loss, count, right, norm, steps = sums.tolist()

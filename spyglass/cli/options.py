@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
 from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
-from spyglass.config.shipped import find_model, shipped_models
+from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError
 
 _CHOICES = {**CHOICES, **SERVER_CHOICES}
@@ -36,7 +36,14 @@ def model_folder(stated: str | None, option: str = "--model DIR") -> Path:
 
 def add_lora_option(parser: argparse.ArgumentParser) -> None:
     """The option that names one adapter; its value is what `LLM` takes as `adapters`, by the name `ADAPTER`."""
-    parser.add_argument("--lora", metavar="DIR", help="use an adapter: a PEFT folder, or the name of a shipped one")
+    parser.add_argument("--lora", metavar="DIR", help=f"use an adapter: a PEFT folder{told_adapters()}")
+
+
+def told_adapters() -> str:
+    """What help says about the adapters that come with the models; nothing if none do."""
+    names = {name: shipped_adapters(find_model(name)) for name in shipped_models()}
+    told = "; ".join(f"with {model} {', '.join(adapters)}" for model, adapters in names.items() if adapters)
+    return f", or the name of one that comes {told}" if told else ""
 
 
 def adapters_of(args: argparse.Namespace) -> dict[str, str]:

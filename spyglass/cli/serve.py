@@ -16,6 +16,7 @@ from spyglass.cli.options import (
     engine_config,
     model_folder,
     server_config,
+    told_adapters,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         action="append",
         default=[],
-        help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO",
+        help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO. "
+        f"DIR is a PEFT folder{told_adapters()}",
     )
     add_server_options(parser)
     add_engine_options(parser)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spyglass.errors import AdapterError
+
 SHIPPED = Path(__file__).resolve().parents[1] / "models"
 
 
@@ -23,8 +25,23 @@ def find_model(name_or_path: str | os.PathLike[str], root: Path = SHIPPED) -> Pa
     return Path(name_or_path)
 
 
+def shipped_adapters(model: Path) -> tuple[str, ...]:
+    """Names of the adapters that come with the model in the folder `model`, in order."""
+    return tuple(sorted(path.parent.name for path in model.glob("adapters/*/adapter_config.json")))
+
+
 def find_adapter(name_or_path: str | os.PathLike[str], model: Path) -> Path:
-    """The folder of an adapter that comes with the model in the folder `model`, by its name; else the path as it is."""
-    shipped = model / "adapters" / name_or_path
-    known = not os.path.isdir(name_or_path) and len(Path(name_or_path).parts) == 1 and shipped.is_dir()
-    return shipped if known else Path(name_or_path)
+    """The folder of an adapter that comes with the model in the folder `model`, by its name; else the path as it is.
+
+    Raises:
+        AdapterError: a name that is neither a folder nor one of the adapters that come with the model.
+    """
+    path, known = Path(name_or_path), shipped_adapters(model)
+    if path.is_dir() or len(path.parts) != 1 or not known:
+        return path
+    if path.name in known:
+        return model / "adapters" / path.name
+    raise AdapterError(
+        f"there is no folder {path} here, and {model.name} comes with the adapters {', '.join(known)}; "
+        "name one of them or the folder that PEFT saved"
+    )

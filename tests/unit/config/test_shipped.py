@@ -8,14 +8,16 @@ import pytest
 
 from spyglass.cli import options
 from spyglass.config.read import read_model_config
-from spyglass.config.shipped import SHIPPED, find_adapter, find_model, shipped_models
-from spyglass.errors import ConfigError
+from spyglass.config.shipped import SHIPPED, find_adapter, find_model, shipped_adapters, shipped_models
+from spyglass.errors import AdapterError, ConfigError
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name in ("second", "first"):
-        (tmp_path / "models" / name / "adapters" / "roman").mkdir(parents=True)
+        for adapter in ("roman", "french"):
+            (tmp_path / "models" / name / "adapters" / adapter).mkdir(parents=True)
+            (tmp_path / "models" / name / "adapters" / adapter / "adapter_config.json").write_text("{}")
         (tmp_path / "models" / name / "config.json").write_text("{}")
     (tmp_path / "models" / "no-model").mkdir()
     return tmp_path / "models"
@@ -38,8 +40,11 @@ def test_a_folder_wins_over_a_name(root: Path, tmp_path: Path, monkeypatch: pyte
 def test_adapters_are_found_beside_their_model(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = root / "first" / "adapters" / "roman"
+    assert shipped_adapters(root / "first") == ("french", "roman") and shipped_adapters(root) == ()
     assert find_adapter("roman", root / "first") == shipped
-    assert find_adapter("greek", root / "first") == Path("greek")
+    with pytest.raises(AdapterError, match=r"no folder greek.*first comes with the adapters french, roman;"):
+        find_adapter("greek", root / "first")
+    assert find_adapter("greek", root) == Path("greek"), "a model without any"
     assert find_adapter("some/roman", root / "first") == Path("some/roman")
     (tmp_path / "roman").mkdir()
     assert find_adapter("roman", root / "first") == Path("roman")
@@ -64,3 +69,11 @@ def test_the_default_is_the_first_shipped_model(root: Path, tmp_path: Path, monk
     assert options.default_model() == "demo-model"
     with pytest.raises(ConfigError, match="spyglass eval MODEL"):
         options.model_folder(None, "spyglass eval MODEL")
+
+
+def test_help_tells_which_adapters_come_with_which_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "shipped_models", lambda: ("first", "no-model"))
+    monkeypatch.setattr(options, "find_model", lambda name: root / name)
+    assert options.told_adapters() == ", or the name of one that comes with first french, roman"
+    monkeypatch.setattr(options, "shipped_models", lambda: ("no-model",))
+    assert options.told_adapters() == ""
