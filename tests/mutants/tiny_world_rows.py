@@ -63,6 +63,8 @@ TINY_WORLD_ROWS: list[Mutant] = [
            "white on white"),
     Mutant(WORDS, "low=(238, 112, 0), high=(255, 168, 45)", "low=(238, 50, 0), high=(255, 168, 45)", PICTURE_TESTS,
            "some red is called orange"),
+    Mutant("spyglass/train/bins.py", "    patches_U[len(row_U) :] = 0\n", "", "tests/unit/train/test_tiny_script.py",
+           "patches of another step are left in the memory"),
     Mutant(PHRASING, '"is" if count == 1 else "are"', '"are"', PHRASE_TESTS, "there are one"),
     Mutant(PHRASING, 'roman=variant == "roman"', "roman=False", PHRASE_TESTS, "no Roman numerals"),
     Mutant(FRENCH, '"du " + with_the.removeprefix("le ")', '"de " + with_the', PHRASE_TESTS, "de le carré"),
