@@ -1,7 +1,8 @@
 """The backbone's layers spread over processes: packed weights as they are, and what is trained in them.
 
 The tower and everything outside the layers is held by every process: a step without pictures does not run the tower,
-and processes that wait for one another must run the same things.
+and processes that wait for one another must run the same things. So are the maps that read memories (V4.1), which the
+backbone runs before it calls their layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spyglass.parallel import Processes
 from spyglass.quant.packed import Packed
 
 Put = Callable[[torch.Tensor], None]
+_MEMORY = ".engram."
 
 
 def shard_layers(
@@ -64,6 +66,8 @@ def _weights(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Put]]
 
     for module in layer.modules():
         if isinstance(module, Linear | GroupedLinear):
+            if _MEMORY in module.spec.name:
+                continue
             assert module.weight is not None
             add(module.spec.name, module.weight, _weight_put(module))
         elif isinstance(module, Experts):

@@ -280,11 +280,13 @@ def test_a_router_score_that_underflows_has_a_finite_gradient() -> None:
 
 @pytest.mark.parametrize(("pool", "picks"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("logits_at_once", [1 << 25, 150])
+@pytest.mark.parametrize("block_logits", [0, 1500, 1 << 27])
 def test_the_gradient_of_attention_is_that_of_the_reference(
-    pool: bool, picks: bool, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+    pool: bool, picks: bool, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one part per sequence and in many."""
+    """In one part per sequence and in many, alone and several in a block."""
     monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
     call = sparse_attention(Source(torch.float32), pool=pool, picks=picks)
     q, window, *places, sink = call.args
     places[-1][-1] = 3  # the last row sees something: the reference has no gradient for one that does not
@@ -298,6 +300,28 @@ def test_the_gradient_of_attention_is_that_of_the_reference(
 
     leaves = [q, window, sink, *([call.options["pool_NBD"]] if pool else [])]
     same_gradients(run(TRAINING.sparse_attention), run(REFERENCE.sparse_attention), *leaves)
+    ours, theirs = (run(op)(*leaves) for op in (TRAINING.sparse_attention, REFERENCE.sparse_attention))
+    assert_close(ours, theirs, OP_FLOAT32)
+
+
+@pytest.mark.parametrize("block_logits", [0, 1 << 27])
+def test_a_block_of_attention_has_every_sequence_once_and_every_row_comes_once(
+    block_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts of one sequence would add to the same rows of pages, in any order."""
+    monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", 150)
+    monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
+    call = sparse_attention(Source(torch.float32), pool=True, picks=False)
+    _, _, table, seq, lo, hi, _ = call.args
+    options = {key: call.options[key] for key in ("pool_table_SP", "visible_T")}
+    blocks = list(attention._blocks(attention._Places(table, seq, lo, hi, picks_TX=None, **options), 3))
+    for block in blocks:
+        sequences = [int(seq[part.first]) for part in block]
+        assert len(set(sequences)) == len(sequences)
+        assert len(block) == 1 or len(block) * max(part.logits(3) for part in block) <= block_logits
+    assert any(len(block) > 1 for block in blocks) == (block_logits > 0)
+    rows = [row for block in blocks for part in block for row in range(part.first, part.stop)]
+    assert sorted(rows) == list(range(len(seq)))
 
 
 def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on() -> None:
@@ -318,6 +342,6 @@ def test_attention_keeps_rows_and_no_keys() -> None:
     q.requires_grad_()
     own = storages(q, window, call.options["pool_NBD"], sink)
     assert kept_bytes(lambda: TRAINING.sparse_attention(q, window, *places, sink, **call.options), own) <= (
-        q.nbytes + q[..., 0].nbytes
+        (q.nbytes + q[..., 0].nbytes) * (len(q) + 1) / len(q)  # a row for padding
     )
     assert TRAINING.sparse_attention(q, window, *places, sink, **call.options).isfinite().all()

@@ -1,16 +1,17 @@
 """The same attention for training: neighbouring queries share one dense block of keys, and nothing of it is kept.
 
 A part is some rows of one sequence; its keys are all window positions and entries that any of them sees, under a mask.
-Kept for the backward are q, the pages and, per row and head, lse = log(Σ_j exp(l_j) + exp(sink)). With g the gradient
-of out, p_j = exp(l_j - lse) and δ = g·out:
+Parts of different sequences are padded to one block and computed together. Kept for the backward are q, the pages and,
+per row and head, lse = log(Σ_j exp(l_j) + exp(sink)). With g the gradient of out, p_j = exp(l_j - lse) and δ = g·out:
 
     dl_j = p_j (g·k_j - δ),   dq = scale Σ_j dl_j k_j,   dk_j = scale dl_j q + p_j g,   dsink = -δ exp(sink - lse)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import torch
 from spyglass.ops.linear_block.training import multiply
 from spyglass.ops.sparse_attention.reference import flat_rows
 
-_LOGITS_AT_ONCE = 1 << 25
+_LOGITS_AT_ONCE = 1 << 25  # of a part
+_LOGITS_OF_A_BLOCK = 1 << 27
 _QUERIES_AT_ONCE = 256
 
 
@@ -33,7 +35,6 @@ class _Places:
     pool_table_SP: torch.Tensor | None
     visible_T: torch.Tensor | None
     picks_TX: torch.Tensor | None
-    pool_width: int
 
 
 def sparse_attention(
@@ -54,8 +55,7 @@ def sparse_attention(
     pool_width: int = 0,
 ) -> torch.Tensor:
     """See `reference.py`. Picks must be different entries; the choice of them has no gradient."""
-    entries = 0 if pool_NBD is None or visible_T is None or not len(visible_T) else int(visible_T.max())
-    places = _Places(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX, entries)
+    places = _Places(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
     out_THD: torch.Tensor = _Attention.apply(q_THD, window_NBD, pool_NBD, sink_H, places, scale)  # type: ignore[no-untyped-call]
     return out_THD
 
@@ -71,44 +71,50 @@ class _Attention(torch.autograd.Function):
         places: _Places,
         scale: float,
     ) -> torch.Tensor:
-        heads = q_THD.shape[1]
-        parts = list(_parts(places, heads))
-        out_THD, lse_TH = torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for part in parts:
-            keys_KD, logits = _logits(part, q_THD, window_NBD, pool_NBD, places, scale)
+        rows, heads = q_THD.shape[:2]
+        blocks = [_Block.of(parts, q_THD.device) for parts in _blocks(places, heads)]
+        # the last row is where padding goes
+        out_THD = q_THD.new_empty(rows + 1, *q_THD.shape[1:])
+        lse_TH = torch.empty(rows + 1, heads, dtype=torch.float32, device=q_THD.device)
+        pages = [window_NBD] if pool_NBD is None else [window_NBD, pool_NBD]
+        for block in blocks:
+            keys_MKD, seen_MQK = _keys(block, pages, places, q_THD.dtype)
+            logits = _logits(q_THD[block.rows_MQ], keys_MKD, seen_MQK, scale)
             top = logits.amax(dim=-1, keepdim=True).clamp(min=-1e30)
             p = torch.exp(logits - top)
             total = p.sum(dim=-1, keepdim=True) + torch.exp(sink_H.float()[:, None] - top)
-            out = multiply(p.to(q_THD.dtype).flatten(0, 1), keys_KD).unflatten(0, (-1, heads)) / total
-            out_THD[part.rows] = out.to(q_THD.dtype)
-            lse_TH[part.rows] = (top + total.log())[..., 0]
+            out = multiply(p.to(q_THD.dtype).flatten(1, 2), keys_MKD).view(*p.shape[:3], -1) / total
+            block.put(out_THD, out)
+            block.put(lse_TH, (top + total.log())[..., 0])
+        out_THD, lse_TH = out_THD[:rows], lse_TH[:rows]
         ctx.save_for_backward(q_THD, window_NBD, pool_NBD, sink_H, out_THD, lse_TH)
-        ctx.places, ctx.scale, ctx.parts = places, scale, parts
+        ctx.places, ctx.scale, ctx.blocks = places, scale, blocks
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THD, window_NBD, pool_NBD, sink_H, out_THD, lse_TH = ctx.saved_tensors
-        grad_THD, heads, dtype = grads[0], q_THD.shape[1], q_THD.dtype
-        dq_THD = torch.empty_like(q_THD)
+        grad_THD, dtype = grads[0], q_THD.dtype
+        dq_THD = q_THD.new_empty(len(q_THD) + 1, *q_THD.shape[1:])
         pages = [window_NBD] if pool_NBD is None else [window_NBD, pool_NBD]
         dpages = [torch.zeros_like(page, dtype=torch.float32).flatten(0, 1) for page in pages]
         delta_TH = (grad_THD.float() * out_THD.float()).sum(dim=-1)
         dsink_H = -(delta_TH * torch.exp(sink_H.float() - lse_TH)).sum(dim=0)
-        for part in ctx.parts:
-            keys_KD, logits = _logits(part, q_THD, window_NBD, pool_NBD, ctx.places, ctx.scale)
-            grad = grad_THD[part.rows].flatten(0, 1)
-            p = torch.exp(logits - lse_TH[part.rows, :, None]).flatten(0, 1)
-            dp = multiply(grad, keys_KD.mT) - delta_TH[part.rows].flatten()[:, None]
+        for block in ctx.blocks:
+            keys_MKD, seen_MQK = _keys(block, pages, ctx.places, dtype)
+            q, grad = q_THD[block.rows_MQ], grad_THD[block.rows_MQ].flatten(1, 2)
+            logits = _logits(q, keys_MKD, seen_MQK, ctx.scale)
+            p = torch.exp(logits - lse_TH[block.rows_MQ, :, None]).flatten(1, 2)
+            dp = multiply(grad, keys_MKD.mT) - delta_TH[block.rows_MQ].flatten(1, 2)[..., None]
             dlogits = (p * dp * ctx.scale).to(dtype)
-            dq_THD[part.rows] = multiply(dlogits, keys_KD).unflatten(0, (-1, heads)).to(dtype)
-            dkeys_KD = multiply(dlogits.mT, q_THD[part.rows].flatten(0, 1)) + multiply(p.to(dtype).mT, grad)
+            block.put(dq_THD, multiply(dlogits, keys_MKD).view(q.shape))
+            dkeys_MKD = multiply(dlogits.mT, q.flatten(1, 2)) + multiply(p.to(dtype).mT, grad)
             for dpage, rows, dkeys in zip(
-                dpages, part.sources(ctx.places, pages), dkeys_KD.split(part.counts(len(pages))), strict=True
+                dpages, block.sources(ctx.places, pages), dkeys_MKD.split(block.counts(len(pages)), dim=1), strict=True
             ):
-                dpage.index_add_(0, rows, dkeys)
+                dpage.index_add_(0, rows.flatten(), dkeys.flatten(0, 1))
         dwindow, *dpool = (dpage.view(page.shape).to(page.dtype) for dpage, page in zip(dpages, pages, strict=True))
-        return dq_THD, dwindow, dpool[0] if dpool else None, dsink_H.to(sink_H.dtype), None, None
+        return dq_THD[:-1], dwindow, dpool[0] if dpool else None, dsink_H.to(sink_H.dtype), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,74 +127,135 @@ class _Part:
     high: int
     entries: int
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.stop)
+    def logits(self, heads: int) -> int:
+        return (self.stop - self.first) * heads * (self.high - self.low + 1 + self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """M parts, no two of one sequence, padded to Q rows, `width` window positions and `entries` entries.
+
+    Padding of `rows_MQ` are rows of the part that come again; in `write_MQ` it is a row behind the last.
+    """
+
+    rows_MQ: torch.Tensor
+    write_MQ: torch.Tensor
+    low_M: torch.Tensor
+    high_M: torch.Tensor
+    entries_M: torch.Tensor
+    width: int
+    entries: int
+
+    @classmethod
+    def of(cls, parts: Sequence[_Part], device: torch.device) -> _Block:
+        numbers = [[part.first, part.stop, part.low, part.high, part.entries] for part in parts]
+        first, stop, low, high, entries = torch.tensor(numbers, device=device).unbind(1)
+        row_MQ = first[:, None] + torch.arange(max(part.stop - part.first for part in parts), device=device)
+        return cls(
+            rows_MQ=row_MQ.minimum(stop[:, None] - 1),
+            write_MQ=torch.where(row_MQ < stop[:, None], row_MQ, -1),
+            low_M=low,
+            high_M=high,
+            entries_M=entries,
+            width=max(part.high - part.low for part in parts) + 1,
+            entries=max(part.entries for part in parts),
+        )
+
+    def put(self, rows_TX: torch.Tensor, values_MQX: torch.Tensor) -> None:
+        """Write the rows of all parts; padding goes to the last row."""
+        place = self.write_MQ.remainder(len(rows_TX)).flatten()
+        rows_TX.index_copy_(0, place, values_MQX.flatten(0, 1).to(rows_TX.dtype))
 
     def counts(self, num_pages: int) -> list[int]:
         """Keys from the window and, where there is one, from the pool."""
-        return [self.high - self.low + 1, self.entries][:num_pages]
+        return [self.width, self.entries][:num_pages]
 
-    def sources(self, places: _Places, pages: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Flat page rows of the keys, window first."""
-        device, seq = places.seq_T.device, places.seq_T[self.first : self.first + 1]
-        position = torch.arange(self.low, self.high + 1, device=device)[None]
-        rows = [flat_rows(places.window_table_SP, seq, position, pages[0].shape[1])[0]]
+    def sources(self, places: _Places, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Flat page rows [M, keys], window first; those that a part does not have are any."""
+        seq_M, device = places.seq_T[self.rows_MQ[:, 0]], self.rows_MQ.device
+        position = self.low_M[:, None] + torch.arange(self.width, device=device)
+        rows = [flat_rows(places.window_table_SP, seq_M, position.minimum(self.high_M[:, None]), pages[0].shape[1])]
         if len(pages) > 1:
             assert places.pool_table_SP is not None
-            entry = torch.arange(self.entries, device=device)[None]
-            rows.append(flat_rows(places.pool_table_SP, seq, entry, pages[1].shape[1])[0])
-        return rows
+            entry = torch.arange(self.entries, device=device).minimum(self.entries_M[:, None] - 1).clamp(min=0)
+            rows.append(flat_rows(places.pool_table_SP, seq_M, entry, pages[1].shape[1]))
+        return [row.clamp(min=0) for row in rows]
 
 
-def _parts(places: _Places, heads: int) -> Iterator[_Part]:
-    """All rows, cut where the sequence changes or a block of logits grows too large; one read from the device."""
+def _blocks(places: _Places, heads: int) -> Iterator[list[_Part]]:
+    """All rows, as parts that are computed together; one read from the device.
+
+    On a CPU every part is alone: padding costs there and launches do not. Sequences share no rows of pages, so sums
+    into pages have no two terms for one place in a block, and a fixed order.
+    """
     columns = [places.seq_T, places.lo_T, places.hi_T]
     columns.append(torch.zeros_like(places.lo_T) if places.visible_T is None else places.visible_T)
-    rows: list[list[int]] = torch.stack(columns).T.tolist()
-    first, low, high, entries = 0, 0, -1, 0
-    for row, (seq, lo, hi, visible) in enumerate(rows):
-        wide = max(high, hi) - min(low, lo) + 1 + max(entries, visible)
-        full = row - first >= _QUERIES_AT_ONCE or (row - first + 1) * heads * wide > _LOGITS_AT_ONCE
-        if row > first and (full or seq != rows[first][0]):
-            yield _Part(first, row, low, high, entries)
-            first = row
-        if row == first:
-            low, high, entries = lo, hi, visible
-        low, high, entries = min(low, lo), max(high, hi), max(entries, visible)
-    if rows:
-        yield _Part(first, len(rows), low, high, entries)
+    rows_4T = torch.stack(columns).cpu()
+    borders = [0, *((rows_4T[0].diff() != 0).nonzero()[:, 0] + 1).tolist(), rows_4T.shape[1]]
+    limit = _block_limit(places.seq_T.device)
+    each = [list(_parts(rows_4T, *border, heads)) for border in pairwise(borders) if border[0] < border[1]]
+    for at_once in zip_longest(*each):
+        block: list[_Part] = []
+        for part in sorted((part for part in at_once if part is not None), key=lambda part: -part.logits(heads)):
+            if block and (len(block) + 1) * block[0].logits(heads) > limit:
+                yield block
+                block = []
+            block.append(part)
+        yield block
 
 
-def _logits(
-    part: _Part,
-    q_THD: torch.Tensor,
-    window_NBD: torch.Tensor,
-    pool_NBD: torch.Tensor | None,
-    places: _Places,
-    scale: float,
+def _block_limit(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else _LOGITS_OF_A_BLOCK
+
+
+def _parts(rows_4T: torch.Tensor, start: int, end: int, heads: int) -> Iterator[_Part]:
+    """Rows of one sequence, cut so that no part has too many rows or logits."""
+    for first in range(start, end, _QUERIES_AT_ONCE):
+        yield from _fitting(rows_4T, first, min(first + _QUERIES_AT_ONCE, end), heads)
+
+
+def _fitting(rows_4T: torch.Tensor, first: int, stop: int, heads: int) -> Iterator[_Part]:
+    _, lo, hi, visible = rows_4T[:, first:stop]
+    sees = lo <= hi
+    low, high = (int(lo[sees].min()), int(hi[sees].max())) if sees.any() else (0, 0)
+    part = _Part(first, stop, low, high, max(int(visible.max()), 0))
+    if stop - first == 1 or part.logits(heads) <= _LOGITS_AT_ONCE:
+        yield part
+        return
+    middle = (first + stop) // 2
+    yield from _fitting(rows_4T, first, middle, heads)
+    yield from _fitting(rows_4T, middle, stop, heads)
+
+
+def _keys(
+    block: _Block, pages: Sequence[torch.Tensor], places: _Places, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [K, D] of q's dtype and logits fp32 [rows, H, K], -inf where a row does not see a key."""
-    pages = [window_NBD] if pool_NBD is None else [window_NBD, pool_NBD]
-    rows = part.sources(places, pages)
-    keys_KD = torch.cat([page.flatten(0, 1)[row] for page, row in zip(pages, rows, strict=True)])
-    position = torch.arange(part.low, part.high + 1, device=q_THD.device)
-    seen = [(position >= places.lo_T[part.rows, None]) & (position <= places.hi_T[part.rows, None])]
-    if pool_NBD is not None:
-        assert places.visible_T is not None
-        seen.append(_seen_entries(part, places, places.visible_T[part.rows, None]))
-    seen_TK = torch.cat(seen, dim=1)
+    """Keys [M, K, D] of `dtype`, 0 where no row sees them, and which of its keys each row sees, bool [M, Q, K]."""
+    rows, device = block.rows_MQ, block.rows_MQ.device
+    sources = block.sources(places, pages)
+    keys_MKD = torch.cat([page.flatten(0, 1)[source] for page, source in zip(pages, sources, strict=True)], dim=1)
+    position = block.low_M[:, None, None] + torch.arange(block.width, device=device)
+    seen = [(position >= places.lo_T[rows][..., None]) & (position <= places.hi_T[rows][..., None])]
+    if len(pages) > 1:
+        seen.append(_seen_entries(block, places))
+    seen_MQK = torch.cat(seen, dim=2) & (block.write_MQ >= 0)[..., None]
     # memory that no row sees may hold anything, NaN included
-    keys_KD = keys_KD.masked_fill(~seen_TK.any(dim=0)[:, None], 0.0).to(q_THD.dtype)
-    logits = multiply(q_THD[part.rows].flatten(0, 1), keys_KD.mT).unflatten(0, (-1, q_THD.shape[1])) * scale
-    return keys_KD, logits.masked_fill(~seen_TK[:, None], float("-inf"))
+    return keys_MKD.masked_fill(~seen_MQK.any(dim=1)[..., None], 0.0).to(dtype), seen_MQK
 
 
-def _seen_entries(part: _Part, places: _Places, visible_T1: torch.Tensor) -> torch.Tensor:
-    seen_TP = torch.arange(part.entries, device=visible_T1.device) < visible_T1
+def _logits(q_MQHD: torch.Tensor, keys_MKD: torch.Tensor, seen_MQK: torch.Tensor, scale: float) -> torch.Tensor:
+    """fp32 [M, Q, H, K], -inf where a row does not see a key."""
+    logits = multiply(q_MQHD.flatten(1, 2), keys_MKD.mT).unflatten(1, q_MQHD.shape[1:3]) * scale
+    return logits.masked_fill_(~seen_MQK[:, :, None], float("-inf"))
+
+
+def _seen_entries(block: _Block, places: _Places) -> torch.Tensor:
+    assert places.visible_T is not None
+    rows = block.rows_MQ
+    seen_MQP = torch.arange(block.entries, device=rows.device) < places.visible_T[rows][..., None]
     if places.picks_TX is None:
-        return seen_TP
-    picks_TX = places.picks_TX[part.rows].long()
-    picked_TP = torch.zeros(len(picks_TX), part.entries + 1, dtype=torch.bool, device=picks_TX.device)
-    none = (picks_TX < 0) | (picks_TX >= part.entries)
-    return seen_TP & picked_TP.scatter_(1, torch.where(none, part.entries, picks_TX), True)[:, :-1]
+        return seen_MQP
+    picks = places.picks_TX[rows].long()
+    picked = torch.zeros(*rows.shape, block.entries + 1, dtype=torch.bool, device=rows.device)
+    none = (picks < 0) | (picks >= block.entries)
+    return seen_MQP & picked.scatter_(2, torch.where(none, block.entries, picks), True)[..., :-1]

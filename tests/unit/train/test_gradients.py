@@ -59,7 +59,7 @@ def adapter_on(model: VisionLanguageModel, dtype: torch.dtype = torch.float32) -
     adapter = new_adapter(model, TRAINABLE, rank=2, alpha=3.0)
     generator = torch.Generator().manual_seed(2)
     for leaf in adapter.parameters.values():
-        leaf.data = (torch.randn(leaf.shape, generator=generator) * 0.2).to(dtype)
+        leaf.data = (torch.randn(leaf.shape, generator=generator) * 0.2).to(leaf.device, dtype)
     return adapter
 
 

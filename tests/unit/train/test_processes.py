@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from spyglass.cli.main import main
 from spyglass.lora.peft import read_adapter
 from spyglass.train.log import read_log
-from tests.tolerance import LOSS_LAW, TRAINED_APART, assert_close
+from tests.tolerance import GRADIENT_OF_MAX, LOSS_LAW, TRAINED_APART, assert_close
 
 pytestmark = pytest.mark.slow
 OPTIONS = [
@@ -64,3 +65,28 @@ def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
     assert any(name.startswith("aligner") for name in changed) and any("experts" in name for name in changed)
     for name, pair in one.items():
         assert_close(two[name].b_OR, pair.b_OR, TRAINED_APART, name)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("cpu", "v41"),
+        pytest.param("cuda", "v4", marks=pytest.mark.gpu),
+        pytest.param("cuda", "v41", marks=pytest.mark.gpu),
+    ],
+)
+def test_two_processes_have_the_losses_of_one(device: str, name: str, tmp_path: Path) -> None:
+    """FSDP2 over gloo on a host and over NCCL on two GPUs, without a tokenizer; V4.1 has layers that read others'."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    start = {"one": [sys.executable], "two": TORCHRUN}
+    for folder, command in start.items():
+        module = ["-m", "tests.unit.train.run_in_processes", name, device, str(tmp_path / folder)]
+        done = subprocess.run([*command, *module], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (read_log(tmp_path / folder) for folder in start)
+    assert len(one) == 3 and [row.tokens for row in one] == [row.tokens for row in two]
+    assert_close([row.loss for row in two], [row.loss for row in one], LOSS_LAW)
+    for row, other in zip(one, two, strict=True):
+        assert other.norm == pytest.approx(row.norm, rel=GRADIENT_OF_MAX)
+    assert abs(one[-1].loss - one[0].loss) > 1e-3, "something was learnt between"
