@@ -65,7 +65,7 @@ class Blocks:
         fill: float | None = None,
     ) -> None:
         self.groups = groups_of(plans, dtype, page_rows)
-        self._device, self.step_tokens = device, step_tokens
+        self._device, self.step_tokens, self.num_rows = device, step_tokens, max_sequences
         limits = _limits(self.groups, max_sequences, step_tokens, max_length, cache_bytes)
         try:
             self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}

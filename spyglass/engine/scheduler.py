@@ -1,22 +1,23 @@
 """Who runs in the next step, and how many tokens of each: a decision, as data.
 
-Admission. Requests are admitted in the order in which they came, as soon as a table row is free and the memory holds
-all that is known of them beside all that is known of those that run, and some tokens more of each. Nobody overtakes:
-who would fit waits behind the first that does not, at most until those that run have ended. So a short text may wait as
-long as the longest answer under way; in return a long prompt is never kept out by a stream of short ones.
+Admission. The *head*, who waits and came first, is admitted as soon as there are a table row and memory for all that is
+known of it, beside the older ones that run, and some tokens more of each. While it lacks memory, any of the next few
+that fit beside all that run may pass it. They are guests: the head's turn is counted as if they were not there, and
+then the youngest of them are preempted until it fits. So a small text need not wait for the end of a long answer, and
+nobody is kept out by who came later, however many they are.
 
 Shares. Half of a step belongs to all prompts under way alike (a *quantum* each), the rest to the longest waiting.
 Answers under way take one token each and come before prompts. Nobody is cut inside a span: one whose next piece exceeds
 the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
-preempted: it goes back to the front of the queue and is run again later, with all it has drawn.
+preempted: it goes back to its place in the queue and is run again later, with all it has drawn.
 
 Laws, for at most half as many running requests as a step has tokens:
 - every answer under way, and every prompt whose next piece is within the quantum (text always is), gets tokens in one
   of any two steps running; so a text prompt waits at most one step for its turn once it is admitted;
 - of the others, the one that waited longest gets its piece in one of any two steps, so each gets its turn;
-- the oldest running request is never preempted, and a request alone always fits, or it is refused when it comes: so the
+- the oldest always runs and is never preempted, since a request alone fits, or it is refused when it comes: so the
   oldest always finishes, and by induction so does everyone.
 
 Whoever these laws fail, by a fault of ours, is named in a `StuckError`: the step loop must never spin on nothing.
@@ -24,7 +25,7 @@ Whoever these laws fail, by a fault of ours, is named in a `StuckError`: the ste
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError, SpyglassError
 
 _GROWTH = 64  # tokens; steps that all can take before memory may be short again
+_PASSING = 16  # how many behind the head may be asked whether they fit
 
 
 class StuckError(SpyglassError):
@@ -52,8 +54,9 @@ class Scheduler:
         self._blocks, self._prefixes = blocks, prefixes
         self._step_tokens = step_tokens
         self._step = 0
-        self._waiting: deque[TokenSequence] = deque()
+        self._waiting: list[TokenSequence] = []
         self._running: list[TokenSequence] = []
+        self._changed = False  # somebody came or went; until then the memory for others only shrinks
         self._jumped = False  # a long piece went first in the last step
         self.preemptions = 0
 
@@ -81,6 +84,7 @@ class Scheduler:
             )
         self._blocks.refuse_if_never(sequence.length + sequence.limit)
         self._waiting.append(sequence)
+        self._changed = True
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, their memory taken; empty when there is nothing to do.
@@ -106,6 +110,7 @@ class Scheduler:
 
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is, and free its memory."""
+        self._changed = True
         if sequence.row is None:
             self._waiting.remove(sequence)
             return
@@ -115,16 +120,37 @@ class Scheduler:
         sequence.image_rows.clear()
 
     def _admit(self) -> None:
-        while self._waiting:
-            sequence = self._waiting[0]
-            lengths = [s.length + _GROWTH for s in (*self._running, sequence)]
-            if self._running and not self._blocks.has_room(lengths):
-                return
-            sequence.row = self._blocks.admit()
-            if sequence.row is None:
-                return
-            sequence.served = self._step - 1
-            self._running.append(self._waiting.popleft())
+        if not self._changed:
+            return
+        self._changed = False
+        while self._waiting and self._admit_head(self._waiting[0]):
+            pass
+        for sequence in self._waiting[1 : 1 + _PASSING]:
+            if self._fits(sequence):
+                self._start(sequence)
+
+    def _admit_head(self, head: TokenSequence) -> bool:
+        """Admit the first of the queue, if it fits once all younger ones have given way; whether it did."""
+        older = sum(s.request_id < head.request_id for s in self._running)
+        if not self._fits(head, beside=older):
+            return False
+        while not self._fits(head):
+            self._preempt()
+        self._start(head)
+        return True
+
+    def _fits(self, sequence: TokenSequence, beside: int | None = None) -> bool:
+        """Whether there are a row and memory for it beside so many of the oldest that run (None = all of them)."""
+        others = self._running[:beside]
+        lengths = [s.length + _GROWTH for s in (*others, sequence)]
+        return not others or (len(others) < self._blocks.num_rows and self._blocks.has_room(lengths))
+
+    def _start(self, sequence: TokenSequence) -> None:
+        self._waiting.remove(sequence)
+        sequence.row = self._blocks.admit()
+        assert sequence.row is not None, "more run than there are table rows"
+        sequence.served = self._step - 1
+        insort(self._running, sequence, key=_age)
 
     def _share(self) -> list[Chunk]:
         """Who gets how many tokens, as if memory were no matter; oldest first."""
@@ -164,6 +190,8 @@ class Scheduler:
         for chunk in chunks:
             while chunk.sequence.row is not None and not self._reserve([chunk]):
                 if not self._prefixes.give_way():
+                    if len(self._running) == 1:
+                        raise StuckError(self._running, "the memory of this request was promised and is not there")
                     self._preempt()
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
 
@@ -172,13 +200,16 @@ class Scheduler:
         return self._blocks.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
 
     def _preempt(self) -> None:
-        """Send the youngest running sequence back to the front of the queue."""
-        if len(self._running) == 1:
-            raise StuckError(self._running, "the memory of this request was promised and is not there")
+        """Send the youngest running sequence back into the queue."""
         sequence = self._running.pop()
         assert sequence.row is not None
         self._prefixes.keep(sequence, sequence.computed)
         self._blocks.release(sequence.row)
         sequence.restart()
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_age)
         self.preemptions += 1
+        self._changed = True
+
+
+def _age(sequence: TokenSequence) -> int:
+    return sequence.request_id

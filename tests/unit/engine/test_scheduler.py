@@ -123,7 +123,7 @@ class Watch:
 
     def __init__(self, scheduler: Scheduler, rows: int) -> None:
         self.scheduler, self.rows = scheduler, rows
-        self.held_back = False
+        self.held_back = self.kept_out = False
         self.skipped: dict[int, int] = {}
         self.finished: list[int] = []
 
@@ -135,10 +135,20 @@ class Watch:
         ran = {chunk.sequence.request_id for chunk in chunks}
         running = {sequence.request_id for sequence in self.scheduler._running}
         self.held_back = bool(self.scheduler.num_waiting) and len(running) < self.rows
+        self.kept_out = self.head_would_fit_without_guests()
         self.skipped = {n: 0 if n in ran else self.skipped.get(n, 0) + 1 for n in running}
         play(self.scheduler, chunks)
         self.finished += sorted(running - {sequence.request_id for sequence in self.scheduler._running})
         return bool(chunks)
+
+    def head_would_fit_without_guests(self) -> bool:
+        """Whether the first of the queue could run if only those older than it did."""
+        if not self.scheduler.num_waiting:
+            return False
+        head = self.scheduler._waiting[0]
+        older = [s for s in self.scheduler._running if s.request_id < head.request_id]
+        room = self.scheduler._blocks.has_room([s.length + 64 for s in (*older, head)])
+        return not older or (len(older) < self.rows and room)
 
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 6), PARTS, st.integers(1, 30)), min_size=1, max_size=14)
@@ -181,14 +191,16 @@ def test_however_small_the_memory_everyone_finishes_and_the_oldest_is_never_pree
             continue
         sequences.append(sequence)
     for _ in range(20_000):
-        oldest = scheduler._running[0] if scheduler._running else None
+        all_there = (*scheduler._running, *scheduler._waiting)
+        oldest = min(all_there, key=lambda s: s.request_id, default=None)
         computed = 0 if oldest is None else oldest.computed
         if not watch.step([]):
             break
         if oldest is not None and oldest.request_id not in watch.finished:
             assert oldest.row is not None and oldest.computed >= computed
-        ids = [s.request_id for s in scheduler._running] + [s.request_id for s in scheduler._waiting]
-        assert ids == sorted(ids), "the order of arrival is kept"
+        for queue in (scheduler._running, scheduler._waiting):
+            assert queue == sorted(queue, key=lambda s: s.request_id), "the order of arrival is kept"
+        assert not watch.kept_out, "nobody is kept out by who came later"
     assert sorted(watch.finished) == [s.request_id for s in sequences]
     assert {pool.num_used for pool in scheduler._blocks.pools.values()} == {0}
 
@@ -226,8 +238,7 @@ def test_waiting_requests_are_admitted_in_order_as_rows_become_free() -> None:
     assert first_run == [0, 1, 2, 3, 4]
 
 
-def test_a_small_text_waits_behind_a_head_that_lacks_memory_until_it_is_admitted_and_comes_with_it() -> None:
-    """The order of arrival counts in memory too: a stream of small ones could else keep the head waiting for ever."""
+def test_a_small_text_passes_a_head_that_lacks_memory() -> None:
     scheduler = make_scheduler(50, sequences=4, cache_bytes=510_000)
     for number, (length, limit) in enumerate([(100, 160), (250, 5), (4, 3)]):
         scheduler.add(make_sequence(number, [length], limit))
@@ -235,9 +246,41 @@ def test_a_small_text_waits_behind_a_head_that_lacks_memory_until_it_is_admitted
     while chunks := scheduler.schedule():
         admitted.append([sequence.request_id for sequence in scheduler._running])
         play(scheduler, chunks)
-    assert admitted[:161] == [[0]] * 161, "rows are free, but not the memory that the second one needs"
-    assert admitted[161] == [1, 2], "in the first step after the one that held the memory has ended"
+    assert admitted[:3] == [[0, 2]] * 3, "it runs at once, not when the first has ended 162 steps later"
+    assert admitted[3:162] == [[0]] * 159, "rows are free, but not the memory that the second one needs"
+    assert admitted[162] == [1], "in the first step after the one that held the memory has ended"
     assert scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("limit", [1, 30, 70])
+def test_a_stream_of_small_ones_does_not_delay_the_head_by_a_step(limit: int) -> None:
+    """As many as there is room for run at any time, and all of them give way when the head's turn has come."""
+    scheduler = make_scheduler(50, sequences=4, cache_bytes=510_000)
+    for number, parts in enumerate([[100], [330]]):
+        scheduler.add(make_sequence(number, parts, limit=160 if number == 0 else 40))
+    for step in range(162):
+        if step > 1:  # the first prompt has been read: an answer under way shares its steps with nobody
+            scheduler.add(make_sequence(step, [4], limit))
+        chunks = scheduler.schedule()
+        running = [sequence.request_id for sequence in scheduler._running]
+        assert (1 in running) == (step == 161), "it would be admitted in this step if nobody else had come"
+        assert step in (0, 1, 161) or (running[0] == 0 and len(running) > 1)
+        play(scheduler, chunks)
+    assert scheduler.preemptions == (limit > 1), "of the guests, only who was in the way has given way"
+
+
+def test_a_head_takes_the_row_of_a_guest() -> None:
+    """Beside 0 there is room for neither 1 nor 2; they fit together, but 3 has the second of two rows."""
+    scheduler = make_scheduler(50, sequences=2, cache_bytes=336_000)
+    for number, (length, limit) in enumerate([(150, 20), (90, 5), (60, 5), (4, 90)]):
+        scheduler.add(make_sequence(number, [length], limit))
+    seen: list[list[int]] = []
+    while chunks := scheduler.schedule():
+        running = [sequence.request_id for sequence in scheduler._running]
+        seen += [running] if running not in seen else []
+        play(scheduler, chunks)
+    assert seen == [[0, 3], [1, 2], [3]]
+    assert scheduler.preemptions == 1
 
 
 def test_who_was_preempted_is_not_admitted_again_before_all_have_room_to_grow() -> None:
