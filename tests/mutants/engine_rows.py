@@ -170,7 +170,7 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(SCHEDULER, "(len(others) < self._blocks.num_rows and self._blocks.has_room(lengths))",
            "self._blocks.has_room(lengths)", ON_TURNS, "more run than there are table rows"),
     Mutant(SCHEDULER, "        self.preemptions += 1\n        self._changed = True\n", "        self.preemptions += 1\n", ON_TURNS,
-           "nobody looks whether a preempted one fits again"),
+           "nobody looks who fits after a preemption"),
     Mutant(SEQUENCE, "        self.computed = 0\n        self.row = None", "        self.row = None", ON_PREEMPTION,
            "a preempted request believes its rows are there"),
     Mutant(SCHEDULER, "if piece > self._step_tokens:", "if piece > self._step_tokens + 1:", ON_TURNS,

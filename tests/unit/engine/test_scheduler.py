@@ -294,6 +294,18 @@ def test_a_head_takes_the_row_of_a_guest() -> None:
     assert scheduler.preemptions == 1
 
 
+def test_a_preemption_makes_room_for_who_fits() -> None:
+    scheduler = make_scheduler(50, sequences=2, cache_bytes=351_000)
+    for number, (length, limit) in enumerate([(100, 180), (100, 180), (4, 3)]):
+        scheduler.add(make_sequence(number, [length], limit))
+    seen: list[list[int]] = []
+    for chunks in steps_of(scheduler):
+        seen.append([chunk.sequence.request_id for chunk in chunks])
+        play(scheduler, chunks)
+    place = seen.index([0])
+    assert seen[place - 1 : place + 4] == [[0, 1], [0], [0, 2], [0, 2], [0, 2]], "the small one takes the row at once"
+
+
 def test_who_was_preempted_is_not_admitted_again_before_all_have_room_to_grow() -> None:
     """Else two requests would take each other's pages in turn, and run their prompts for ever."""
     scheduler = make_scheduler(50, sequences=2, cache_bytes=351_000)
