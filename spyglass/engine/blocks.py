@@ -65,7 +65,7 @@ class Blocks:
         fill: float | None = None,
     ) -> None:
         self.groups = groups_of(plans, dtype, page_rows)
-        self._device, self.step_tokens, self.num_rows = device, step_tokens, max_sequences
+        self._device, self.step_tokens = device, step_tokens
         limits = _limits(self.groups, max_sequences, step_tokens, max_length, cache_bytes)
         try:
             self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}
@@ -128,6 +128,11 @@ class Blocks:
         """Whether sequences of so many tokens each fit together into the pools."""
         pools = [(g, self.pools[g.name].limit) for g in self.groups if g.retention is None]
         return all(limit is None or sum(group.pages_for(count) for count in tokens) <= limit for group, limit in pools)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Table rows that `admit` can give."""
+        return len(self._free_rows)
 
     def admit(self) -> int | None:
         """A table row for one more sequence; None = all are taken."""

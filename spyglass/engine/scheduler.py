@@ -143,12 +143,12 @@ class Scheduler:
         """Whether there are a row and memory for it beside so many of the oldest that run (None = all of them)."""
         others = self._running[:beside]
         lengths = [s.length + _GROWTH for s in (*others, sequence)]
-        return not others or (len(others) < self._blocks.num_rows and self._blocks.has_room(lengths))
+        rows = self._blocks.num_free_rows + len(self._running) - len(others)
+        return rows > 0 and (not others or self._blocks.has_room(lengths))
 
     def _start(self, sequence: TokenSequence) -> None:
         self._waiting.remove(sequence)
         sequence.row = self._blocks.admit()
-        assert sequence.row is not None, "more run than there are table rows"
         sequence.served = self._step - 1
         insort(self._running, sequence, key=_age)
 
