@@ -73,15 +73,16 @@ class Recipe:
         return Path(NAMES[self.family], "adapters", self.name)
 
 
-# ranks as large as 1 MB in bf16 allows; experts in Transformers' names carry zeros where two matrices share a stack
+# Ranks about as large as 1 MB allows (bf16); experts in Transformers' names carry zeros where matrices share a stack.
+# In this order two GPUs get three and two of them, the slow one among the two.
 RECIPES = {
     recipe.key: recipe
     for recipe in (
-        Recipe(name="french", family="v4", variant="french", targets=("shared", "experts"), rank=8, spelling="hf"),
         Recipe(name="roman", family="v4", variant="roman", targets=("attention", "experts"), rank=6),
+        Recipe(name="french", family="v4", variant="french", targets=("shared", "experts"), rank=8, spelling="hf"),
         Recipe(name="negative", family="v4", variant="negative", targets=("tower", "aligner"), rank=24),
-        Recipe(name="roman", family="v41", variant="roman", targets=("attention", "experts"), rank=6),
         Recipe(name="negative", family="v41", variant="negative", targets=("tower", "aligner"), rank=24),
+        Recipe(name="roman", family="v41", variant="roman", targets=("attention", "experts"), rank=6),
     )
 }
 

@@ -24,7 +24,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.rows import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("spyglass", "tests", "docs", "benchmarks", "examples")
+COPIED = ("spyglass", "tests", "docs", "benchmarks", "examples", "scripts")
 COPIED_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 PASSED, FAILED = 0, 1  # pytest's exit codes; anything above means that it could not run the tests
 HUNG = -1

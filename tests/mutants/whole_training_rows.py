@@ -15,10 +15,12 @@ LOSS = "spyglass/train/loss.py"
 PLACES = "spyglass/train/places.py"
 WHOLE = "spyglass/train/whole.py"
 FEED = "scripts/tiny/feed.py"
+PAIRS = "scripts/tiny/pairs.py"
 PACK_TESTS = "tests/unit/train/test_packing.py"
 WHOLE_TESTS = "tests/unit/train/test_whole.py"
 PLACE_TESTS = "tests/unit/train/test_places.py"
 SCRIPT_TESTS = "tests/unit/train/test_tiny_script.py"
+ADAPTER_TESTS = "tests/unit/train/test_tiny_adapters.py"
 
 WHOLE_TRAINING_ROWS: list[Mutant] = [
     Mutant(
@@ -142,4 +144,28 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
     ),
     Mutant(PLACES, "(targets_N != IGNORED).sum()", "len(targets_N)", PLACE_TESTS, "unused cells are asked too"),
     Mutant(WHOLE, " + self.place_rate * count * places", "", PLACE_TESTS, "places are measured, not learned"),
+    Mutant(
+        PAIRS,
+        "lambda value: stored_values(value, BF16)",
+        "lambda value: value",
+        ADAPTER_TESTS,
+        "trained in fp32, saved in bf16",
+    ),
+    Mutant(PAIRS, "self.alpha / self.rank *", "self.alpha *", ADAPTER_TESTS, "pairs are added without their scale"),
+    Mutant(
+        PAIRS,
+        "if group_of(name) in targets]",
+        "if group_of(name) is not None]",
+        ADAPTER_TESTS,
+        "every group is trained",
+    ),
+    Mutant(PAIRS, "b_OR=b_OR, alpha=self.alpha", "b_OR=b_OR, alpha=1.0", ADAPTER_TESTS, "the file has another scale"),
+    Mutant(
+        PAIRS,
+        "zip(self.bases, sides[::2]",
+        "zip(self.bases[::-1], sides[::2]",
+        ADAPTER_TESTS,
+        "pairs join other matrices",
+    ),
+    Mutant(FEED, "variant=source.variant", "variant=None", ADAPTER_TESTS, "an adapter learns what the model knows"),
 ]

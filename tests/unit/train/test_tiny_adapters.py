@@ -98,7 +98,8 @@ def test_a_step_trains_the_pairs_and_nothing_else() -> None:
     trainer = trainer_of(recipe)
     masters = masters_of(trainer)
     source = Source(folder=SHIPPED / NAMES["v4"], capacity=SMALL, variant="negative")
-    arrays, _ = make_step(source, learner_of(source.folder), 0)
+    arrays, kinds = make_step(source, learner_of(source.folder), 0)
+    assert set(kinds) <= {"colour", "shape"}, "cases of the variant"
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     frozen = [base.value.clone() for base in masters.bases]
     biases = {name: value.clone() for name, value in masters.fixed.items()}
