@@ -56,7 +56,7 @@ SERVER_ROWS: list[Mutant] = [
     Mutant(APP, "        parsing.add_done_callback(lambda _: held.release())\n", "        held.release()\n", ON_FLOW,
            "bodies that are being parsed are not counted"),
     Mutant(APP, "            self.unpacking.release()\n", "", ON_FLOW, "who waits for a picture keeps others from unpacking"),
-    Mutant(APP, "            with service.unpacking:\n", "            service.unpacking.acquire(blocking=False)\n            if True:\n", ON_FLOW,
+    Mutant(APP, "threading.BoundedSemaphore(_PARSERS)", "threading.BoundedSemaphore(_FETCHERS)", ON_FLOW,
            "sixteen unpack at once"),
     Mutant(APP, "            pictures.release()\n", "", ON_FLOW, "pictures are never given back"),
     Mutant(STREAM, "            await _send_body(_ALIVE, send)\n", "            pass\n", ON_FLOW, "silent streams stay silent"),

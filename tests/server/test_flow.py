@@ -267,9 +267,21 @@ def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM
         wait_for(lambda: server.service.held.total == 0)
 
 
+class Impatient(threading.BoundedSemaphore):
+    """Who cannot have it within five seconds fails, so that nobody waits for ever where a test should fail."""
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        if not (got := super().acquire(blocking, 5 if blocking and timeout is None else timeout)) and blocking:
+            raise TimeoutError
+        return got
+
+    __enter__ = acquire
+
+
 def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "BoundedSemaphore", Impatient)
     waiting, unpacking, most = threading.Barrier(16), [], []
-    monkeypatch.setattr("spyglass.server.app.RemoteImages", lambda **_: lambda address: bytes(waiting.wait(20)))
+    monkeypatch.setattr("spyglass.server.app.RemoteImages", lambda **_: lambda address: bytes(waiting.wait(10)))
 
     class Counting(PlainEndpoint):
         def parse(self, body: Any, fetch: Any) -> Any:

@@ -80,6 +80,16 @@ def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: py
         assert refused.status_code == 400 and "no attention" in refused.text
 
 
+def test_a_feature_that_ends_without_a_token_is_not_ready(llm: LLM) -> None:
+    class Silent(ScriptedEngine):
+        def step(self) -> Any:
+            return [replace(d, output=replace(d.output, token_ids=())) if d.output else d for d in super().step()]
+
+    with held(llm, Silent()) as server:
+        wait_for(lambda: health(server)[1]["status"] == "failing")
+        assert health(server)[0] == 503 and health(server)[1]["features"]["text"] == "no token was drawn"
+
+
 def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spyglass.server.readiness._AGAIN_S", 0.01)
     worker = EngineWorker(ScriptedEngine(), most_live=100)
