@@ -1,7 +1,8 @@
 """Tool calls as a grammar (Lark, as `llguidance` reads it), so that a call that must be made is made, and is sound.
 
 Parameters come in the order of the schema, the required ones always. Text is free, or one of an `enum`; everything else
-is JSON by its own schema. The markup's own token is named by id: no text can spell it.
+is JSON by its own schema, and so is what a schema without a `type` says otherwise (`$ref`, `anyOf`), text included.
+The markup's own token is named by id: no text can spell it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
+
+_SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
 
 def calls_grammar(family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool, answer: Any = None) -> str:
@@ -58,27 +61,34 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
     """One parameter in its one or two forms: text as it is, JSON for everything else."""
     if schema is False:
         raise PromptError(f"the schema of parameter {key!r} is false, which no value fits; leave the parameter out")
-    types = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = [types] if isinstance(types, str) else types
-    forms, rest = [], f"{space}parameter>\n"
-    if kinds is None or "string" in kinds:
-        forms.append(f"{_open(key, 'true', dsml, space)} {_text(schema)} {_tag(dsml, rest, '')}")
-    if kinds != ["string"]:
-        whole = {
-            **(schema if isinstance(schema, Mapping) else {}),
-            **{name: root[name] for name in ("$defs", "definitions") if name in root},
-        }
+    own = schema if isinstance(schema, Mapping) else {}
+    forms, rest, text = [], f"{space}parameter>\n", _text(own)
+    if text is not None:
+        forms.append(f"{_open(key, 'true', dsml, space)} {text} {_tag(dsml, rest, '')}")
+    if text is None or not _is_always_text(own):
+        whole = {**own, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
         value = f"%json {json.dumps(whole)}"
         forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
     return f"({' | '.join(forms)}){'' if required else '?'}"
 
 
-def _text(schema: Any) -> str:
-    """Text with the "</" that follows it."""
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+def _text(schema: Mapping[str, Any]) -> str | None:
+    """Text with the "</" that follows it; None where the schema does not say that text fits."""
+    types, values = schema.get("type"), schema.get("enum")
+    if types is None and not set(schema) - _SAYS_NOTHING - {"enum"}:
+        types = "string"
+    if "string" not in ([types] if isinstance(types, str) else types or ()):
+        return None
+    if not isinstance(values, list):
         return "TEXT"
-    return f"({' | '.join(json.dumps(value + '</', ensure_ascii=False) for value in values)})"
+    spelled = [json.dumps(value + "</", ensure_ascii=False) for value in values if isinstance(value, str)]
+    return f"({' | '.join(spelled)})" if spelled else None
+
+
+def _is_always_text(schema: Mapping[str, Any]) -> bool:
+    values = schema.get("enum")
+    listed = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return listed or schema.get("type") in ("string", ["string"])
 
 
 def _open(key: str, is_text: str, dsml: int, space: str) -> str:

@@ -19,6 +19,7 @@ ON_REPLIES = "tests/server/test_replies.py"
 ON_REQUESTS = "tests/server/test_requests.py"
 ON_TOLD = "tests/server/test_told.py"
 ON_CLIENTS = "tests/server/test_clients.py"
+ON_GRAMMAR = "tests/server/test_tool_grammar.py"
 
 SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(MARKUP, "if begun > 0 or (isinstance(closed, ClosedCall) and self._is_sound(closed)):", "if begun > 0:", ON_REPLIES,
@@ -63,5 +64,10 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(ANSWER, "400 if output.misfit else 500", "500", ON_REPLIES, "a form that cannot be had is a fault of ours"),
     Mutant(MARKUP, '        if cut and (self._state == "call"', '        if False and (self._state == "call"', ON_REPLIES,
            "half a call is closed"),
-    Mutant(GRAMMAR, "{'' if required else '?'}", "?", ON_CLIENTS, "required parameters left out"),
+    Mutant(GRAMMAR, "{'' if required else '?'}", "?", ON_GRAMMAR, "required parameters left out"),
+    Mutant(GRAMMAR, "'call' if one_call else 'call+'", "'call+'", ON_GRAMMAR, "several calls where one is asked for"),
+    Mutant(GRAMMAR, "{name: root[name] for name", "{name: {} for name", ON_GRAMMAR, "definitions of a schema lost"),
+    Mutant(GRAMMAR, "if types is None and not set(schema) - _SAYS_NOTHING", "if types is None and True", ON_GRAMMAR,
+           "text for whatever a reference asks for"),
+    Mutant(GRAMMAR, r" & ~/(?s:.*)<\/{DSML}(?s:.*)/", "", ON_GRAMMAR, "a text swallows what closes it"),
 ]  # fmt: skip
