@@ -34,7 +34,8 @@ def test_a_preempted_request_goes_on_from_what_the_cache_still_has(monkeypatch: 
             assert output.usage.cached_tokens == 0  # what a request computed itself is no gift
         assert engine.stats().preemptions > 0
         computed.append(engine.stats().computed_tokens)
-    assert computed[1] < computed[0] - 90
+    once = sum(len(prompt) + params.max_tokens - 1 for prompt in prompts)
+    assert computed[0] > computed[1] == once
 
 
 @pytest.mark.parametrize("kept", [1, 40_000, 150_000, 400_000])

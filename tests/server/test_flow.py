@@ -21,7 +21,7 @@ from spyglass.server import stream
 from spyglass.server.app import create_app, served_by
 from spyglass.server.run import bind
 from tests.scripted import ScriptedEngine
-from tests.server.parts import Live, PlainEndpoint, data_url, event, events, ids_of, plain, running, wait_for
+from tests.server.parts import Impatient, Live, PlainEndpoint, data_url, event, events, ids_of, plain, running, wait_for
 
 
 @contextmanager
@@ -265,17 +265,6 @@ def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM
         assert server.service.held.total > 0
         go_on.set()
         wait_for(lambda: server.service.held.total == 0)
-
-
-class Impatient(threading.BoundedSemaphore):
-    """Who cannot have it within five seconds fails, so that nobody waits for ever where a test should fail."""
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        if not (got := super().acquire(blocking, 5 if blocking and timeout is None else timeout)) and blocking:
-            raise TimeoutError
-        return got
-
-    __enter__ = acquire
 
 
 def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,21 @@ def test_a_picture_that_never_fits_beside_the_answers_still_gets_its_turn() -> N
     raise AssertionError("the picture was never run")
 
 
+def test_pictures_that_fill_a_step_take_turns_and_text_and_answers_come_every_second_step() -> None:
+    pictures = [make_sequence(number, [(6, 6)] * 6) for number in range(3)]
+    scheduler = make_scheduler(step=pictures[0].longest_piece(), sequences=5)
+    for sequence in [*pictures, make_sequence(3, [2], limit=300), make_sequence(4, [300])]:
+        scheduler.add(sequence)
+    waited = dict.fromkeys(range(5), 0)
+    for _ in range(30):
+        chunks = scheduler.schedule()
+        ran = {chunk.sequence.request_id for chunk in chunks}
+        waited = {number: 0 if number in ran else count + 1 for number, count in waited.items()}
+        assert max(waited[3], waited[4]) <= 1
+        assert max(waited[number] for number in range(3)) < 2 * 3
+        play(scheduler, chunks)
+
+
 def test_waiting_requests_are_admitted_in_order_as_rows_become_free() -> None:
     scheduler = make_scheduler(step=40, sequences=2)
     sequences = [make_sequence(number, [4], limit=3 + number) for number in range(5)]
