@@ -78,7 +78,8 @@ class Machine:
 class Fit:
     """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache left beside them.
 
-    `context` is 0 when it does not fit. `tables` says where its engram tables are, "none" for models without.
+    `weights` counts adapters too. `context` is 0 when it does not fit. `tables` says where its engram tables are,
+    "none" for models without.
     """
 
     name: str
@@ -94,6 +95,7 @@ class MemoryPlan:
     """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each.
 
     `gpus` has the engram tables outside the GPUs, `gpus_with_tables` on them (empty for models without engram).
+    `adapter_bytes` is on each.
     """
 
     weights: Mapping[Share, Bytes]
@@ -102,6 +104,7 @@ class MemoryPlan:
     here: tuple[Fit, ...]
     gpus: tuple[Fit, ...]
     gpus_with_tables: tuple[Fit, ...] = ()
+    adapter_bytes: int = 0
 
     @property
     def total(self) -> Bytes:
@@ -110,8 +113,10 @@ class MemoryPlan:
         return Bytes(sum(share.stored for share in shares), sum(share.expanded for share in shares))
 
 
-def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Machine) -> MemoryPlan:
-    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`)."""
+def plan_memory(
+    config: ModelConfig, sources: Mapping[str, Source], machine: Machine, *, adapter_bytes: int = 0
+) -> MemoryPlan:
+    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), adapters beside them."""
     weights = _weight_bytes(sources)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
     cache = {format: cache_bytes(config.text, format) for format in formats}
@@ -120,7 +125,7 @@ def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Mac
     outside: Tables = "files" if weights["engram"].stored else "none"
 
     def fit(device: Device, count: int, rows: RowFormat, tables: Tables = outside) -> Fit:
-        held = _bytes_per_device(weights, count, tables)
+        held = _bytes_per_device(weights, count, tables) + adapter_bytes
         usable = int(device.free * USABLE)
         room = usable - held - step - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
@@ -142,30 +147,43 @@ def plan_memory(config: ModelConfig, sources: Mapping[str, Source], machine: Mac
     if outside == "files":
         on_gpus = tuple(fit(device, count, "bfloat16", "devices") for device in sizes for count in GPU_COUNTS)
     return MemoryPlan(
-        weights=weights, cache=cache, step_bytes=step, here=tuple(here), gpus=gpus, gpus_with_tables=on_gpus
+        weights=weights,
+        cache=cache,
+        step_bytes=step,
+        here=tuple(here),
+        gpus=gpus,
+        gpus_with_tables=on_gpus,
+        adapter_bytes=adapter_bytes,
     )
 
 
 def require_room(
-    path: str | os.PathLike[str], free: int, *, pictures: bool = True, expand: bool = False, tables: bool = False
+    path: str | os.PathLike[str],
+    free: int,
+    *,
+    pictures: bool = True,
+    expand: bool = False,
+    tables: bool = False,
+    adapters: int = 0,
 ) -> None:
-    """Refuse a checkpoint whose weights alone exceed `free` bytes; headers decide, nothing is loaded.
+    """Refuse a checkpoint whose weights, with the bytes of its `adapters`, exceed `free`; headers decide.
 
     `pictures`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
     go to the same memory.
 
     Raises:
         ConfigError, CheckpointError: the folder cannot be read.
-        CapacityError: the weights do not fit.
+        CapacityError: they do not fit.
     """
     config = read_model_config(path)
     weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), expected_tensors(config)).sources)
     left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)
-    if need > free:
+    if need + adapters > free:
+        beside = f", its adapters {adapters / 1e9:.2f} GB," if adapters else ""
         raise CapacityError(
-            f"the weights of {os.fspath(path)} take {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free here; "
+            f"the weights of {os.fspath(path)} take {need / 1e9:.2f} GB{beside} and {free / 1e9:.2f} GB are free here; "
             f"`spyglass check {os.fspath(path)} --plan` tells where they fit"
         )
 

@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", help="checkpoint folder or shipped model")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--lora",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="an adapter that would be served with it, by folder or shipped name: judged and counted too",
+    )
     parser.add_argument("--plan", action="store_true", help="print only what fits where")
 
 
@@ -34,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     directory = str(find_model(args.directory))
     report: dict[str, Any] = {"directory": directory, "would_load": False, "faults": []}
     try:
-        _examine(directory, report)
+        _examine(directory, report, args.lora)
     except SpyglassError as error:
         report["faults"].append(str(error))
     report["would_load"] = not report["faults"]
@@ -42,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["would_load"] else WOULD_NOT_LOAD
 
 
-def _examine(directory: str, report: dict[str, Any]) -> None:
+def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
     """Fill the report as far as the folder allows."""
     from spyglass.checkpoint.match import match
     from spyglass.checkpoint.names import to_native
@@ -77,8 +84,26 @@ def _examine(directory: str, report: dict[str, Any]) -> None:
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
-    report["memory"] = asdict(plan_memory(config, matched.sources, machine))
+    beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
+    report["memory"] = asdict(plan_memory(config, matched.sources, machine, adapter_bytes=beside))
     report["fits_here"] = any(fit["context"] for fit in report["memory"]["here"])
+
+
+def _adapter_bytes(model: Path, adapter: str, config: ModelConfig) -> int:
+    """What an adapter takes beside the weights. Its values are read, so this loads torch.
+
+    Raises:
+        AdapterError: it is damaged, or does not fit the model.
+    """
+    from spyglass.checkpoint.schema import expected_tensors
+    from spyglass.config.shipped import find_adapter
+    from spyglass.lora.fit import check_fit
+    from spyglass.lora.merge import shape_of
+    from spyglass.lora.peft import read_adapter
+
+    file = read_adapter(find_adapter(adapter, model))
+    check_fit(file, shape_of(expected_tensors(config), config.text.o_groups), config.text.n_routed_experts)
+    return file.bank_bytes()
 
 
 def _examine_tokenizer(directory: str, config: ModelConfig) -> tuple[bool, list[str]]:
@@ -219,6 +244,8 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
         f"{_size(memory['step_bytes'])}",
         f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
     ]
+    if memory["adapter_bytes"]:
+        lines.append(f"adapters: {_size(memory['adapter_bytes'])} beside the weights, the same on every device")
     if tables:
         lines.append(
             f"engram tables: {_size(tables)}, left in their files (--engram mmap), or one copy in a machine's memory "

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
 from spyglass.config.engine import EngineConfig
+from spyglass.errors import CapacityError
+from spyglass.lora.low_rank import AdapterFile
+from spyglass.lora.peft import read_adapter
 from spyglass.plan import host_memory, require_room
 
 _UNKNOWN_SHARE = 1 << 30
@@ -27,14 +31,32 @@ def prefix_bytes(place: torch.device) -> int:
     return _UNKNOWN_SHARE if free is None else free // 8
 
 
-def require_fit(path: str | os.PathLike[str], place: torch.device, options: EngineConfig) -> None:
-    """Refuse a model that would not fit before a byte of it is read.
+def require_fit(path: str | os.PathLike[str], place: torch.device, options: EngineConfig, adapters: int = 0) -> None:
+    """Refuse a model that would not fit before a byte of it is read; `adapters`: bytes of those that come with it.
 
     Raises:
-        CapacityError: the weights are larger than the free memory.
+        CapacityError: weights and adapters are larger than the free memory.
     """
     free = free_memory(place)
     if free is None:
         return
     beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
-    require_room(path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside)
+    require_room(
+        path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters
+    )
+
+
+def read_beside(folder: Path, place: torch.device) -> AdapterFile:
+    """Read an adapter that is to go beside a model that is loaded.
+
+    Raises:
+        AdapterError: as `read_adapter`.
+        CapacityError: it is larger than the free memory.
+    """
+    file, free = read_adapter(folder), free_memory(place)
+    if free is not None and file.bank_bytes() > free:
+        raise CapacityError(
+            f"the adapter in {folder} takes {file.bank_bytes() / 1e9:.2f} GB and {free / 1e9:.2f} GB are free beside "
+            "the model; remove another one, or begin with a lower cache_bytes"
+        )
+    return file

@@ -16,7 +16,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter, find_model
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import require_fit
+from spyglass.engine.fit import read_beside, require_fit
 from spyglass.engine.grammar import Forms
 from spyglass.engine.inputs import (
     AdapterNames,
@@ -65,7 +65,7 @@ class LLM:
     Raises:
         ConfigError: config.json or an option means nothing.
         CheckpointError: the files do not hold what config.json promises.
-        CapacityError: the weights are larger than the free memory.
+        CapacityError: weights and adapters are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
         AdapterError: an adapter is damaged or does not fit the model.
@@ -118,8 +118,8 @@ class LLM:
         place = find_device(
             ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
         )
-        require_fit(path, place, options)
         files = {name: read_adapter(find_adapter(folder, path)) for name, folder in (adapters or {}).items()}
+        require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         self.loaded = load_model(
             path,
@@ -292,9 +292,9 @@ class LLM:
         """Read a PEFT folder and hold it beside the others; what it adds is multiplied by `factor`.
 
         Raises:
-            AdapterError: the name is taken, or the adapter is damaged or does not fit; nothing has changed then.
+            AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        self._adapters.attach(name, read_adapter(find_adapter(directory, self._path)), factor=factor)
+        self._adapters.attach(name, read_beside(find_adapter(directory, self._path), self.loaded.device), factor=factor)
 
     def remove_adapter(self, name: str) -> None:
         """Give the memory of an adapter back.

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spyglass.lora.names import VISION_GROUPS, Group, count_groups, group_of
+from spyglass.lora.names import VISION_GROUPS, Group, count_groups, group_of, split_expert
+
+_ROW_BYTES = 8  # the factor of a rank row and its slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,13 @@ class AdapterFile:
         """Modules per group."""
         return count_groups(self.modules)
 
+    def bank_bytes(self) -> int:
+        """Memory that its rank rows take beside a model: in fp32, for routed experts in the dtype they are stored in.
+
+        With an A for each group of `wo_a`, every rank row of it gets a row of B as long as all outputs.
+        """
+        return sum(_pair_bytes(pair, split_expert(name) is not None) for name, pair in self.modules.items())
+
     def digests(self, factor: float = 1.0) -> tuple[bytes, bytes]:
         """What acts on tokens and what acts on pictures, as hashes of names, values and scales; empty = nothing."""
         seeing = [name for name in sorted(self.modules) if group_of(name) in VISION_GROUPS]
@@ -65,3 +74,9 @@ class AdapterFile:
             for tensor in (pair.a_RI, pair.b_OR):
                 content.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
         return content.digest()
+
+
+def _pair_bytes(pair: LowRank, as_stored: bool) -> int:
+    rows = len(pair.a_RI)
+    values = (pair.a_RI.nbytes + pair.b_OR.nbytes) if as_stored else 4 * rows * (pair.a_RI.shape[1] + len(pair.b_OR))
+    return values + _ROW_BYTES * rows

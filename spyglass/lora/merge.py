@@ -113,7 +113,7 @@ def merge(
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     specs = _specs(config, checkpoint)
-    check_fit(adapter, _shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
+    check_fit(adapter, shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
@@ -130,7 +130,7 @@ def _specs(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]
     return specs | draft_tensors(config, kind) if kind is not None and config.num_draft_layers else specs
 
 
-def _shape_of(specs: Mapping[str, TensorSpec], o_groups: int) -> ShapeOf:
+def shape_of(specs: Mapping[str, TensorSpec], o_groups: int) -> ShapeOf:
     def shape(name: str) -> tuple[int, int, int] | None:
         if name not in specs or specs[name].kind != "matrix":
             return None

@@ -19,6 +19,7 @@ POOL = "spyglass/lora/pool.py"
 WRITE = "spyglass/lora/write.py"
 RUNNER = "spyglass/engine/runner.py"
 LLM = "spyglass/engine/llm.py"
+PLAN = "spyglass/plan.py"
 LAWS = "tests/laws/test_adapters.py"
 ON_PEFT = "tests/unit/lora/test_peft.py"
 ON_POOL = "tests/unit/lora/test_pool.py"
@@ -78,5 +79,10 @@ LORA_ROWS: list[Mutant] = [
     Mutant(MERGE, "if key not in _QUANTISATION_FIELDS\n        }", "}", ON_MERGE, "a plain checkpoint that says FP8"),
     Mutant(RUNNER, "            slot=sequence.adapter.slot,\n", "", LAWS, "tokens without their adapter"),
     Mutant(RUNNER, "slots=[sequence.adapter.slot for", "slots=[0 for", LAWS, "pictures without their adapter"),
+    Mutant(PLAN, "if need + adapters > free:", "if need > free:", "tests/unit/test_plan.py", "adapters need no room"),
+    Mutant(PLAN, "_bytes_per_device(weights, count, tables) + adapter_bytes", "_bytes_per_device(weights, count, tables)",
+           "tests/unit/test_plan.py", "a plan without adapters"),
+    Mutant(LLM, "sum(file.bank_bytes() for file in files.values())", "0", "tests/unit/engine/test_llm.py",
+           "adapters are not counted at start"),
     Mutant(LLM, "            self._users[request] = adapter\n", "            pass\n", ON_LLM, "adapters in use may go"),
 ]  # fmt: skip

@@ -104,6 +104,18 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
         assert bool(found.here[0].context) == fits
 
 
+def test_adapters_take_room_on_every_device(tmp_path: Path) -> None:
+    planned(tmp_path, "tiny")
+    config = read_model_config(tmp_path)
+    sources = match(open_checkpoint(tmp_path), expected_tensors(config)).sources
+    machine = Machine(Device("host", 1 << 40, 1 << 40), (Device("gpu", 1 << 35, 1 << 35),) * 2)
+    without, beside = (plan_memory(config, sources, machine, adapter_bytes=count) for count in (0, 12345))
+    pairs = list(zip(without.here + without.gpus, beside.here + beside.gpus, strict=True))
+    assert all(b.weights == a.weights + 12345 for a, b in pairs) and beside.adapter_bytes == 12345
+    full = plan_memory(config, sources, machine, adapter_bytes=1 << 35)
+    assert without.here[1].context and not full.here[1].context
+
+
 def test_a_longer_step_needs_more_memory() -> None:
     config = parse_model_config(preset_config("flash-vision", packed=True), "flash")
     steps = [plan.step_bytes(config, tokens) for tokens in (1, 128, 2048)]
@@ -120,6 +132,7 @@ def test_weights_need_room_each_part_where_it_is_loaded(tmp_path: Path) -> None:
         (found.total.stored, {}),
         (found.total.stored + stored["engram"], {"tables": True}),
         (found.total.expanded, {"expand": True}),
+        (found.total.stored + 1000, {"adapters": 1000}),
     ):
         plan.require_room(tmp_path, need, **options)
         with pytest.raises(CapacityError, match="--plan"):

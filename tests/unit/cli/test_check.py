@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.errors import CheckpointError
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.write import write_adapter
 from spyglass.plan import Device, Machine
 from tests.unit.checkpoint.small_files import Raw, load_all, read_raw, write_raw, write_small
 
@@ -93,6 +96,20 @@ def test_what_fits_everywhere_needs_no_table(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "16k tokens everywhere, from one of 24 GB on" in text and "141 GB" not in text
     assert "809.5 kB" in text and "0.00 GB" not in text
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+def test_an_adapter_is_judged_and_counted(stranger: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"layers.{9 if stranger else 1}.attn.wq_a"
+    pair = LowRank(a_RI=torch.ones(7, 128), b_OR=torch.ones(128, 7), alpha=1.0)
+    new_checkpoint(tmp_path / "tiny", "tiny", headers_only=True)
+    write_adapter(tmp_path / "own", AdapterFile(modules={name: pair}))
+    code = main(["check", str(tmp_path / "tiny"), "--lora", str(tmp_path / "own"), "--lora", str(tmp_path / "own")])
+    text = capsys.readouterr().out
+    if stranger:
+        assert code == 1 and "0 of 1 modules" in text and "would load: NO" in text
+    else:
+        assert code == 0 and f"adapters: {2 * 7 * (4 * 256 + 8) / 1e3:.1f} kB beside the weights" in text
 
 
 def test_missing_kernels_are_explained(

@@ -17,6 +17,8 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.write import write_adapter
 from spyglass.plan import Device
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import TokenKind
@@ -266,6 +268,40 @@ def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
     monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 10**6))
     with pytest.raises(CapacityError, match=r"take 0\.08 GB and 0\.00 GB are free here; .*check .* --plan"):
         LLM(tiny_folder, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def large_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 13 MB."""
+    folder = tmp_path_factory.mktemp("adapter")
+    pair = LowRank(a_RI=torch.ones(512, 128), b_OR=torch.ones(512, 512), alpha=1.0)
+    narrow = replace(pair, b_OR=torch.ones(128, 512))
+    names = {f"layers.{layer}.attn.{name}" for layer in range(5) for name in ("wq_a", "wkv")}
+    write_adapter(folder, AdapterFile(modules={n: narrow if n.endswith("a") else pair for n in names}))
+    return folder
+
+
+def test_adapters_beyond_the_free_memory_are_refused_before_weights_are_read(
+    tiny_folder: Path, large_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for the weights, not for what goes beside them."""
+    monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 85 * 10**6))
+    monkeypatch.setattr("spyglass.engine.llm.load_model", None)
+    with pytest.raises(CapacityError, match=r"take 0\.08 GB, its adapters 0\.01 GB, and 0\.0. GB are free here"):
+        LLM(tiny_folder, **OPTIONS, adapters={"large": large_adapter})
+
+
+def test_an_adapter_that_comes_later_must_fit_beside_the_model(
+    tiny_folder: Path, large_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny_folder, **OPTIONS, images=0)
+    monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 10**6))
+    with pytest.raises(CapacityError, match=r"takes 0\.01 GB and 0\.00 GB are free beside the model"):
+        llm.add_adapter("large", large_adapter)
+    assert llm.adapters == ()
+    monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 10**9))
+    llm.add_adapter("large", large_adapter)
+    assert llm.adapters == ("large",)
 
 
 @pytest.mark.slow

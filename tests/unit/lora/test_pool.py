@@ -154,6 +154,22 @@ def test_an_adapter_for_some_experts_changes_only_rows_that_chose_them(world: Sm
     assert ((seen[3] - seen[1]).abs().amax(dim=1)[chosen] > 1e-3).all()
 
 
+def test_the_bytes_of_an_adapter_are_those_of_its_banks(world: Small) -> None:
+    """Experts as they are stored, all else fp32; an A of its own for each group of `wo_a` makes B wider."""
+    adapter = random_adapter(world.shapes, ["attention", "shared", "experts", "tower"], rank=3, dtype=torch.bfloat16)
+    name = "layers.1.attn.wo_a"
+    groups = world.config.text.o_groups
+    per_group = dataclasses.replace(adapter.modules[name], a_RI=adapter.modules[name].a_RI.repeat(groups, 1))
+    adapter = AdapterFile(modules={**adapter.modules, name: per_group})
+    model = world.model()
+    AdapterPool(model).attach("it", adapter)
+    places = find_places(model)
+    rows = [part for place in places.linears.values() if place.adapter for part in place.adapter._parts.values()]
+    for place in places.experts.values():
+        rows += [part.rows for parts in place.adapter._parts.values() for part in parts.values()]
+    assert sum(t.nbytes for row in rows for t in (row.a_RI, row.b_RO, row.scale_R, row.slot_R)) == adapter.bank_bytes()
+
+
 def test_digests_tell_weights_alpha_factor_and_rank_apart_and_pictures_from_text(world: Small) -> None:
     groups = ["attention", "aligner"]
     base = random_adapter(world.shapes, groups, seed=1)
