@@ -131,6 +131,8 @@ def _specs(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]
 
 
 def shape_of(specs: Mapping[str, TensorSpec], o_groups: int) -> ShapeOf:
+    """Shapes of the modules of a model that is not loaded, by native name (see `lora.fit`)."""
+
     def shape(name: str) -> tuple[int, int, int] | None:
         if name not in specs or specs[name].kind != "matrix":
             return None
