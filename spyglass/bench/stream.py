@@ -118,7 +118,7 @@ class _PlainEndpoint:
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         params = SamplingParams(max_tokens=body["max_tokens"])
-        return Call(model="plain", prompt=self.prompt, params=[params], stream=True, reply=_PlainReply())
+        return Call(model="plain", prompts=[self.prompt], params=[params], stream=True, reply=_PlainReply())
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         return {"error": {"message": message}}

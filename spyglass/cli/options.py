@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -49,6 +50,23 @@ def told_adapters() -> str:
 def adapters_of(args: argparse.Namespace) -> dict[str, str]:
     """Adapters for an `LLM`, from the option of `add_lora_option`."""
     return {} if args.lora is None else {ADAPTER: args.lora}
+
+
+def adapters_by_name(stated: Sequence[str]) -> dict[str, str]:
+    """Folders by the names under which requests ask for them, from `--lora NAME=DIR` options.
+
+    Raises:
+        ConfigError: not NAME=DIR, or a name twice.
+    """
+    found: dict[str, str] = {}
+    for text in stated:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--lora is {text!r}, expected NAME=DIR")
+        if name in found:
+            raise ConfigError(f"--lora names {name!r} twice; give each adapter a name of its own")
+        found[name] = folder
+    return found
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.batch import output_path, run_file
 from spyglass.cli.options import (
     ADAPTER,
-    adapters_of,
+    adapters_by_name,
     add_engine_options,
-    add_lora_option,
     default_model,
     engine_config,
     model_folder,
@@ -46,7 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a picture file; for several: --image ONE --image TWO",
     )
-    add_lora_option(parser)
+    parser.add_argument(
+        "--lora",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="use an adapter: a PEFT folder, or the name of a shipped one; with --batch NAME=DIR, for lines to "
+        "choose by `model`; for several: --lora A=ONE --lora B=TWO",
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token (default: 1)")
     parser.add_argument(
@@ -82,9 +88,10 @@ def run(args: argparse.Namespace) -> int:
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    llm = LLM(folder, adapters=adapters_of(args), progress=True, **engine)
-    for name in llm.adapters:
-        _note(f"adapter {args.lora}: {describe_counts(llm.adapter_counts(name))}")
+    adapters = _adapters(args)
+    llm = LLM(folder, adapters=adapters, progress=True, **engine)
+    for name, place in adapters.items():
+        _note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
     if llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
     if llm.loaded.report.sparse_files:
@@ -107,6 +114,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
 
     options = engine_config(args)
     _check_batch(args)
+    _adapters(args)
     check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
     if args.image and read_model_config(folder).vision is None:
         raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
@@ -125,13 +133,22 @@ def _check_batch(args: argparse.Namespace) -> None:
             raise ConfigError("--output goes with --batch; a single answer goes to standard output")
         return
     given = [name for name in _SAMPLING if getattr(args, name) is not None]
-    given += [name for name in ("question", "image", "lora", "effort", "no_stream") if getattr(args, name)]
+    given += [name for name in ("question", "image", "effort", "no_stream") if getattr(args, name)]
     given += ["thinking"] if args.thinking == "on" else []
     if given:
         shown = ", ".join("the question" if name == "question" else "--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{shown}: without effect with --batch; each line of the file states its own")
     if not args.batch.is_file():
         raise ConfigError(f"--batch {args.batch} is no file")
+
+
+def _adapters(args: argparse.Namespace) -> dict[str, str]:
+    """Adapters by name: those that lines of a batch choose from, or the one of a question."""
+    if args.batch is not None:
+        return adapters_by_name(args.lora)
+    if len(args.lora) > 1:
+        raise ConfigError(f"--lora is given {len(args.lora)} times; a question uses one adapter")
+    return {ADAPTER: args.lora[0]} if args.lora else {}
 
 
 class _Talk:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.options import (
+    adapters_by_name,
     add_engine_options,
     add_server_options,
     default_model,
@@ -19,7 +19,6 @@ from spyglass.cli.options import (
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
-from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -65,23 +64,6 @@ def run(args: argparse.Namespace) -> int:
     print(banner(llm, config, listening.getsockname()[1], app.state.service.most_live), file=sys.stderr, flush=True)
     asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
     return 0
-
-
-def adapters_by_name(stated: Sequence[str]) -> dict[str, str]:
-    """Folders by the names that clients ask for.
-
-    Raises:
-        ConfigError: not NAME=DIR, or a name twice.
-    """
-    found: dict[str, str] = {}
-    for text in stated:
-        name, equals, folder = text.partition("=")
-        if not (name and equals and folder):
-            raise ConfigError(f"--lora is {text!r}, expected NAME=DIR")
-        if name in found:
-            raise ConfigError(f"--lora names {name!r} twice; give each adapter a name of its own")
-        found[name] = folder
-    return found
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:

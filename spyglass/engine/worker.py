@@ -133,8 +133,14 @@ class EngineWorker:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, prompt: Prompt, params: Sequence[SamplingParams], adapter: AdapterUse = NO_ADAPTER) -> Submission:
-        """Queue one call, an answer for each of `params`. Called in the event loop that will read the answers.
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapter: AdapterUse = NO_ADAPTER,
+    ) -> Submission:
+        """Queue one call, an answer for each of `params`, to one prompt or to one each. Called in the event loop that
+        will read the answers.
 
         Raises:
             OverloadedError: as many answers as may be are queued or running.
@@ -144,7 +150,8 @@ class EngineWorker:
         with self._changed:
             self._require_place(len(params))
             self._live += len(params)
-            self._order(partial(self._admit, submission, prompt, params, adapter))
+            each = [prompts] * len(params) if isinstance(prompts, Prompt) else prompts
+            self._order(partial(self._admit, submission, list(zip(each, params, strict=True)), adapter))
         return submission
 
     def cancel(self, submission: Submission) -> None:
@@ -260,17 +267,17 @@ class EngineWorker:
             self._began = None
 
     def _admit(
-        self, submission: Submission, prompt: Prompt, params: Sequence[SamplingParams], adapter: AdapterUse
+        self, submission: Submission, answers: Sequence[tuple[Prompt, SamplingParams]], adapter: AdapterUse
     ) -> None:
         refusal: Exception | None = None
         try:
-            for index, each in enumerate(params):
-                request = self._engine.add(prompt, each, adapter=adapter)
+            for index, (prompt, params) in enumerate(answers):
+                request = self._engine.add(prompt, params, adapter=adapter)
                 submission.requests.append(request)
                 self._tickets[request] = submission, index
         except Exception as error:  # ours are told to the client, others are faults and told as such: nobody may hang
             refusal = error
-            self._forget(len(params) - len(submission.requests))
+            self._forget(len(answers) - len(submission.requests))
             self._end(submission)
         self._call(submission.loop, partial(submission.decide, refusal))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import deepseek_recipe
@@ -80,6 +80,10 @@ class Counts:
     cached: int
     completion: int
     reasoning: int
+
+    def __add__(self, other: Counts) -> Counts:
+        """The counts of two prompts together."""
+        return Counts(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Counts)})
 
     def chat(self) -> dict[str, Any]:
         """As Chat Completions and Completions tell it; pictures are an addition."""

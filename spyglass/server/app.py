@@ -149,7 +149,7 @@ class EndpointRoute:
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         adapter = self._service.adapter_use(call.adapter)
-        submission = self._service.worker.submit(call.prompt, call.params, adapter)
+        submission = self._service.worker.submit(call.prompts, call.params, adapter)
         watch = Watch(record, began)
         try:
             if call.stream:

@@ -122,6 +122,7 @@ class _Batch:
 
     def __init__(self, llm: LLM, endpoints: Mapping[str, Endpoint], out: IO[str], note: Callable[[bool], None]) -> None:
         self._engine, self._endpoints, self._out, self._note = llm.engine, endpoints, out, note
+        self._adapter_use = llm.adapter_use
         self.open: dict[int, tuple[_Open, int]] = {}
         self.good = self.bad = 0
 
@@ -140,8 +141,9 @@ class _Batch:
                 self._write(line, request_id, call.status, call.body)
                 return
             open_call = _Open(line, call, request_id, len(call.params))
-            for index, params in enumerate(call.params):
-                numbers.append(self._engine.add(call.prompt, params))
+            adapter = self._adapter_use(call.adapter)
+            for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
+                numbers.append(self._engine.add(prompt, params, adapter=adapter))
                 self.open[numbers[-1]] = (open_call, index)
         except Exception as error:  # the top frame here, too: a fault of ours in one line is that line's answer
             for number in numbers:

@@ -1,4 +1,7 @@
-"""OpenAI Completions: `POST /v1/completions`, a prompt of text or token ids that the model continues. No pictures."""
+"""OpenAI Completions: `POST /v1/completions`, prompts of text or token ids that the model continues. No pictures.
+
+Answers are numbered prompt by prompt: answer j of n to prompt i is i · n + j, and has the seed it would have alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, TokenLogprob
-from spyglass.errors import PromptError
+from spyglass.errors import CapacityError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokens import Prompt
@@ -19,7 +22,7 @@ from spyglass.server.conversation import choose_model, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.fields import Fields, flag_field, read_fields
 from spyglass.server.openai_errors import openai_error
-from spyglass.server.sampling import EXTRA, FORMS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
+from spyglass.server.sampling import EXTRA, FORMS, MOST_ANSWERS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
 
 _FIELDS = Fields(
     read=NATIVE
@@ -50,7 +53,7 @@ class CompletionsEndpoint:
         model, adapter = choose_model(self.served, stated)
         stream_options, more = read_fields(stated.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         start, stream = flag_field(stated, "add_special_tokens", default=True), flag_field(stated, "stream")
-        prompt = prompt_of(self.served, stated.get("prompt"), start=start)
+        prompts = prompts_of(self.served, stated.get("prompt"), start=start)
         echo, logprobs = flag_field(stated, "echo"), stated.get("logprobs")
         if echo and logprobs is not None and stream:
             raise PromptError(
@@ -65,13 +68,18 @@ class CompletionsEndpoint:
             structured=stated_form(stated, None, thinking=False),
         )
         many = answers(params, stated.get("n"))
+        if len(prompts) * len(many) > MOST_ANSWERS:
+            raise PromptError(
+                f"{len(prompts)} prompts with n {len(many)} are more than {MOST_ANSWERS} answers; ask for fewer"
+            )
+        each = [prompt for prompt in prompts for _ in many]
         reply = CompletionsReply(
-            self.served, prompt, many, model=model, echo=echo, include_usage=flag_field(stream_options, "include_usage")
+            self.served, each, params, model=model, echo=echo, include_usage=flag_field(stream_options, "include_usage")
         )
         return Call(
             model=model,
-            prompt=prompt,
-            params=many,
+            prompts=each,
+            params=many * len(prompts),
             stream=stream,
             reply=reply,
             adapter=adapter,
@@ -83,29 +91,43 @@ class CompletionsEndpoint:
         return openai_error(status, message, field)
 
 
-def prompt_of(served: Served, prompt: object, *, start: bool = True) -> Prompt:
+def prompts_of(served: Served, prompt: object, *, start: bool = True) -> list[Prompt]:
+    """The prompts of a text or list of token ids, or of a list of them.
+
+    Raises:
+        PromptError, CapacityError: as `prompt_of`; of several, the message says which.
+    """
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return [prompt_of(served, prompt, start=start)]
+    if len(prompt) > MOST_ANSWERS:
+        raise PromptError(
+            f"prompt holds {len(prompt)} prompts, a request may have {MOST_ANSWERS}; send several requests"
+        )
+    return [prompt_of(served, one, start=start, where=f"prompt[{place}]") for place, one in enumerate(prompt)]
+
+
+def prompt_of(served: Served, prompt: object, *, start: bool = True, where: str = "prompt") -> Prompt:
     """The prompt of one text, after a BOS if `start`, or of one list of token ids, taken as it is.
 
     Raises:
-        PromptError: neither of them, several of them, or ids that stand for pictures.
-        CapacityError: a text that is certain to be too long.
+        PromptError: neither of them, or ids that stand for pictures.
+        CapacityError: it is certain to be too long.
     """
-    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], str | list | tuple):
-        prompt = prompt[0]
-    if isinstance(prompt, list | tuple) and any(isinstance(item, str | list | tuple) for item in prompt):
-        raise PromptError(f"prompt holds {len(prompt)} prompts; send one in a request, several requests run together")
     if isinstance(prompt, str):
         first = [served.config.bos_token_id] if start and served.config.bos_token_id is not None else []
         tokenizer = tokenizer_of(served)
-        tokenizer.refuse_unless_fits([prompt], served.max_length)
+        try:
+            tokenizer.refuse_unless_fits([prompt], served.max_length)
+        except CapacityError as error:
+            raise CapacityError(f"{where}: {error}") from error
         prompt = [*first, *tokenizer.encode_text(prompt)]
     if not isinstance(prompt, list | tuple):
-        raise PromptError(f"prompt must be a text or a list of token ids, not {type(prompt).__name__}")
+        raise PromptError(f"{where} must be a text or a list of token ids, not {type(prompt).__name__}")
     placeholder = resolve_placeholder(served.config, served.tokenizer)
     try:
         return prompt_from_parts([prompt], served.config, placeholder=placeholder)
     except PromptError as error:
-        raise PromptError(f"prompt: {error}") from error
+        raise PromptError(f"{where}: {error}") from error
 
 
 class CompletionsReply:
@@ -114,20 +136,20 @@ class CompletionsReply:
     def __init__(
         self,
         served: Served,
-        prompt: Prompt,
-        params: Sequence[SamplingParams],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
         *,
         model: str,
         echo: bool,
         include_usage: bool,
     ) -> None:
         self._id, self._created, self._model = f"cmpl-{uuid.uuid4().hex}", int(time.time()), model
-        self._prompt, self._include_usage = prompt, include_usage
-        self._tokens = Tokens(tokenizer_of(served), reasoning=False, with_logprobs=params[0].logprobs is not None)
-        self._echo = self._tokens.visible(prompt.ids_T.tolist()).decode(errors="replace") if echo else ""
-        self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in params]
-        self._offsets = [0] * len(params)
-        self._waiting: list[list[TokenLogprob | None]] = [[] for _ in params]
+        self._prompts, self._include_usage = prompts, include_usage
+        self._tokens = Tokens(tokenizer_of(served), reasoning=False, with_logprobs=params.logprobs is not None)
+        self._echoes = [self._shown(prompt) if echo else "" for prompt in prompts]
+        self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
+        self._offsets = [0] * len(prompts)
+        self._waiting: list[list[TokenLogprob | None]] = [[] for _ in prompts]
         self._outputs: dict[int, RequestOutput] = {}
         self._streams = False
 
@@ -137,11 +159,9 @@ class CompletionsReply:
         return False
 
     def begin(self, request_id: str) -> bytes:
-        """The prompt, if it is to be repeated."""
+        """The prompts, if they are to be repeated."""
         self._streams = True
-        if not self._echo:
-            return b""
-        return b"".join(self._chunk([self._choice(index, self._echo, None)]) for index in range(len(self._offsets)))
+        return b"".join(self._chunk([self._choice(i, echo, None)]) for i, echo in enumerate(self._echoes) if echo)
 
     def push(self, index: int, delta: Delta) -> bytes:
         """The chunk of one delta."""
@@ -170,7 +190,7 @@ class CompletionsReply:
             if wrong is not None:
                 return wrong[0], openai_error(*wrong)
             self._waiting[index] = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
-            choices.append(self._choice(index, self._echo + output.text, output))
+            choices.append(self._choice(index, self._echoes[index] + output.text, output))
         return 200, {**self._head(), "choices": choices, "usage": self._usage()}
 
     def _head(self) -> dict[str, Any]:
@@ -180,7 +200,15 @@ class CompletionsReply:
         return event(None, spell({**self._head(), "choices": choices, **more}))
 
     def _usage(self) -> dict[str, Any]:
-        return self._tokens.count(self._prompt, list(self._outputs.values())).chat()
+        answers: dict[int, list[RequestOutput]] = {}
+        for index, output in self._outputs.items():
+            answers.setdefault(id(self._prompts[index]), []).append(output)
+        prompts = {id(prompt): prompt for prompt in self._prompts}
+        first, *more = (self._tokens.count(prompt, answers.get(key, ())) for key, prompt in prompts.items())
+        return sum(more, start=first).chat()
+
+    def _shown(self, prompt: Prompt) -> str:
+        return self._tokens.visible(prompt.ids_T.tolist()).decode(errors="replace")
 
     def _choice(self, index: int, text: str, output: RequestOutput | None) -> dict[str, Any]:
         reason = None if output is None else output.finish_reason
@@ -191,7 +219,7 @@ class CompletionsReply:
         entries, self._waiting[index] = self._waiting[index], []
         if not self._tokens.with_logprobs or (not entries and output is None):
             return None
-        first = int(self._prompt.ids_T[0])
+        first = int(self._prompts[index].ids_T[0])
         ids = [first if entry is None else entry.token_id for entry in entries]
         offsets = []
         for token in ids:

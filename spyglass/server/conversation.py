@@ -62,7 +62,7 @@ class Conversed:
         model, adapter = chosen
         return Call(
             model=model,
-            prompt=self.prompt,
+            prompts=[self.prompt] * len(params),
             params=params,
             stream=flag_field(stated, "stream"),
             reply=reply,

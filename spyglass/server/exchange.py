@@ -64,20 +64,25 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One parsed request. `params` one per answer, all for the same `prompt`; `adapter` None = the base model.
+    """One parsed request. `params` and `prompts` one per answer, in order; `adapter` None = the base model.
 
     `pictures` counts pictures of the request (usage and metrics); `user_fields` are request fields of no effect here
     that are safe to ignore, named once in the log, never their contents.
     """
 
     model: str
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
     stream: bool
     reply: Reply
     adapter: str | None = None
     pictures: int = 0
     user_fields: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of the first answer; in the chat protocols that of all."""
+        return self.prompts[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

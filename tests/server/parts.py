@@ -87,7 +87,7 @@ class PlainEndpoint:
         )
         return Call(
             model=self.served.names[0],
-            prompt=prompt,
+            prompts=[prompt] * body.get("n", 1),
             params=[params] * body.get("n", 1),
             stream=body.get("stream", False),
             reply=PlainReply(odd=body.get("odd", False)),

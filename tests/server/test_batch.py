@@ -12,7 +12,9 @@ import pytest
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import PromptError
+from spyglass.lora.write import write_adapter
 from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
+from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 
 
@@ -48,6 +50,19 @@ def test_every_line_has_the_answer_it_has_alone(llm: LLM, tmp_path: Path) -> Non
         assert answer["response"]["status_code"] == 200 and answer["error"] is None
         assert answer["response"]["body"]["answers"] == [list(alone.token_ids)] * (1 + number % 2)
     assert not llm.engine.has_work
+
+
+def test_a_line_is_answered_with_the_adapter_that_its_model_names(model_folder: Path, tmp_path: Path) -> None:
+    llm = LLM(model_folder, device="cpu", dtype="float32", numerics="plain")
+    write_adapter(tmp_path / "a", random_adapter(shapes_of(llm.loaded.model), ["attention"], rank=4, size=1.0))
+    llm.add_adapter("mine", tmp_path / "a")
+    asked = {"ids": [0, 5, 6], "max_tokens": 6}
+    answers, counts = run(llm, written(tmp_path / "in.jsonl", line(0, **asked), line(1, model="mine", **asked)))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = {a["custom_id"]: a["response"]["body"]["answers"] for a in answers}
+    for name, adapter in (("q0", None), ("q1", "mine")):
+        assert found[name] == [list(llm.generate([[0, 5, 6]], params, adapter=adapter)[0].token_ids)]
+    assert found["q0"] != found["q1"] and counts == (2, 0)
 
 
 def test_a_line_that_cannot_be_honoured_is_answered_with_its_reason_and_others_go_on(llm: LLM, tmp_path: Path) -> None:

@@ -241,6 +241,48 @@ def test_completions_continue_text_and_ids(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == expected
 
 
+def test_several_prompts_are_answered_prompt_by_prompt_as_each_alone(client: openai.OpenAI) -> None:
+    prompts: list[str] = ["Hello", "A dog", "Hello"]
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "n": 2, "seed": 3}
+    alone = {text: client.completions.create(prompt=text, **options) for text in set(prompts)}
+    expected = [(2 * i + j, alone[text].choices[j].text) for i, text in enumerate(prompts) for j in range(2)]
+    together = client.completions.create(prompt=prompts, **options)
+    echoed = client.completions.create(prompt=prompts, echo=True, **options)
+    assert [choice.text for choice in echoed.choices] == [prompts[index // 2] + text for index, text in expected]
+    assert [(choice.index, choice.text) for choice in together.choices] == expected
+    counted = [alone[text].usage for text in prompts]
+    assert together.usage is not None
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(together.usage, name) == sum(getattr(usage, name) for usage in counted)
+    told = dict(expected)
+    streamed = dict.fromkeys(told, "")
+    usage = None
+    for chunk in client.completions.create(
+        prompt=[[0, *_ids(client, text)] for text in prompts],
+        echo=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == {index: prompts[index // 2] + text for index, text in told.items()} and usage == together.usage
+
+
+def test_of_several_prompts_a_bad_one_is_named_and_none_is_answered(client: openai.OpenAI) -> None:
+    for prompts, told in (
+        (["a", 5], r"prompt\[1\] must be a text or a list of token ids, not int"),
+        ([[0, 5], [0, 10**9]], r"prompt\[1\]: part 0"),
+        (["a"] * 129, "129 prompts, a request may have 128"),
+        (["a"] * 65, "65 prompts with n 2 are more than 128 answers"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=told):
+            client.completions.create(model="tiny", prompt=prompts, max_tokens=1, n=2)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="best_of is not available"):
+        client.completions.create(model="tiny", prompt="a", best_of=2)
+
+
 def _ids(client: openai.OpenAI, text: str) -> list[int]:
     body: Any = client.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)
     back: Any = client.post("/../detokenize", body={"tokens": body["tokens"]}, cast_to=object)

@@ -50,7 +50,7 @@ class Scripted:
         if question == "refuse me":
             raise PromptError("messages[0] is refused, as asked")
         call = plain_call(self.served, 4000 if question == "for ever" else 3)
-        return Call(model=body["model"], prompt=call.prompt, params=call.params, stream=True, reply=ScriptedReply())
+        return Call(model=body["model"], prompts=call.prompts, params=call.params, stream=True, reply=ScriptedReply())
 
     def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
         return {"error": {"message": message}}

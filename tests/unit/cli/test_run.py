@@ -79,6 +79,28 @@ def test_an_adapter_is_used_and_its_modules_are_told(
     assert "is no adapter" in capsys.readouterr().err
 
 
+def test_lines_of_a_batch_choose_among_the_adapters_by_model(
+    folder: Path, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, name in enumerate(("a", "b")):
+        write_adapter(tmp_path / name, random_adapter(shapes_of(llm.loaded.model), ["attention"], seed=seed, size=1.0))
+    body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
+        for name in ("tiny", "a", "b", "c")
+    ]
+    batch = tmp_path / "in.jsonl"
+    batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    adapters = [word for name in ("a", "b") for word in ("--lora", f"{name}={tmp_path / name}")]
+    assert main(["run", "--model", str(folder), *MODEL, "--batch", str(batch), *adapters]) == 1
+    err = capsys.readouterr().err
+    assert err.count(" modules: text: attention") == 2 and "3 answered, 1 refused" in err
+    answers = map(json.loads, (tmp_path / "in.answers.jsonl").read_text().splitlines())
+    found = {answer["custom_id"]: answer["response"] for answer in answers}
+    assert "served are tiny, a, b" in found.pop("c")["body"]["error"]["message"]
+    assert len({response["body"]["choices"][0]["text"] for response in found.values()}) == 3
+
+
 def test_a_question_may_come_from_standard_input(
     folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +141,8 @@ def test_a_question_that_is_the_name_of_a_file_is_answered_with_a_hint(
         (["--image", "nowhere.jpg", "hi"], "nowhere.jpg"),
         (["--images", "0", "--image", "PHOTO", "hi"], "images"),
         (["--thinking", "off", "--effort", "max", "hi"], "effort"),
+        (["--lora", "a", "--lora", "b", "hi"], "--lora is given 2 times"),
+        (["--lora", "a", "--batch", "PHOTO"], "expected NAME=DIR"),
     ],
 )
 def test_a_persons_mistake_is_one_line_and_exit_code_2(

@@ -15,7 +15,7 @@ import pytest
 
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
-from spyglass.cli.serve import adapters_by_name
+from spyglass.cli.options import adapters_by_name
 from spyglass.config.server import ServerConfig, read_server_config
 from spyglass.errors import ConfigError
 
