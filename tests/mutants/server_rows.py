@@ -20,7 +20,7 @@ ON_FETCH = "tests/server/test_fetch.py"
 ON_READY = "tests/server/test_readiness.py"
 
 SERVER_ROWS: list[Mutant] = [
-    Mutant(WORKER, "            self._forget(len(params) - len(submission.requests))\n", "", ON_WORKER,
+    Mutant(WORKER, "            self._forget(len(answers) - len(submission.requests))\n", "", ON_WORKER,
            "a refused call keeps its places"),
     Mutant(WORKER, "            self._end(submission)\n        self._call(submission.loop", "        self._call(submission.loop",
            ON_WORKER, "a call that is refused half way goes on"),
