@@ -7,7 +7,8 @@ per step, vectorised over all rows; layers only gather.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,27 @@ class SequenceStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSteps:
+    """The rows of all sequences of a step, one behind the other: the fields of `SequenceStep` side by side.
+
+    `table_SP` by group, padded with -1. `logit_rows_R` count from the first row of the step. `resumable` (sequence,
+    position) pairs. What no sequence has is None.
+    """
+
+    ids_T: NDArray[np.int32]
+    kinds_T: NDArray[np.int8]
+    start_S: Ints
+    stop_S: Ints
+    table_SP: Mapping[str, NDArray[np.int32]]
+    logit_rows_R: Ints
+    resumable: Sequence[tuple[int, int]] = ()
+    visible_T2: NDArray[np.int32] | None = None
+    image_index_T: NDArray[np.int32] | None = None
+    slot_S: Ints | None = None
+    lookback_SL: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """All rows of the step, packed: sequence, absolute position, and per sequence first row, start and stop
     position; `resumable` (sequence, position) pairs."""
@@ -55,8 +77,13 @@ class _Rows:
     stop_S: Ints
     resumable: Sequence[tuple[int, int]]
 
-    def before_stops(self, reach: int) -> NDArray[np.bool_]:
-        """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T]."""
+    def before_stops(self, reach: int) -> NDArray[np.bool_] | None:
+        """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T].
+
+        None = all of them: every sequence has one row.
+        """
+        if self.seq_T is self.first_S:
+            return None
         kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
         for seq, place in self.resumable:
             offset = self.first_S[seq] - self.start_S[seq]
@@ -68,15 +95,18 @@ class _Rows:
 class _Tables:
     """Stacked page tables by group, and rows per page by group."""
 
-    table_SP: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+    table_SP: Mapping[str, NDArray[np.int32]]
     page_rows: Mapping[str, int]
 
     def flat(self, group: str, seq: Ints, row: Ints) -> Ints:
         """Flat page row of logical row `row` of sequence `seq` (CacheView's rule)."""
         table, rows = self.table_SP[group], self.page_rows[group]
-        page = table[seq, (row // rows) % max(1, table.shape[1])].astype(np.int64)
-        assert (page >= 0).all(), f"a row of group {group} lies in a page that was never given or already taken back"
-        return page * rows + row % rows
+        if not len(seq):
+            return seq
+        logical, offset = np.divmod(row, rows)
+        page = table[seq, logical % table.shape[1]]
+        assert page.min() >= 0, f"a row of group {group} lies in a page that was never given or already taken back"
+        return page * np.int64(rows) + offset
 
 
 def assemble(
@@ -91,103 +121,144 @@ def assemble(
     `pages[kind, layer]` [num_pages, page_rows, row_dim] are passed through; `page_rows` gives the rows per page by
     group.
     """
-    rows = _pack(steps)
-    tables = _Tables(page_rows=page_rows)
-    for group in steps[0].tables if steps else ():
-        tables.table_SP[group] = _stack([step.tables[group] for step in steps])
+    return assemble_packed(pack(steps), text, page_rows, pages, device)
 
+
+def assemble_packed(
+    packed: PackedSteps,
+    text: TextConfig,
+    page_rows: Mapping[str, int],
+    pages: Mapping[tuple[str, int], torch.Tensor],
+    device: torch.device | str = "cpu",
+) -> tuple[Batch, CacheView]:
+    """`assemble` for a driver that has the rows of its sequences side by side already."""
+    rows = _rows(packed)
+    tables = _Tables(table_SP=packed.table_SP, page_rows=page_rows)
     place = torch.device(device)
 
     def put(array: NDArray[np.generic], dtype: type[np.integer[Any]] = np.int32) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype))
         return tensor if place.type == "cpu" else tensor.to(place)
 
-    kinds_T = np.concatenate([step.kinds_n for step in steps])
-    lo_T, hi_T = _window(steps, rows, text.sliding_window)
-    image_index_T = _image_index(steps, rows)
-    logit_rows = [first + row for first, s in zip(rows.first_S.tolist(), steps, strict=True) for row in s.logit_rows]
-    slot_T = np.repeat([step.slot for step in steps], rows.stop_S - rows.start_S)
-    lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
+    lo_T, hi_T = _window(packed, rows, text.sliding_window)
+    compressors = {layer.compressor.ratio: layer.compressor for layer in text.layers if layer.compressor is not None}
+    pools = {ratio: _pool(compressor, rows, tables) for ratio, compressor in compressors.items()}
+    # what has one number per row goes to the device together
+    narrow = [rows.position_T, rows.seq_T, lo_T, hi_T, *(pool.visible_T for pool in pools.values())]
+    position_T, seq_T, lo, hi, *visible = put(np.array(narrow, np.int32)).unbind(0)
+    wide = [tables.flat("window", rows.seq_T, rows.position_T), *(pool.phase_T for pool in pools.values())]
+    wide += [pool.state_write_T for pool in pools.values() if pool.state_write_T is not None]
+    window_write_T, *others = put(np.array(wide, np.int64), np.int64).unbind(0)
+    phases, states = others[: len(pools)], iter(others[len(pools) :])
+    image_index_T = packed.image_index_T
+    if image_index_T is not None and image_index_T.max() < 0:
+        image_index_T = None
+    slot_S = None if packed.slot_S is None or not packed.slot_S.any() else packed.slot_S
     batch = Batch(
-        ids_T=put(np.concatenate([step.ids_n for step in steps])),
-        kinds_T=put(kinds_T, np.int8),
-        positions_T=put(rows.position_T),
-        seq_T=put(rows.seq_T),
+        ids_T=put(packed.ids_T),
+        kinds_T=put(packed.kinds_T, np.int8),
+        positions_T=position_T,
+        seq_T=seq_T,
         query_start_S=put(np.append(rows.first_S, len(rows.seq_T))),
         seq_len_S=put(rows.stop_S),
-        window_lo_T=put(lo_T),
-        window_hi_T=put(hi_T),
+        window_lo_T=lo,
+        window_hi_T=hi,
         window_width=int((hi_T - lo_T).max()) + 1,
         image_index_T=None if image_index_T is None else put(image_index_T),
-        has_pictures=bool((kinds_T >= 0).any()),
-        logit_rows_R=put(np.array(logit_rows, np.int64), np.int64),
-        slot_T=put(slot_T) if slot_T.any() else None,
-        lookback_SL=put(np.stack(lookback)) if lookback else None,
+        has_pictures=bool(packed.kinds_T.max() >= 0),
+        logit_rows_R=put(packed.logit_rows_R, np.int64),
+        slot_T=None if slot_S is None else put(slot_S[rows.seq_T]),
+        lookback_SL=None if packed.lookback_SL is None else put(packed.lookback_SL),
     )
-    compressors = {layer.compressor.ratio: layer.compressor for layer in text.layers if layer.compressor is not None}
-    pools = {}
-    for ratio, compressor in compressors.items():
-        step = _pool(compressor, rows, tables)
-        pools[ratio] = PoolStep(
-            ratio=ratio,
-            sources_PB=put(step.sources_PB),
-            positions_P=put(step.entry_P * ratio),
-            write_P=put(step.write_P, np.int64),
-            phase_T=put(rows.position_T % ratio, np.int64),
-            state_write_T=None if step.state_write_T is None else put(step.state_write_T, np.int64),
-            visible_T=put((rows.position_T + 1) // ratio),
-            max_visible=int(((rows.stop_S) // ratio).max()),
-        )
+    longest = int(rows.stop_S.max())
     view = CacheView(
         pages=pages,
         table_SP={group: put(table) for group, table in tables.table_SP.items()},
-        window_write_T=put(tables.flat("window", rows.seq_T, rows.position_T), np.int64),
-        pools=pools,
+        window_write_T=window_write_T,
+        pools={
+            ratio: PoolStep(
+                ratio=ratio,
+                sources_PB=put(pool.sources_PB),
+                positions_P=put(pool.entry_P * ratio),
+                write_P=put(pool.write_P, np.int64),
+                phase_T=phase_T,
+                state_write_T=None if pool.state_write_T is None else next(states),
+                visible_T=visible_T,
+                max_visible=longest // ratio,
+            )
+            for (ratio, pool), visible_T, phase_T in zip(pools.items(), visible, phases, strict=True)
+        },
     )
     return batch, view
 
 
-def _pack(steps: Sequence[SequenceStep]) -> _Rows:
-    count_S = np.array([len(step.ids_n) for step in steps], np.int64)
+def pack(steps: Sequence[SequenceStep]) -> PackedSteps:
+    """Put the sequences of a step one behind the other."""
+    counts = [len(step.ids_n) for step in steps]
     start_S = np.array([step.start for step in steps], np.int64)
-    first_S = np.cumsum(count_S) - count_S
-    seq_T = np.repeat(np.arange(len(steps)), count_S)
-    position_T = np.arange(count_S.sum()) - first_S[seq_T] + start_S[seq_T]
+    first = accumulate(counts[:-1], initial=0)
+    lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
+    return PackedSteps(
+        ids_T=np.concatenate([step.ids_n for step in steps]),
+        kinds_T=np.concatenate([step.kinds_n for step in steps]),
+        start_S=start_S,
+        stop_S=start_S + counts,
+        table_SP={group: _stack([step.tables[group] for step in steps]) for group in steps[0].tables},
+        logit_rows_R=np.array([f + row for f, s in zip(first, steps, strict=True) for row in s.logit_rows], np.int64),
+        resumable=[(seq, place) for seq, step in enumerate(steps) for place in step.resumable],
+        visible_T2=join_parts([step.visible_n2 for step in steps], counts, 0),
+        image_index_T=join_parts([step.image_index_n for step in steps], counts, -1),
+        slot_S=np.array([step.slot for step in steps], np.int64),
+        lookback_SL=np.stack(lookback) if lookback else None,
+    )
+
+
+def join_parts(
+    parts: Sequence[NDArray[np.int32] | None], counts: Sequence[int], absent: int
+) -> NDArray[np.int32] | None:
+    """Rows of all sequences, `absent` where a sequence has none; None when no sequence has any."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    shape = known[0].shape[1:]
+    return np.concatenate(
+        [np.full((n, *shape), absent, np.int32) if p is None else p for p, n in zip(parts, counts, strict=True)]
+    )
+
+
+def _rows(packed: PackedSteps) -> _Rows:
+    start_S = packed.start_S
+    count_S = packed.stop_S - start_S
+    every_S = np.arange(len(start_S))
+    if (count_S == 1).all():  # decoding: one row each
+        seq_T, position_T, first_S = every_S, start_S, every_S
+    else:
+        first_S = np.cumsum(count_S) - count_S
+        seq_T = np.repeat(every_S, count_S)
+        position_T = np.arange(len(seq_T)) + (start_S - first_S)[seq_T]
     return _Rows(
         seq_T=seq_T,
         position_T=position_T,
         first_S=first_S,
         start_S=start_S,
-        stop_S=start_S + count_S,
-        resumable=[(seq, place) for seq, step in enumerate(steps) for place in step.resumable],
+        stop_S=packed.stop_S,
+        resumable=packed.resumable,
     )
 
 
 def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     """Tables of different lengths as one array, padded with -1 (no page)."""
-    if len({len(table) for table in tables}) == 1:
-        return np.concatenate(tables).reshape(len(tables), -1)
     out = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = table
     return out
 
 
-def _image_index(steps: Sequence[SequenceStep], rows: _Rows) -> Ints | None:
-    """Row of the step's image rows of every position, -1 = none; None when no position has one."""
-    image_index_T = np.full(len(rows.seq_T), -1, np.int64)
-    for step, first in zip(steps, rows.first_S, strict=True):
-        if step.image_index_n is not None:
-            image_index_T[first : first + len(step.image_index_n)] = step.image_index_n
-    return image_index_T if (image_index_T >= 0).any() else None
-
-
-def _window(steps: Sequence[SequenceStep], rows: _Rows, window: int) -> tuple[Ints, Ints]:
+def _window(packed: PackedSteps, rows: _Rows, window: int) -> tuple[Ints, Ints]:
     """First and last window position each row sees: W - 1 back or to its span's start, right to its span's end."""
-    if all(step.visible_n2 is None for step in steps):
+    if packed.visible_T2 is None:
         return np.maximum(rows.position_T - (window - 1), 0), rows.position_T
-    none = [np.zeros((len(s.ids_n), 2), np.int32) if s.visible_n2 is None else s.visible_n2 for s in steps]
-    left_T, right_T = np.concatenate(none).astype(np.int64).T
+    left_T, right_T = packed.visible_T2.astype(np.int64).T
     hi_T = rows.position_T + right_T
     assert (hi_T < rows.stop_S[rows.seq_T]).all(), "a chunk ends inside a span; the scheduler must not cut there"
     return np.maximum(rows.position_T - np.maximum(left_T, window - 1), 0), hi_T
@@ -195,6 +266,8 @@ def _window(steps: Sequence[SequenceStep], rows: _Rows, window: int) -> tuple[In
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
+    phase_T: Ints
+    visible_T: Ints
     sources_PB: Ints
     entry_P: Ints
     write_P: Ints
@@ -203,27 +276,44 @@ class _Pool:
 
 def _pool(compressor: CompressorPlan, rows: _Rows, tables: _Tables) -> _Pool:
     """Entries that close in this step, the un-pooled rows they read, and which rows must be kept for later groups."""
-    ratio, reach = compressor.ratio, compressor.group_rows
-    count_S = rows.stop_S // ratio - rows.start_S // ratio
-    seq_P = np.repeat(np.arange(len(count_S)), count_S)
-    entry_P = np.arange(count_S.sum()) - (np.cumsum(count_S) - count_S)[seq_P] + (rows.start_S // ratio)[seq_P]
-    token_PB = (entry_P[:, None] + 1) * ratio - reach + np.arange(reach)
-    start_P1 = rows.start_S[seq_P][:, None]
-    sources_PB = np.where(token_PB >= start_P1, token_PB - start_P1 + rows.first_S[seq_P][:, None], -1)
-    state_write_T = None
-    if compressor.gated:
-        carried = (token_PB >= 0) & (token_PB < start_P1)
-        seq_PB = np.broadcast_to(seq_P[:, None], token_PB.shape)
-        group = f"state{ratio}"
-        sources_PB[carried] = -2 - tables.flat(group, seq_PB[carried], token_PB[carried])
-        kept = rows.before_stops(reach)
-        state_write_T = np.full(len(kept), -1, np.int64)
-        state_write_T[kept] = tables.flat(group, rows.seq_T[kept], rows.position_T[kept])
-    else:
-        assert (token_PB >= start_P1).all(), "a compressor without state cannot read rows of an earlier step"
+    ratio = compressor.ratio
+    open_T, phase_T = np.divmod(rows.position_T, ratio)
+    closes_T = phase_T == ratio - 1
+    row_P = closes_T.nonzero()[0]
+    seq_P, entry_P = rows.seq_T[row_P], open_T[row_P]
     return _Pool(
-        sources_PB=sources_PB,
+        phase_T=phase_T,
+        visible_T=open_T + closes_T,
+        sources_PB=_sources(compressor, rows, tables, seq_P, entry_P),
         entry_P=entry_P,
         write_P=tables.flat(f"pool{ratio}", seq_P, entry_P),
-        state_write_T=state_write_T,
+        state_write_T=_state_writes(compressor, rows, tables) if compressor.gated else None,
     )
+
+
+def _sources(compressor: CompressorPlan, rows: _Rows, tables: _Tables, seq_P: Ints, entry_P: Ints) -> Ints:
+    """`PoolStep.sources_PB`."""
+    ratio, reach = compressor.ratio, compressor.group_rows
+    if not len(seq_P):
+        return np.empty((0, reach), np.int64)
+    token_PB = (entry_P[:, None] + 1) * ratio - reach + np.arange(reach)
+    start_P1 = rows.start_S[seq_P][:, None]
+    earlier_PB = token_PB < start_P1
+    sources_PB = np.where(earlier_PB, -1, token_PB - start_P1 + rows.first_S[seq_P][:, None])
+    if compressor.gated:
+        carried = earlier_PB & (token_PB >= 0)
+        seq_PB = np.broadcast_to(seq_P[:, None], token_PB.shape)
+        sources_PB[carried] = -2 - tables.flat(f"state{ratio}", seq_PB[carried], token_PB[carried])
+    else:
+        assert not earlier_PB.any(), "a compressor without state cannot read rows of an earlier step"
+    return sources_PB
+
+
+def _state_writes(compressor: CompressorPlan, rows: _Rows, tables: _Tables) -> Ints:
+    """`PoolStep.state_write_T`."""
+    group, kept_T = f"state{compressor.ratio}", rows.before_stops(compressor.group_rows)
+    if kept_T is None:
+        return tables.flat(group, rows.seq_T, rows.position_T)
+    state_write_T = np.full(len(kept_T), -1, np.int64)
+    state_write_T[kept_T] = tables.flat(group, rows.seq_T[kept_T], rows.position_T[kept_T])
+    return state_write_T

@@ -45,7 +45,7 @@ class Blocks:
 
     `max_sequences` sequences hold a table row each; no step has more than `step_tokens` rows. With `cache_bytes` all
     memory is allocated at once: rings for every sequence, the rest for pools. `fill` poisons fresh and returned pages
-    (tests).
+    (tests). `page_rows` (also an attribute, of all groups) is rows per page by group.
 
     Raises:
         CapacityError: `cache_bytes` does not hold the rings and one full step, or the device does not hold it.
@@ -75,18 +75,16 @@ class Blocks:
         for group in self.groups:
             width = 1 if group.retention is None else group.kept_pages + -(-step_tokens // group.page_rows)
             self._tables[group.name] = np.full((max_sequences, width), -1, np.int32)
-        self._views = [self._views_of(row) for row in range(max_sequences)]
         self._live_G2S = np.zeros((len(self.groups), 2, max_sequences), np.int64)  # logical pages: first, stop
+        self.page_rows = {g.name: g.page_rows for g in self.groups}
+        self._steady_S = np.zeros(max_sequences, np.int64)  # fewer tokens than these need no other pages
         self._live = {g.name: live for g, live in zip(self.groups, self._live_G2S, strict=True)}
         columns = [(g.tokens_per_row, g.page_rows, _ALL if g.retention is None else g.retention) for g in self.groups]
         self._row_tokens_G1, self._page_rows_G1, self._retention_G1 = np.array(columns, np.int64).T[:, :, None]
+        self._page_tokens_G1 = self._row_tokens_G1 * self._page_rows_G1
+        self._keeps_all_G1 = (self._retention_G1 == _ALL).astype(np.int64)
         self._carries_G1 = np.array([[g.carries] for g in self.groups])
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-
-    @property
-    def page_rows(self) -> dict[str, int]:
-        """Rows per page by group."""
-        return {g.name: g.page_rows for g in self.groups}
 
     @property
     def pages(self) -> dict[tuple[str, int], torch.Tensor]:
@@ -143,7 +141,11 @@ class Blocks:
 
         False, and nothing taken, if there are too few pages for all of them.
         """
-        stop_GS = np.where(self._retention_G1 == _ALL, tokens, 0)
+        due = self._due(rows, tokens)
+        if not len(due):
+            return True
+        rows, tokens = rows[due], tokens[due]
+        stop_GS = tokens * self._keeps_all_G1
         missing_GS = np.maximum(self._pages(stop_GS) - self._live_G2S[:, 1, rows], 0)
         if not missing_GS.any():
             return True
@@ -161,9 +163,12 @@ class Blocks:
         A fixed memory has pages of rings for every step; those of pools must have been reserved. `resumable` (table
         row, position in (start, stop]): a snapshot is to be taken there after the step.
         """
-        first_GS = np.maximum(start - self._retention_G1, 0)
-        write_GS = np.where(self._carries_G1, np.maximum(start, stop - self._retention_G1), start)
-        self._hold(rows, first_GS, write_GS, np.broadcast_to(stop, first_GS.shape))
+        due = self._due(rows, stop)
+        if len(due):
+            rows, start, stop = rows[due], start[due], stop[due]
+            first_GS = np.maximum(start - self._retention_G1, 0)
+            write_GS = np.where(self._carries_G1, np.maximum(start, stop - self._retention_G1), start)
+            self._hold(rows, first_GS, write_GS, stop)
         for group in self.groups:
             if group.carries:
                 for row, place in resumable:
@@ -171,13 +176,16 @@ class Blocks:
 
     def settle(self, rows: Ints, stop: Ints) -> None:
         """Take back the pages behind the retention of sequences that now have `stop` tokens."""
+        due = self._due(rows, stop)
+        if not len(due):
+            return
+        rows, stop = rows[due], stop[due]
         first_GS = np.maximum(stop - self._retention_G1, 0)
-        stop_GS = np.broadcast_to(stop, first_GS.shape)
-        self._hold(rows, first_GS, stop_GS, stop_GS)
+        self._hold(rows, first_GS, first_GS + _ALL, stop)
 
-    def tables(self, row: int) -> dict[str, NDArray[np.int32]]:
-        """Page tables of a sequence by group, equally wide for every sequence (logical page modulo width)."""
-        return self._views[row]
+    def table_rows(self, rows: Ints) -> dict[str, NDArray[np.int32]]:
+        """Page tables of table rows `rows` as they are now, [S, P] by group (logical page modulo width)."""
+        return {name: table.take(rows, axis=0) for name, table in self._tables.items()}
 
     def snapshot(self, row: int, tokens: int) -> Snapshot:
         """What is needed to go on after the first `tokens` tokens of a sequence, until `forget`.
@@ -246,13 +254,20 @@ class Blocks:
             first, stop = self._live[group.name][:, row].tolist()
             self._drop(group, row, first, stop)
             self._live[group.name][:, row] = 0
+        self._steady_S[row] = 0
+
+    def _due(self, rows: Ints, stop: Ints) -> Ints:
+        """Which of some table rows may need other pages than they have, for steps that end at `stop` tokens."""
+        due: Ints = (stop >= self._steady_S[rows]).nonzero()[0]
+        return due
 
     def _hold(self, rows: Ints, first_GS: Ints, write_GS: Ints, stop_GS: Ints) -> None:
         """Hold the pages of tokens from `first` on that are there, and of [write, stop); tokens, by group and row."""
         live_first_GS, live_stop_GS = self._live_G2S[:, 0, rows], self._live_G2S[:, 1, rows]
-        first_GS = first_GS // (self._row_tokens_G1 * self._page_rows_G1)
+        first_GS = first_GS // self._page_tokens_G1
         stop_GS = self._pages(stop_GS)
-        for g, i in np.argwhere((first_GS > live_first_GS) | (stop_GS > live_stop_GS)).tolist():
+        changes_GS = (first_GS > live_first_GS) | (stop_GS > live_stop_GS)
+        for g, i in zip(*(axis.tolist() for axis in changes_GS.nonzero()), strict=True):
             group, row = self.groups[g], int(rows[i])
             first, stop, live_first, live_stop = (
                 int(pages[g, i]) for pages in (first_GS, stop_GS, live_first_GS, live_stop_GS)
@@ -261,13 +276,14 @@ class Blocks:
             written = int(write_GS[g, i]) // (group.tokens_per_row * group.page_rows)
             self._add(group, row, max(live_stop, written), stop)
             self._live_G2S[g, :, row] = first, max(stop, live_stop)
+        live_first_GS, live_stop_GS = self._live_G2S[:, 0, rows], self._live_G2S[:, 1, rows]
+        grows_GS = (live_stop_GS * self._page_rows_G1 + 1) * self._row_tokens_G1
+        sheds_GS = (live_first_GS + 1) * self._page_tokens_G1 + self._retention_G1
+        self._steady_S[rows] = np.minimum(grows_GS, sheds_GS).min(axis=0)
 
     def _pages(self, tokens_GS: Ints) -> Ints:
         """`Group.pages_for` of many, by group and row."""
         return -(-(tokens_GS // self._row_tokens_G1) // self._page_rows_G1)
-
-    def _views_of(self, row: int) -> dict[str, NDArray[np.int32]]:
-        return {name: table[row] for name, table in self._tables.items()}
 
     def _add(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:
@@ -308,7 +324,6 @@ class Blocks:
             grown = np.full((len(table), max(pages, 2 * table.shape[1])), -1, np.int32)
             grown[:, : table.shape[1]] = table
             self._tables[group.name] = table = grown
-            self._views = [self._views_of(row) for row in range(len(table))]
         return table
 
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from spyglass.engine.runner import ModelParts, Runner, StepOutput
 from spyglass.engine.sampler import DrawStep, draw
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence, forms_of
-from spyglass.engine.stats import EngineStats
+from spyglass.engine.stats import Counters, EngineStats
 from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
@@ -97,7 +97,7 @@ class Engine:
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
-        self._counted, self._sampling_s = EngineStats(), 0.0
+        self._counted = Counters()
 
     @property
     def vocab_size(self) -> int:
@@ -112,8 +112,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges of now; cheap enough for every step."""
         prefixes, pictures = self.prefixes.counts, self.pictures.counts
-        return replace(
-            self._counted,
+        return EngineStats(
+            **asdict(self._counted),
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             cache_share=self.blocks.share_used(self.prefixes.spare_pages()),
@@ -126,7 +126,6 @@ class Engine:
             image_evictions=pictures.evictions,
             prefix_bytes=prefixes.bytes_held,
             image_bytes=pictures.bytes_held,
-            sampling_seconds=self._sampling_s,
             mask_share=self._masks.hidden_share or 0.0,
         )
 
@@ -163,7 +162,7 @@ class Engine:
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
         self._next_id += 1
-        self._counted = replace(self._counted, prompt_tokens=self._counted.prompt_tokens + len(prompt))
+        self._counted.prompt_tokens += len(prompt)
         return sequence.request_id
 
     def check(self, prompt: Prompt, params: SamplingParams) -> Form | None:
@@ -198,7 +197,7 @@ class Engine:
             SpyglassError: the model gives no sound answer.
         """
         assert not self._sequences, "an engine is warmed up before its first request"
-        counted, sampling_s = self._counted, self._sampling_s
+        counted = replace(self._counted)
         fits = min(self.max_length, self.blocks.most_tokens or self.max_length)
         try:
             for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
@@ -219,7 +218,7 @@ class Engine:
                 self.abort(request)
             self.prefixes.clear()
             self.pictures.clear()
-            self._counted, self._sampling_s = counted, sampling_s
+            self._counted = counted
 
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.
@@ -242,10 +241,15 @@ class Engine:
         deltas: list[Delta] = []
         try:
             with torch.inference_mode():
-                masks = self._begin_masks(chunks)
+                drawing = [chunk.sequence for chunk in chunks if chunk.draws]
+                masks = self._begin_masks(drawing)
                 output = self._runner.run(chunks)
                 self._score(chunks, output)
-                self._draw(chunks, output, deltas, masks)
+                if len(drawing) < len(chunks):
+                    closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
+                    deltas += [self._finish(sequence, "length", (), "") for sequence in closed]
+                if drawing:
+                    self._draw(drawing, output, deltas, masks)
             done = True
             self._count(chunks, deltas, time.perf_counter() - began)
         finally:
@@ -263,13 +267,10 @@ class Engine:
 
     def _count(self, chunks: Sequence[Chunk], deltas: Sequence[Delta], seconds: float) -> None:
         counted = self._counted
-        self._counted = replace(
-            counted,
-            steps=counted.steps + 1,
-            step_seconds=counted.step_seconds + seconds,
-            computed_tokens=counted.computed_tokens + sum(chunk.stop - chunk.start for chunk in chunks),
-            generated_tokens=counted.generated_tokens + sum(len(delta.token_ids) for delta in deltas),
-        )
+        counted.steps += 1
+        counted.step_seconds += seconds
+        counted.computed_tokens += sum([chunk.stop - chunk.start for chunk in chunks])
+        counted.generated_tokens += sum([len(delta.token_ids) for delta in deltas])
 
     def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""
@@ -288,23 +289,18 @@ class Engine:
                 if sequence.params.prompt_logprobs is not None:
                     keep_prompt_logprobs(sequence, start, logits_RV)
 
-    def _begin_masks(self, chunks: Sequence[Chunk]) -> Callable[[], torch.Tensor] | None:
-        forms = forms_of([chunk.sequence for chunk in chunks if chunk.draws])
+    def _begin_masks(self, drawing: Sequence[TokenSequence]) -> Callable[[], torch.Tensor] | None:
+        forms = forms_of(drawing)
         return self._masks.begin([form for _, form in forms]) if forms else None
 
     def _draw(
         self,
-        chunks: Sequence[Chunk],
+        drawing: Sequence[TokenSequence],
         output: StepOutput,
         deltas: list[Delta],
         masks: Callable[[], torch.Tensor] | None,
     ) -> None:
-        """A token for every sequence whose tokens are all computed; those that only wanted their prompt run end."""
-        drawing = [chunk.sequence for chunk in chunks if chunk.draws]
-        closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
-        deltas += [self._finish(sequence, "length", (), "") for sequence in closed]
-        if not drawing:
-            return
+        """A token for every sequence whose tokens are all computed."""
         logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
         step = DrawStep(
             params=[s.params for s in drawing],
@@ -316,7 +312,7 @@ class Engine:
         )
         began = time.perf_counter()
         drawn = draw(logits_SV, step, self._banned)
-        self._sampling_s += time.perf_counter() - began
+        self._counted.sampling_seconds += time.perf_counter() - began
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
 

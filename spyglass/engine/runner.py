@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import SequenceStep, assemble
+from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts
 from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import ModelConfig
@@ -70,54 +69,48 @@ class Runner:
     def run(self, chunks: Sequence[Chunk]) -> StepOutput:
         """One forward pass over all chunks; afterwards their tokens count as computed."""
         engram_rows = self._fetch_engram(chunks)
-        self._encode_pictures(chunks)
+        pictures = [_pictures(chunk) for chunk in chunks]
+        self._encode_pictures(chunks, pictures)
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         start = np.array([chunk.start for chunk in chunks], np.int64)
         stop = np.array([chunk.stop for chunk in chunks], np.int64)
         places = [self._prefixes.places(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
-        resumable = [(int(row), place) for row, each in zip(rows, places, strict=True) for place in each]
-        self._blocks.extend(rows, start, stop, resumable)
-        image_rows, index = _image_rows(chunks)
-        steps = [self._step(*each) for each in zip(chunks, index, places, strict=True)]
-        batch, cache = assemble(steps, self._config.text, self._blocks.page_rows, self._blocks.pages, self._device)
+        resumable = [(seq, place) for seq, each in enumerate(places) for place in each]
+        self._blocks.extend(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
+        image_rows, image_index_T = _image_rows(chunks, pictures)
+        last_S = np.cumsum(stop - start) - 1
+        engram = self._config.text.engram
+        packed = PackedSteps(
+            ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
+            kinds_T=np.concatenate([chunk.sequence.kinds(chunk.start, chunk.stop) for chunk in chunks]),
+            start_S=start,
+            stop_S=stop,
+            table_SP=self._blocks.table_rows(rows),
+            logit_rows_R=last_S[[chunk.draws for chunk in chunks]],
+            resumable=resumable,
+            visible_T2=_visible(chunks, pictures),
+            image_index_T=image_index_T,
+            slot_S=np.array([chunk.sequence.adapter.slot for chunk in chunks], np.int64),
+            lookback_SL=None if engram is None else _lookback(chunks, engram.lookback),
+        )
+        text = self._config.text
+        batch, cache = assemble_packed(packed, text, self._blocks.page_rows, self._blocks.pages, self._device)
         if engram_rows is not None:
             batch = replace(batch, engram_rows=engram_rows())
         streams = self._model.embed(batch, image_rows)
         hidden, _ = self._model.text(streams, batch, cache)
-        for chunk, each in zip(chunks, places, strict=True):
-            for place in each:
-                self._prefixes.keep(chunk.sequence, place)
+        for seq, place in resumable:
+            self._prefixes.keep(chunks[seq].sequence, place)
         self._blocks.settle(rows, stop)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
-            for picture in [p for p in chunk.sequence.image_rows if _end(chunk.sequence.prompt, p) <= chunk.stop]:
-                del chunk.sequence.image_rows[picture]
-        first = tuple(accumulate((chunk.stop - chunk.start for chunk in chunks[:-1]), initial=0))
-        return StepOutput(hidden_TC=hidden, first=first, draw_rows=batch.logit_rows_R)
+            if chunk.sequence.image_rows:
+                _forget_pictures(chunk)
+        return StepOutput(hidden_TC=hidden, first=(0, *(last_S[:-1] + 1).tolist()), draw_rows=batch.logit_rows_R)
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of rows of a step."""
         return self._model.logits(hidden_TC, rows_R)
-
-    def _step(self, chunk: Chunk, image_index_n: NDArray[np.int32] | None, resumable: Sequence[int]) -> SequenceStep:
-        sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
-        assert sequence.row is not None
-        engram = self._config.text.engram
-        visible = None
-        if start < len(sequence.prompt) and sequence.prompt.spans:
-            visible = _padded(sequence.prompt.visible_T2[start:stop], stop - start, 0)
-        return SequenceStep(
-            ids_n=sequence.ids(start, stop),
-            kinds_n=sequence.kinds(start, stop),
-            start=start,
-            tables=self._blocks.tables(sequence.row),
-            logit_rows=[stop - start - 1] if chunk.draws else [],
-            visible_n2=visible,
-            image_index_n=image_index_n,
-            slot=sequence.adapter.slot,
-            lookback_L=None if engram is None else sequence.lookback(start, engram.lookback),
-            resumable=resumable,
-        )
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
@@ -128,14 +121,14 @@ class Runner:
         return self._engram.start(
             np.concatenate([sequence.ids(start, stop) for sequence, start, stop in spans]),
             np.concatenate([sequence.kinds(start, stop) for sequence, start, stop in spans]),
-            np.stack([sequence.lookback(start, depth) for sequence, start, _ in spans]),
+            _lookback(chunks, depth),
             np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32),
         )
 
-    def _encode_pictures(self, chunks: Sequence[Chunk]) -> None:
+    def _encode_pictures(self, chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]) -> None:
         """Rows of all pictures that are first needed now: known ones, and the others, each encoded once."""
         unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
-        for sequence, picture in ((chunk.sequence, picture) for chunk in chunks for picture in _pictures(chunk)):
+        for sequence, picture in ((c.sequence, n) for c, each in zip(chunks, pictures, strict=True) for n in each):
             if picture not in sequence.image_rows:
                 key = sequence.prompt.digests[picture], sequence.adapter.vision_digest
                 rows_IC = self._pictures.get(key)
@@ -199,24 +192,49 @@ def _end(prompt: Prompt, picture: int) -> int:
     return span.start + span.length
 
 
-def _image_rows(chunks: Sequence[Chunk]) -> tuple[torch.Tensor | None, list[NDArray[np.int32] | None]]:
-    """Image rows of all pictures in the step, and per chunk the row of each of its positions (-1 = none)."""
+def _forget_pictures(chunk: Chunk) -> None:
+    """Rows of pictures whose tokens are all computed are needed no more."""
+    sequence = chunk.sequence
+    for picture in [p for p in sequence.image_rows if _end(sequence.prompt, p) <= chunk.stop]:
+        del sequence.image_rows[picture]
+
+
+def _image_rows(
+    chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor | None, NDArray[np.int32] | None]:
+    """Image rows of all pictures in the step, and the row of each position of the step (-1 = none)."""
     parts: list[torch.Tensor] = []
     index: list[NDArray[np.int32] | None] = []
     first = 0
-    for chunk in chunks:
-        pictures = _pictures(chunk)
-        if not pictures:
+    for chunk, seen in zip(chunks, pictures, strict=True):
+        if not seen:
             index.append(None)
             continue
         prompt = chunk.sequence.prompt
-        # a prompt counts rows over all its pictures; the step only has those from `pictures[0]` on
-        before = sum(_cells(prompt, picture) for picture in range(pictures[0]))
+        # a prompt counts rows over all its pictures; the step only has those from `seen[0]` on
+        before = sum(_cells(prompt, picture) for picture in range(seen[0]))
         row_n = _padded(prompt.image_row_T[chunk.start : chunk.stop], chunk.stop - chunk.start, -1)
         index.append(np.where(row_n >= 0, row_n - before + first, -1).astype(np.int32))
-        parts += [chunk.sequence.image_rows[picture] for picture in pictures]
-        first += sum(_cells(prompt, picture) for picture in pictures)
-    return (torch.cat(parts) if parts else None), index
+        parts += [chunk.sequence.image_rows[picture] for picture in seen]
+        first += sum(_cells(prompt, picture) for picture in seen)
+    return (torch.cat(parts) if parts else None), join_parts(index, _lengths(chunks), -1)
+
+
+def _visible(chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]) -> NDArray[np.int32] | None:
+    """`Prompt.visible_T2` of the rows of the step; None without a picture."""
+    parts = [
+        _padded(c.sequence.prompt.visible_T2[c.start : c.stop], c.stop - c.start, 0) if seen else None
+        for c, seen in zip(chunks, pictures, strict=True)
+    ]
+    return join_parts(parts, _lengths(chunks), 0)
+
+
+def _lengths(chunks: Sequence[Chunk]) -> list[int]:
+    return [chunk.stop - chunk.start for chunk in chunks]
+
+
+def _lookback(chunks: Sequence[Chunk], depth: int) -> NDArray[np.int32]:
+    return np.stack([chunk.sequence.lookback(chunk.start, depth) for chunk in chunks])
 
 
 def _padded(part: NDArray[np.int32], length: int, value: int) -> NDArray[np.int32]:

@@ -154,6 +154,9 @@ class Scheduler:
 
     def _share(self) -> list[Chunk]:
         """Who gets how many tokens, as if memory were no matter; oldest first."""
+        if len(self._running) <= self._step_tokens and all(s.pending == 1 for s in self._running):
+            self._jumped = False
+            return [Chunk(s, s.computed, s.length) for s in self._running]
         prompts = sum(s.pending > 1 for s in self._running)
         quantum = max(1, self._step_tokens // (2 * max(1, prompts)))
         left = self._step_tokens

@@ -36,3 +36,15 @@ class EngineStats:
     step_seconds: float = 0.0
     sampling_seconds: float = 0.0
     mask_share: float = 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine counts step by step; the fields are those of `EngineStats`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    step_seconds: float = 0.0
+    sampling_seconds: float = 0.0

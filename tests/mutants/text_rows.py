@@ -258,22 +258,22 @@ TEXT_ROWS: list[Mutant] = [
     # assembly of a step
     Mutant(
         ASSEMBLE,
-        "put(step.entry_P * ratio)",
-        "put((step.entry_P + 1) * ratio - 1)",
+        "put(pool.entry_P * ratio)",
+        "put((pool.entry_P + 1) * ratio - 1)",
         INDEPENDENT,
         "entries turned at their last token",
     ),
     Mutant(
         ASSEMBLE,
-        "put(rows.position_T % ratio, np.int64)",
-        "put((rows.position_T - rows.start_S[rows.seq_T]) % ratio, np.int64)",
+        "        phase_T=phase_T,\n        visible_T",
+        "        phase_T=(rows.position_T - rows.start_S[rows.seq_T]) % ratio,\n        visible_T",
         STEPS,
         "ape counted from the chunk",
     ),
     Mutant(
         ASSEMBLE,
-        "visible_T=put((rows.position_T + 1) // ratio)",
-        "visible_T=put(rows.position_T // ratio)",
+        "visible_T=open_T + closes_T",
+        "visible_T=open_T",
         INDEPENDENT,
         "the closing token does not see its entry",
     ),

@@ -49,7 +49,7 @@ def settle(blocks: Blocks, rows: list[int], stop: list[int]) -> None:
 
 def page_of(blocks: Blocks, row: int, group: str, number: int) -> int:
     """Page of a group's row `number`, by CacheView's rule."""
-    table = blocks.tables(row)[group]
+    table = blocks.table_rows(np.array([row]))[group][0]
     return int(table[(number // PAGE_ROWS[group]) % len(table)])
 
 
@@ -90,8 +90,7 @@ def test_every_needed_row_has_a_page_of_its_own_that_stays(moves: list[tuple[int
         place[who] = stop
         held = {key: page for key, page in held.items() if key[0] != who or key[2] in needed(stop, stop)[key[1]]}
     for group in PAGE_ROWS:
-        live = [blocks.tables(row)[group] for row in rows if row is not None]
-        pages = np.concatenate(live)
+        pages = blocks.table_rows(np.array(rows))[group]
         pages = pages[pages >= 0]
         assert len(np.unique(pages)) == len(pages) == used(blocks)[group]
     for row in rows:

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.sampler import DrawStep, UsedTokens, draw, inverse_draw, kept_weights, penalise, uniform
+from spyglass.engine.sampler import (
+    DrawStep,
+    UsedTokens,
+    draw,
+    inverse_draw,
+    kept_weights,
+    largest,
+    penalise,
+    uniform,
+)
 
 NONE = torch.tensor([], dtype=torch.int64)
 
@@ -129,6 +138,16 @@ def test_temperature_0_and_a_vanishing_temperature_take_the_likeliest() -> None:
     assert set(draws(logits, SamplingParams(temperature=0), 50)) == {best}
     for temperature in (1e-30, 1e-46, 5e-324):
         assert set(draws(logits, SamplingParams(temperature=temperature), 50)) == {best}
+
+
+@pytest.mark.parametrize("columns", [1, 7, 255, 256, 257, 512, 1000])
+def test_the_largest_is_torchs_argmax_ties_and_nan_included(columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    rows = torch.randint(-3, 4, (40, columns), generator=generator).float()
+    rows[3] = -math.inf
+    rows[4, torch.randint(columns, (1,), generator=generator)] = math.nan
+    rows[5, -1] = 9.0
+    assert torch.equal(largest(rows), rows.argmax(dim=-1))
 
 
 def test_a_huge_temperature_draws_evenly_and_never_what_is_banned() -> None:
