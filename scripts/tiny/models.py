@@ -24,7 +24,7 @@ MOST_PICTURE_TOKENS = 200
 # where things stand.
 MIXTURES: dict[Family, tuple[str, ...] | None] = {
     "v4": None,
-    "v41": (*KINDS, "count", "number", "word", *["position", "grounding"] * 3, "chat"),
+    "v41": (*KINDS, *["compare", "count"] * 3, "position", *["grounding", "number", "word"] * 2),
 }
 _TEXT = {
     "hidden_size": 192,
