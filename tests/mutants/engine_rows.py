@@ -24,6 +24,7 @@ UNIT = "tests/unit/engine"
 ON_SAMPLER = f"{UNIT}/test_sampler.py"
 ON_TEXT = f"{UNIT}/test_detokenize.py"
 ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
+ON_NAMES = f"{UNIT}/test_prefix.py"
 ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_CACHES = (
     f"{UNIT}/test_prefix.py {UNIT}/test_image_cache.py tests/laws/test_caches.py tests/laws/test_cache_limits.py"
@@ -104,28 +105,28 @@ ENGINE_ROWS: list[Mutant] = [
            "more pages given than there are"),
     Mutant(BLOCKS, "group.pages_for(count) for count in tokens) <= limit", "group.pages_for(count) for count in tokens[:1]) <= limit",
            ON_BLOCKS, "room for one taken for room for all"),
-    Mutant(PREFIX, ", sequence.kinds(start, stop).tobytes()]", "]", ON_CACHES, "names without kinds"),
-    Mutant(PREFIX, "facts += [place, sequence.prompt.digests[span.image], ", "facts += [place, ", ON_CACHES,
+    Mutant(PREFIX, ", sequence.kinds(start, stop).tobytes()]", "]", ON_NAMES, "names without kinds"),
+    Mutant(PREFIX, "facts += [place, sequence.prompt.digests[span.image], ", "facts += [place, ", ON_NAMES,
            "names without pictures"),
-    Mutant(PREFIX, ", sequence.adapter.vision_digest]", "]", ON_CACHES, "names without the picture adapter"),
-    Mutant(PREFIX, 'self._hash(b"", sequence.adapter.text_digest)', 'self._hash(b"")', ON_CACHES,
+    Mutant(PREFIX, ", sequence.adapter.vision_digest]", "]", ON_NAMES, "names without the picture adapter"),
+    Mutant(PREFIX, 'self._hash(b"", sequence.adapter.text_digest)', 'self._hash(b"")', ON_NAMES,
            "names without the text adapter"),
-    Mutant(PREFIX, "return self._hash(before, *facts)", 'return self._hash(b"", *facts)', ON_CACHES, "blocks are not chained"),
-    Mutant(PREFIX, "key=self._secret, ", "", ON_CACHES, "names anybody can compute"),
+    Mutant(PREFIX, "return self._hash(before, *facts)", 'return self._hash(b"", *facts)', ON_NAMES, "blocks are not chained"),
+    Mutant(PREFIX, "key=self._secret, ", "", ON_NAMES, "names anybody can compute"),
     Mutant(PREFIX, " | {sequence.cut_at_most(length - 1)}", "", ON_CACHES, "no snapshot before the end of a prompt"),
     Mutant(PREFIX, "{span.start + span.length for span in spans} | ", "set() | ", ON_CACHES, "none behind pictures"),
     Mutant(PREFIX, " if sequence.cut_at_most(place) == place", "", ON_CACHES, "a snapshot inside a span"),
     Mutant(PREFIX, " or sequence.wants_prompt_rows", "", ON_CACHES, "logits of a prompt that were never computed"),
-    Mutant(PREFIX, "sequence.computed < tokens < sequence.length", "sequence.computed < tokens", ON_CACHES,
+    Mutant(PREFIX, "sequence.computed < tokens < sequence.length", "sequence.computed < tokens", ON_NAMES,
            "no token is left to run"),
     Mutant(PREFIX, "            self._entries.move_to_end(name)\n            while", "            while", ON_CACHES,
            "a hit does not count as use"),
     Mutant(PREFIX, "sorted(self._tails.get(names.block(number), ()), reverse=True)",
-           "sorted(self._tails.get(names.block(number), ()))", ON_CACHES, "the shortest known prefix is taken"),
+           "sorted(self._tails.get(names.block(number), ()))", ON_NAMES, "the shortest known prefix is taken"),
     Mutant(PREFIX, "while self._bytes > self._limit:", "while False:", ON_CACHES, "no limit"),
-    Mutant(PREFIX, "        self._blocks.forget(entry.snapshot)\n", "", ON_CACHES, "pages of evicted snapshots leak"),
-    Mutant(PREFIX, "if self._frees_pages(entry.snapshot)", "", ON_CACHES, "beginnings go before ends"),
-    Mutant(PREFIX, "if self._has_spare(entry.snapshot)", "", ON_CACHES, "snapshots go although that frees nothing"),
+    Mutant(PREFIX, "        self._blocks.forget(entry.snapshot)\n", "", ON_NAMES, "pages of evicted snapshots leak"),
+    Mutant(PREFIX, "if self._frees_pages(entry.snapshot)", "", ON_NAMES, "beginnings go before ends"),
+    Mutant(PREFIX, "if self._has_spare(entry.snapshot)", "", ON_NAMES, "snapshots go although that frees nothing"),
     Mutant(IMAGES, "self._rows[key] = rows_IC.clone()", "self._rows[key] = rows_IC", ON_CACHES, "a part holds the whole"),
     Mutant(IMAGES, "            self._rows.move_to_end(key)\n", "", ON_CACHES, "first in, first out"),
     Mutant(IMAGES, "            self._bytes -= oldest.nbytes\n", "            break\n", ON_CACHES, "one goes, then no limit"),

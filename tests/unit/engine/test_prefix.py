@@ -159,6 +159,24 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert found == {2: 5, 4: 5, 3: 0}
 
 
+def test_a_request_goes_on_from_the_longest_of_the_prefixes_known_of_it_and_never_from_its_whole_length() -> None:
+    blocks = make_blocks()
+    cache = PrefixCache(blocks, 1 << 30, B)
+    places = [2, 5, B, B + 3, B + 6, 2 * B + 1]
+    sequence = make_sequence(prompt_of([2] * 20))
+    sequence.row = row = blocks.admit()
+    assert row is not None
+    blocks.extend(np.array([row]), np.array([0]), np.array([20]), [(row, place) for place in places])
+    for place in places:
+        cache.keep(sequence, place)
+    for length in range(3, 20):
+        again = make_sequence(prompt_of([2] * length))
+        again.row = blocks.admit()
+        cache.resume(again)
+        assert again.computed == max(place for place in places if place < length)
+        blocks.release(again.row)
+
+
 def test_pages_are_freed_from_the_end_of_a_prefix_and_its_beginning_stays() -> None:
     """Of one sequence the longest snapshot goes first, although it is the youngest."""
     blocks = make_blocks()
