@@ -114,7 +114,7 @@ class AdapterRun:
         self.held_out = Feed(source=source(split="test", seed=1), processes=1, slots=4)
         self.feed.start()
         self.held_out.start()
-        signal.signal(signal.SIGTERM, self._ask_to_stop)  # not before: the feeds' processes would have it too
+        self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
         if torch.device(options.device).index is not None:
             torch.cuda.set_device(options.device)  # streams and graphs are those of the current one
         torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
@@ -248,6 +248,7 @@ class AdapterRun:
         """Stop the other processes."""
         self.feed.stop()
         self.held_out.stop()
+        signal.signal(signal.SIGTERM, self._handler)
 
 
 def _numbers(outcome: Outcome) -> torch.Tensor:

@@ -149,7 +149,7 @@ class Feed:
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()  # they have the signal handlers of whoever forked them
         for worker in self._workers:
             worker.join()
 

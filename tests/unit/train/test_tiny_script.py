@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from itertools import pairwise
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -101,3 +103,17 @@ def test_the_rate_rises_holds_and_ends_at_zero() -> None:
     shares = [rate_at(step / 100) for step in range(101)]
     assert shares[0] == 0 and shares[2] == shares[40] == 1 and shares[100] == 0
     assert all(later <= earlier for earlier, later in pairwise(shares[2:]))
+
+
+def test_makers_of_steps_end_though_their_parent_does_not_heed_sigterm() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    feed = Feed(source=Source(folder=find_model("spyglass-tiny-v4"), capacity=CAPACITY), processes=1, slots=1)
+    try:
+        feed.start()
+        assert feed.take(60.0) is not None
+        stopping = Thread(target=feed.stop, daemon=True)
+        stopping.start()
+        stopping.join(20.0)
+        assert not stopping.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
