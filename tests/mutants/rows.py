@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.checkpoint_rows import CHECKPOINT_ROWS
 from tests.mutants.config_rows import CONFIG_ROWS
+from tests.mutants.edge_rows import EDGE_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
 from tests.mutants.full_training_rows import FULL_TRAINING_ROWS
 from tests.mutants.lora_rows import LORA_ROWS
@@ -23,6 +24,7 @@ from tests.mutants.whole_training_rows import WHOLE_TRAINING_ROWS
 ROWS: list[Mutant] = [
     *CHECKPOINT_ROWS,
     *CONFIG_ROWS,
+    *EDGE_ROWS,
     *ENGINE_ROWS,
     *FULL_TRAINING_ROWS,
     *LORA_ROWS,

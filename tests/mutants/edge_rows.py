@@ -1,0 +1,74 @@
+"""Faults at the edges: what callers hand over, batches, held memory, refusals, logs, counts, listening, warming up."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+BATCH = "spyglass/server/batch.py"
+COUNT = "spyglass/server/count.py"
+FAULTS = "spyglass/server/faults.py"
+FIT = "spyglass/engine/fit.py"
+HELD = "spyglass/server/held.py"
+INPUTS = "spyglass/engine/inputs.py"
+LOG = "spyglass/server/log.py"
+PAGE = "spyglass/server/page.py"
+REQUEST = "spyglass/engine/request.py"
+RUN = "spyglass/server/run.py"
+TRAIN_LOG = "spyglass/train/log.py"
+WARM_UP = "spyglass/engine/warm_up.py"
+ON_BATCH = "tests/server/test_batch.py"
+ON_COUNTS = "tests/server/test_told.py tests/server/test_clients.py"
+ON_FLOW = "tests/server/test_flow.py"
+ON_LLM = "tests/unit/engine/test_llm.py"
+ON_LOG = "tests/server/test_gate.py"
+ON_PAGE = "tests/server/test_playground.py"
+ON_PARAMS = "tests/unit/engine/test_request.py"
+ON_TRAINING = "tests/unit/train/test_loop.py tests/unit/train/test_state.py"
+ON_WARM_UP = "tests/unit/engine/test_warm_up.py"
+
+EDGE_ROWS: list[Mutant] = [
+    Mutant(BATCH, "and found.custom_id in seen:", "and False:", ON_BATCH, "two requests of one name"),
+    Mutant(BATCH, "        os.truncate(path, end)\n", "        pass\n", ON_BATCH, "half an answer stays in the file"),
+    Mutant(BATCH, "            if not text.endswith(b\"\\n\"):\n                break\n", "", ON_BATCH, "half an answer counts"),
+    Mutant(BATCH, "                self._engine.abort(number)\n", "", ON_BATCH, "other answers of a refused line go on"),
+    Mutant(BATCH, 'if line.body.get("stream"):', "if False:", ON_BATCH, "lines that stream"),
+    Mutant(BATCH, 'sorted(set(value) - {"custom_id"', 'sorted(set() - {"custom_id"', ON_BATCH, "unknown fields of a line"),
+    Mutant(BATCH, "fine = status < 400", "fine = True", ON_BATCH, "refused lines count as answered"),
+    Mutant(BATCH, "= (open_call, index)", "= (open_call, 0)", ON_BATCH, "every answer of a line is its first"),
+    Mutant(BATCH, "            if not open_call.missing:\n", "            if True:\n", ON_BATCH, "lines written before all answers are there"),
+    Mutant(BATCH, "            traceback.print_exc()\n            return\n", "            raise\n", ON_BATCH, "a failing step ends the batch"),
+    Mutant(BATCH, "< most and (line", "< 10**9 and (line", ON_BATCH, "a file is in memory before its first answer"),
+    Mutant(HELD, "held.total > self._mine and ", "", ON_FLOW, "one alone may not have what its limits allow"),
+    Mutant(HELD, "held.total + nbytes > held.most", "held.total > held.most", ON_FLOW, "one more than memory has"),
+    Mutant(HELD, "self._mine += nbytes", "self._mine = nbytes", ON_FLOW, "only what came last is given back"),
+    Mutant(HELD, "            self._mine = 0\n", "", ON_FLOW, "what is held is given back twice"),
+    Mutant(FAULTS, "math.ceil(error.retry_after_s)", "int(error.retry_after_s)", ON_FLOW, "retry after no time"),
+    Mutant(FAULTS, "PromptError | CapacityError | AdapterError", "PromptError | AdapterError", ON_FLOW + " " + ON_BATCH,
+           "what does not fit is a fault of ours"),
+    Mutant(FAULTS, "status=500, message=NEUTRAL", "status=500, message=str(error)", ON_FLOW, "strangers read what broke"),
+    Mutant(LOG, "logging.ERROR if record.status == 500 else logging.INFO", "logging.INFO", ON_LOG + " " + ON_FLOW, "faults logged as news"),
+    Mutant(LOG, ' if value not in (None, 0, False, (), "")'[1:], "if True", ON_LOG, "log lines full of nothing"),
+    Mutant(LOG, '            fields["traceback"] = self.formatException(record.exc_info)\n', "            pass\n", ON_LOG,
+           "faults without their traceback"),
+    Mutant(COUNT, 'start=flag_field(stated, "add_special_tokens", default=True)', "start=True", ON_COUNTS, "always with a start"),
+    Mutant(COUNT, "not 0 <= token < size", "not 0 <= token", ON_COUNTS, "ids outside the vocabulary have a text"),
+    Mutant(COUNT, "MESSAGES_FIELDS)\n        choose_model(self.served, stated)\n", "MESSAGES_FIELDS)\n", ON_COUNTS,
+           "counts for a model that is not served"),
+    Mutant(PAGE, "(full_width - wide) * 0.5", "(full_width - wide) * 0.0", ON_PAGE, "the picture drawn at the edge"),
+    Mutant(PAGE, "found.resized if found.stretch else contained", "found.resized if True else contained", ON_PAGE,
+           "no bars beside the picture"),
+    Mutant(RUN, "    await app.state.service.drain()\n", "    pass\n", ON_FLOW, "streams are cut without their last words"),
+    Mutant(RUN, "socket.SO_KEEPALIVE, 1)", "socket.SO_KEEPALIVE, 0)", ON_FLOW, "a machine that went is waited for"),
+    Mutant(WARM_UP, "[longest] if longest is widest else [longest, widest]", "[longest]", ON_WARM_UP, "the most patches never tried"),
+    Mutant(WARM_UP, "    sizes = (\n        lines\n", "    sizes = (\n        lines[:1]\n", ON_WARM_UP, "no narrow pictures"),
+    Mutant(WARM_UP, "max(1, tokens - block)", "max(1, tokens)", ON_WARM_UP, "a prompt larger than was asked for"),
+    Mutant(INPUTS, 'raise type(error)(f"request {number}: {error}") from error', "raise", ON_LLM, "an error that does not say whose"),
+    Mutant(INPUTS, "if len(params) != count:", "if False:", ON_LLM, "prompts without parameters"),
+    Mutant(INPUTS, "    except RuntimeError as error:", "    except ZeroDivisionError as error:", ON_LLM, "logits larger than memory"),
+    Mutant(FIT, "free // 8", "free", ON_LLM + " " + ON_WARM_UP, "the prefix cache may take all memory"),
+    Mutant(REQUEST, "0.01 <= x <= 100", "0 <= x", ON_PARAMS, "a repetition penalty that divides by nothing"),
+    Mutant(REQUEST, "isinstance(value, int) and not isinstance(value, bool)", "isinstance(value, int)", ON_PARAMS, "True is a number"),
+    Mutant(REQUEST, "0 < x <= 1)", "0 <= x <= 1)", ON_PARAMS, "top_p of nothing"),
+    Mutant(REQUEST, "value.bit_length() > 4096", "False", ON_PARAMS, "a number too long to be told"),
+    Mutant(TRAIN_LOG, "if row.step <= done]", "]", ON_TRAINING, "steps that come again stand twice in the log"),
+]  # fmt: skip
