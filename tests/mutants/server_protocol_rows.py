@@ -75,5 +75,5 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(GRAMMAR, "{name: root[name] for name", "{name: {} for name", ON_GRAMMAR, "definitions of a schema lost"),
     Mutant(GRAMMAR, "if types is None and not set(schema) - _SAYS_NOTHING", "if types is None and True", ON_GRAMMAR,
            "text for whatever a reference asks for"),
-    Mutant(GRAMMAR, r" & ~/(?s:.*)<\/{DSML}(?s:.*)/", "", ON_GRAMMAR, "a text swallows what closes it"),
+    Mutant(GRAMMAR, r" & ~/(?s:.*)<\/{DSML}(?s:.*)/", "", ON_GRAMMAR, "a text spells the mark that would end it"),
 ]  # fmt: skip

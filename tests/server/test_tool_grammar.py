@@ -104,10 +104,11 @@ def test_what_may_be_text_or_not_is_written_in_either_way(accepts: Accepts) -> N
         assert accepts(call('<M_parameter name="x" string="false">null</M_parameter>\n'), tools=tools)
 
 
-def test_no_value_goes_on_behind_a_mark(accepts: Accepts) -> None:
-    """Else a text would swallow what closes it and the calls behind it."""
+def test_no_value_goes_on_behind_a_mark_nor_spells_one(accepts: Accepts) -> None:
+    """A value with a mark in it, as one token or spelled in pieces, would be read as if it ended there."""
     assert accepts(call(MODE, ZOOM, NOTE.replace("c", f"</ {DSML[1:]}")))
     assert not accepts(call(MODE, ZOOM, NOTE.replace("c", "</M_x")))
+    assert not accepts(call(MODE, ZOOM, NOTE.replace("c", f"</{DSML}x")))
 
 
 def test_there_is_one_call_at_least_and_more_only_where_they_are_allowed(accepts: Accepts) -> None:
