@@ -18,7 +18,9 @@ TRAIN_LOG = "spyglass/train/log.py"
 WARM_UP = "spyglass/engine/warm_up.py"
 ON_BATCH = "tests/server/test_batch.py"
 ON_COUNTS = "tests/server/test_told.py tests/server/test_clients.py"
+ON_FIT = "tests/unit/engine/test_fit.py"
 ON_FLOW = "tests/server/test_flow.py"
+ON_HELD = "tests/server/test_held.py"
 ON_LLM = "tests/unit/engine/test_llm.py"
 ON_LOG = "tests/server/test_gate.py"
 ON_PAGE = "tests/server/test_playground.py"
@@ -38,10 +40,10 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(BATCH, "            if not open_call.missing:\n", "            if True:\n", ON_BATCH, "lines written before all answers are there"),
     Mutant(BATCH, "            traceback.print_exc()\n            return\n", "            raise\n", ON_BATCH, "a failing step ends the batch"),
     Mutant(BATCH, "< most and (line", "< 10**9 and (line", ON_BATCH, "a file is in memory before its first answer"),
-    Mutant(HELD, "held.total > self._mine and ", "", ON_FLOW, "one alone may not have what its limits allow"),
-    Mutant(HELD, "held.total + nbytes > held.most", "held.total > held.most", ON_FLOW, "one more than memory has"),
-    Mutant(HELD, "self._mine += nbytes", "self._mine = nbytes", ON_FLOW, "only what came last is given back"),
-    Mutant(HELD, "            self._mine = 0\n", "", ON_FLOW, "what is held is given back twice"),
+    Mutant(HELD, "held.total > self._mine and ", "", ON_HELD, "one alone may not have what its limits allow"),
+    Mutant(HELD, "held.total + nbytes > held.most", "held.total > held.most", ON_HELD, "one more than memory has"),
+    Mutant(HELD, "self._mine += nbytes", "self._mine = nbytes", ON_HELD, "only what came last is given back"),
+    Mutant(HELD, "            self._mine = 0\n", "", ON_HELD, "what is held is given back twice"),
     Mutant(FAULTS, "math.ceil(error.retry_after_s)", "int(error.retry_after_s)", ON_FLOW, "retry after no time"),
     Mutant(FAULTS, "PromptError | CapacityError | AdapterError", "PromptError | AdapterError", ON_FLOW + " " + ON_BATCH,
            "what does not fit is a fault of ours"),
@@ -65,7 +67,7 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(INPUTS, 'raise type(error)(f"request {number}: {error}") from error', "raise", ON_LLM, "an error that does not say whose"),
     Mutant(INPUTS, "if len(params) != count:", "if False:", ON_LLM, "prompts without parameters"),
     Mutant(INPUTS, "    except RuntimeError as error:", "    except ZeroDivisionError as error:", ON_LLM, "logits larger than memory"),
-    Mutant(FIT, "free // 8", "free", ON_LLM + " " + ON_WARM_UP, "the prefix cache may take all memory"),
+    Mutant(FIT, "free // 8", "free", ON_FIT, "the prefix cache may take all memory"),
     Mutant(REQUEST, "0.01 <= x <= 100", "0 <= x", ON_PARAMS, "a repetition penalty that divides by nothing"),
     Mutant(REQUEST, "isinstance(value, int) and not isinstance(value, bool)", "isinstance(value, int)", ON_PARAMS, "True is a number"),
     Mutant(REQUEST, "0 < x <= 1)", "0 <= x <= 1)", ON_PARAMS, "top_p of nothing"),
