@@ -114,7 +114,8 @@ class AdapterRun:
         self.held_out = Feed(source=source(split="test", seed=1), processes=1, slots=4)
         self.feed.start()
         self.held_out.start()
-        self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
+        endings = (signal.SIGTERM, signal.SIGINT)
+        self._handlers = {ending: signal.signal(ending, self._ask_to_stop) for ending in endings}
         if torch.device(options.device).index is not None:
             torch.cuda.set_device(options.device)  # streams and graphs are those of the current one
         torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
@@ -158,7 +159,7 @@ class AdapterRun:
             share = rate_at((now - started) / (end - started))
             trainer.optimiser.rate.fill_(self.recipe.rate * share)
             sums += _numbers(take_step(self.kept.steps[place]))
-            self.kept.uses[place] += 1
+            self.kept.used(place)
             step += 1
             if graphed:
                 marks.append(torch.cuda.Event())
@@ -248,7 +249,8 @@ class AdapterRun:
         """Stop the other processes."""
         self.feed.stop()
         self.held_out.stop()
-        signal.signal(signal.SIGTERM, self._handler)
+        for ending, handler in self._handlers.items():
+            signal.signal(ending, handler)
 
 
 def _numbers(outcome: Outcome) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import queue
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
@@ -25,6 +26,7 @@ from spyglass.tiny_world.words import Variant
 from spyglass.train.bins import Capacity, Filling, lay_out
 from spyglass.train.data import Learner
 
+_LOOK_EVERY = 5.0  # seconds, for whether the parent is still there
 CASES_A_STEP = 4096  # more than fit, so that steps never share a case
 
 
@@ -78,7 +80,11 @@ def make_step(
 
 @dataclass(kw_only=True)
 class Feed:
-    """Processes that fill slots. Start it before the device is used: it forks."""
+    """Processes that fill slots. Start it before the device is used: it forks.
+
+    They end by `stop` or with their parent; a signal that asks a whole group to end is for the parent, which may want
+    what they still make.
+    """
 
     source: Source
     processes: int
@@ -104,10 +110,11 @@ class Feed:
             self._workers.append(worker)
 
     def _work(self) -> None:
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(ending, signal.SIG_IGN)
         torch.set_num_threads(1)
         learner = learner_of(self.source.folder)
-        while True:
-            slot = self._free.get()
+        while (slot := self._take_free()) is not None:
             views = dict(self.views(slot))
             with self._next.get_lock():
                 number = self._next.value
@@ -117,6 +124,18 @@ class Feed:
                 if array is not views[name]:
                     views[name][...] = array
             self._ready.put((slot, number, kinds))
+
+    def _take_free(self) -> int | None:
+        """A slot to fill; None when the parent is gone."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        while parent.is_alive():
+            try:
+                slot: int = self._free.get(timeout=_LOOK_EVERY)
+            except queue.Empty:
+                continue
+            return slot
+        return None
 
     def views(self, slot: int) -> Iterator[tuple[str, NDArray[Any]]]:
         """The arrays of a slot."""
@@ -149,7 +168,7 @@ class Feed:
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.kill()  # they have the signal handlers of whoever forked them
+            worker.kill()
         for worker in self._workers:
             worker.join()
 

@@ -2,7 +2,8 @@
 
 Cases are made by other processes while the GPU learns; a step that was made is kept on the GPU and used up to
 `MOST_USES` times when no fresh one is there. The learning rate depends on the share of the planned time that is over,
-so a run may be cut into calls: state is saved at the end of each (SIGTERM ends one too), and the next goes on from it.
+so a run may be cut into calls: state is saved at the end of each (SIGTERM or Ctrl-C ends one too), and the next goes
+on from it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch._dynamo
 
 from scripts.tiny.feed import Feed, Source
 from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
+from scripts.tiny.pairs import weights_of
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
@@ -50,12 +52,17 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a call runs. `minutes` of this call, `horizon` seconds of learning of all calls together."""
+    """How a call runs. `minutes` of this call, `horizon` seconds of learning of all calls together, `rate` at most.
+
+    `start`: folder of a model whose weights are where learning begins, None = drawn.
+    """
 
     family: Family
     folder: Path
     minutes: float
     horizon: float
+    rate: float
+    start: Path | None
     seed: int
     workers: int
     device: str
@@ -63,9 +70,14 @@ class Options:
     capacity: Capacity
 
 
-def prepare(folder: Path, family: Family) -> None:
-    """config.json, generation_config.json and tokenizer files, if they are not there."""
+def prepare(folder: Path, family: Family, start: Path | None = None) -> None:
+    """config.json, generation_config.json and tokenizer files, if they are not there; of `start` if that is given."""
     if (folder / "config.json").exists():
+        return
+    if start is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            shutil.copy(start / name, folder / name)
         return
     tokenizer = build_tokenizer(all_texts(), family)
     write_tokenizer(tokenizer, folder)
@@ -87,33 +99,51 @@ def rate_at(progress: float) -> float:
 
 @dataclass(slots=True)
 class Kept:
-    """Steps on the device: fresh ones replace the oldest; the rest are repeated, the least used first."""
+    """Steps on the device: fresh ones replace the oldest; the rest are repeated, the least used first.
+
+    On a GPU they are copied on a stream of their own, beside the steps that are being learned. Their memory belongs to
+    that stream: what the allocator hands out on the other may still be written by work that waits there. A place is
+    written again once its last use is over.
+    """
 
     device: torch.device
     most: int
     steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
+    last_use: dict[int, Any] = field(default_factory=dict)
     oldest: int = 0
     stream: Any = None
 
     def add(self, tensors: dict[str, torch.Tensor]) -> int:
         """Copy a step to the device; its number here."""
-        if len(self.steps) < self.most:
-            place = len(self.steps)
-            self.steps.append({name: torch.empty_like(tensor, device=self.device) for name, tensor in tensors.items()})
-            self.uses.append(0)
-        else:
-            place, self.oldest = self.oldest, (self.oldest + 1) % self.most
-            self.uses[place] = 0
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.stream is None:
-            self.stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self.stream) if on_gpu else torch.no_grad():
+            place = self._place(tensors)
+            if on_gpu and place in self.last_use:
+                self.stream.wait_event(self.last_use[place])
             for name, tensor in self.steps[place].items():
                 tensor.copy_(tensors[name])
         if on_gpu:
             self.stream.synchronize()
         return place
+
+    def _place(self, tensors: dict[str, torch.Tensor]) -> int:
+        if len(self.steps) < self.most:
+            self.steps.append({name: torch.empty_like(tensor, device=self.device) for name, tensor in tensors.items()})
+            self.uses.append(0)
+            return len(self.steps) - 1
+        place, self.oldest = self.oldest, (self.oldest + 1) % self.most
+        self.uses[place] = 0
+        return place
+
+    def used(self, place: int) -> None:
+        """The step was handed to the device on the current stream."""
+        self.uses[place] += 1
+        if self.device.type == "cuda":
+            self.last_use[place] = torch.cuda.Event()
+            self.last_use[place].record()
 
     def repeat(self, source: random.Random) -> int | None:
         """A step that may be used again; None if all are used up."""
@@ -129,7 +159,7 @@ class Run:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.model_folder = options.folder / NAMES[options.family]
-        prepare(self.model_folder, options.family)
+        prepare(self.model_folder, options.family, options.start)
         state = load_state(options.folder / "state")
         facts = {"elapsed": 0.0, "drawn": 0} if state is None else dict(state.facts)
         self.elapsed, self.step_number = float(facts["elapsed"]), 0 if state is None else state.step
@@ -137,10 +167,12 @@ class Run:
         place = torch.device(options.device)
         torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
         torch.backends.cuda.matmul.allow_tf32 = True
+        config = read_model_config(self.model_folder)
+        drawn = partial(initial_value, seed=options.seed)
         self.trainer = WholeTrainer(
-            read_model_config(self.model_folder),
+            config,
             options.capacity,
-            partial(initial_value, seed=options.seed),
+            drawn if options.start is None else weights_of(options.start, config),
             device=options.device,
             compiled=options.compiled,
         )
@@ -151,7 +183,8 @@ class Run:
         self.log = options.folder / "log.csv"
         self.stop_asked = False
         self._held: dict[str, list[tuple[dict[str, torch.Tensor], list[str]]]] = {"test": [], "unseen": []}
-        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(ending, self._ask_to_stop)
 
     def _ask_to_stop(self, number: int, frame: object) -> None:
         self.stop_asked = True
@@ -193,11 +226,11 @@ class Run:
             place, fresh = self._next(source)
             fresh_count += fresh
             share = rate_at(self.elapsed / options.horizon)
-            trainer.optimiser.rate.fill_(PEAK_RATE * share)
+            trainer.optimiser.rate.fill_(options.rate * share)
             trainer.balance_rate.fill_(BALANCE * share)
             trainer.place_rate.fill_(PLACES * share)
             outcome = take_step(self.kept.steps[place])
-            self.kept.uses[place] += 1
+            self.kept.used(place)
             sums += _numbers(outcome)
             self.step_number += 1
             if graphed:
@@ -206,7 +239,7 @@ class Run:
                 if len(marks) > 3:
                     marks.popleft().synchronize()
             if self.step_number % LOG_EVERY == 0:
-                self._write_log(sums, fresh_count, PEAK_RATE * share)
+                self._write_log(sums, fresh_count, options.rate * share)
                 sums.zero_()
                 fresh_count = 0
             if self.step_number % REPORT_EVERY == 0:
@@ -324,6 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=14.8, help="of this call")
     parser.add_argument("--horizon", type=float, default=800.0, help="seconds of learning of all calls together")
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the highest learning rate")
+    parser.add_argument("--start", type=Path, help="begin with the weights of this model instead of drawn ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda")

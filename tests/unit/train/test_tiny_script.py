@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import random
 import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
-from threading import Thread
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.tiny.feed import Feed, Source, learner_of, make_step
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
 from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
-from scripts.tiny.train import rate_at
+from scripts.tiny.train import MOST_USES, Kept, rate_at
 from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config import parse_model_config
 from spyglass.config.shipped import find_model
@@ -66,6 +73,61 @@ def test_a_step_is_a_function_of_its_number_also_in_another_process(family: Fami
         feed.stop()
 
 
+def test_a_signal_to_the_whole_group_leaves_the_makers_of_steps_at_work() -> None:
+    source = Source(folder=find_model("spyglass-tiny-v4"), capacity=CAPACITY, kinds=("text",))
+    feed = Feed(source=source, processes=1, slots=1)
+    feed.start()
+    try:
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid is not None
+        for wanted, ending in enumerate((signal.SIGTERM, signal.SIGINT)):
+            found = feed.take(60.0)
+            assert found is not None and found[1] == wanted
+            os.kill(worker.pid, ending)
+            feed.give_back(found[0])
+        assert feed.take(60.0) is not None
+    finally:
+        feed.stop()
+    assert not multiprocessing.active_children()
+
+
+def test_the_makers_of_steps_end_with_their_parent() -> None:
+    program = f"""
+import os, multiprocessing
+from pathlib import Path
+from scripts.tiny import feed
+from tests.unit.train.test_tiny_script import CAPACITY
+feed._LOOK_EVERY = 0.2
+source = feed.Source(folder=Path({str(find_model("spyglass-tiny-v4"))!r}), capacity=CAPACITY, kinds=("text",))
+made = feed.Feed(source=source, processes=1, slots=1)
+made.start()
+assert made.take(60.0) is not None
+print(multiprocessing.active_children()[0].pid, flush=True)
+os._exit(1)
+"""
+    pid = int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, text=True).stdout)
+    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 30
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("it goes on without its parent")
+        time.sleep(0.1)
+
+
+def test_a_place_is_written_again_when_all_are_taken_the_oldest_first() -> None:
+    kept = Kept(torch.device("cpu"), 2)
+    places = []
+    for number in range(5):
+        places.append(kept.add({"x": torch.tensor([number])}))
+        kept.used(places[-1])
+    assert places == [0, 1, 0, 1, 0] and [int(step["x"]) for step in kept.steps] == [4, 3] and kept.uses == [1, 1]
+    assert kept.repeat(random.Random(0)) in (0, 1)
+    for _ in range(MOST_USES):
+        kept.used(0)
+        kept.used(1)
+    assert kept.repeat(random.Random(0)) is None
+
+
 def test_each_target_knows_its_case() -> None:
     source = Source(folder=find_model("spyglass-tiny-v41"), capacity=CAPACITY)
     arrays, kinds = make_step(source, learner_of(source.folder), 0)
@@ -103,17 +165,3 @@ def test_the_rate_rises_holds_and_ends_at_zero() -> None:
     shares = [rate_at(step / 100) for step in range(101)]
     assert shares[0] == 0 and shares[2] == shares[40] == 1 and shares[100] == 0
     assert all(later <= earlier for earlier, later in pairwise(shares[2:]))
-
-
-def test_makers_of_steps_end_though_their_parent_does_not_heed_sigterm() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    feed = Feed(source=Source(folder=find_model("spyglass-tiny-v4"), capacity=CAPACITY), processes=1, slots=1)
-    try:
-        feed.start()
-        assert feed.take(60.0) is not None
-        stopping = Thread(target=feed.stop, daemon=True)
-        stopping.start()
-        stopping.join(20.0)
-        assert not stopping.is_alive()
-    finally:
-        signal.signal(signal.SIGTERM, before)
