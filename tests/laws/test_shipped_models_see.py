@@ -23,8 +23,6 @@ from spyglass.tiny_world.words import UNSEEN
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "seeing"
 QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
-# What a model was not trained well enough for (docs/log.md): its answers of these kinds are not asked for.
-NOT_LEARNED = {"spyglass-tiny-v41": ("position", "grounding")}
 
 
 def messages(question: dict[str, Any]) -> list[dict[str, Any]]:
@@ -48,12 +46,13 @@ def llm(name: str) -> Iterator[LLM]:
 
 
 @pytest.mark.slow
-def test_every_stored_question_is_answered_right(name: str, llm: LLM) -> None:
-    asked = [question for question in QUESTIONS if question["kind"] not in NOT_LEARNED.get(name, ())]
-    said = ask_all(llm, [messages(question) for question in asked], [question["thinking"] for question in asked])
+def test_every_stored_question_is_answered_right(llm: LLM) -> None:
+    said = ask_all(
+        llm, [messages(question) for question in QUESTIONS], [question["thinking"] for question in QUESTIONS]
+    )
     wrong = [
         (question["pictures"], question["answer"], text)
-        for question, text in zip(asked, said, strict=True)
+        for question, text in zip(QUESTIONS, said, strict=True)
         if not is_right(question["answer"], text)
     ]
     assert not wrong
