@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
@@ -121,8 +123,17 @@ def step_flops(config: ModelConfig, step: PackedStep, specs: dict[str, TensorSpe
     return per_token * len(step.batch.ids_T) + head + tower
 
 
-def measure(preset: Preset, device: torch.device, *, tokens: int, steps: int, rank: int, rate: float) -> Numbers:
-    """Train some steps and time all but the first; `rate` TFLOP/s of the large product."""
+def measure(
+    preset: Preset,
+    device: torch.device,
+    *,
+    tokens: int,
+    steps: int,
+    rank: int,
+    rate: float,
+    profile: Path | None = None,
+) -> Numbers:
+    """Train some steps and time all but the first; `rate` TFLOP/s of the large product. See `run` for `profile`."""
     model = random_model(preset, device)
     config = model.config
     on_gpu = device.type == "cuda"
@@ -148,6 +159,9 @@ def measure(preset: Preset, device: torch.device, *, tokens: int, steps: int, ra
         options = LoopOptions(steps=WARM_UP + steps, schedule="constant", save_every=1 << 30)
         train(task, options, Path(folder), progress=False)
         rows = read_log(Path(folder))
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    if profile is not None:
+        profile.write_text(_profiled(lambda: loss(0).loss.backward(), on_gpu=on_gpu), encoding="utf-8")
     pack_seconds, step = made[0]
     timed = rows[WARM_UP:]
     return Numbers(
@@ -162,9 +176,18 @@ def measure(preset: Preset, device: torch.device, *, tokens: int, steps: int, ra
         pack_seconds=pack_seconds,
         bound_seconds=3 * step_flops(config, step, preset_tensors(preset)) / (rate * 1e12),
         weight_bytes=weights,
-        peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        peak_bytes=peak,
         loss=tuple(row.loss for row in rows),
     )
+
+
+def _profiled(work: Callable[[], object], *, on_gpu: bool) -> str:
+    """Where the time of some work goes, operation by operation."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch_profile(activities=kinds) as profiler:
+        work()
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80))
 
 
 def as_text(machine: dict[str, str], rate: float, numbers: Numbers) -> str:
@@ -193,6 +216,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=positive, default=16384, help="tokens of a step (default 16384)")
     parser.add_argument("--steps", type=positive, default=4, help="timed steps (default 4)")
     parser.add_argument("--rank", type=positive, default=16, help="rank of every adapter (default 16)")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="write where the time of one more forward and backward goes"
+    )
     parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {RESULTS})")
     args = parser.parse_args(argv)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -200,7 +226,15 @@ def run(argv: Sequence[str]) -> int:
     if device.type == "cuda":
         machine |= {"gpu": torch.cuda.get_device_name(device)}
     rate = matmul_tflops(device, size=8192 if device.type == "cuda" else 1024, runs=10)
-    numbers = measure(args.preset, device, tokens=args.tokens, steps=args.steps, rank=args.rank, rate=rate)
+    numbers = measure(
+        args.preset,
+        device,
+        tokens=args.tokens,
+        steps=args.steps,
+        rank=args.rank,
+        rate=rate,
+        profile=args.profile,
+    )
     print(as_text(machine, rate, numbers))
     if args.save is not None:
         path = Path(args.save) if args.save else None

@@ -20,7 +20,7 @@ from spyglass.ops.linear_block.training import multiply
 from spyglass.ops.sparse_attention.reference import flat_rows
 
 _LOGITS_AT_ONCE = 1 << 25  # of a part
-_LOGITS_OF_A_BLOCK = 1 << 27
+_LOGITS_OF_A_BLOCK = 1 << 26
 _QUERIES_AT_ONCE = 256
 
 

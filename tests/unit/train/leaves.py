@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from spyglass.engram.feed import EngramFeed
@@ -14,35 +15,52 @@ from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.model import VisionLanguageModel
+from spyglass.ops.fake_quant.reference import quantise
 from spyglass.ops.table import Ops, bind_ops
 from spyglass.quant.codec import decode
-from spyglass.quant.formats import F32
+from spyglass.quant.formats import F32, FakeQuant
 from spyglass.quant.packed import Packed
 from spyglass.train.packing import PackedStep, Sample, pack
 from tests import small_v41
-from tests.small_models import small_config, small_model
+from tests.small_models import build_model, empty_model, random_weights, small_config, small_model
 
 FAMILIES = ("v4", "v41")
+FLOAT32, TO_FLOAT32 = torch.float32, torch.Tensor.float
 STEPS = (1e-7, 1e-6, 3e-8, 1e-5, 1e-8)
 
 
 @contextmanager
 def wide() -> Iterator[None]:
     """Whatever asks for float32 gets float64, so that finite differences are exact enough to judge a gradient."""
-    narrow, method = torch.float32, torch.Tensor.float
+    before = torch.float32, torch.Tensor.float
     torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.float32, torch.Tensor.float = narrow, method  # type: ignore[method-assign]
+        torch.float32, torch.Tensor.float = before  # type: ignore[method-assign]
+
+
+def narrow_quantise(x: torch.Tensor, spec: FakeQuant) -> torch.Tensor:
+    """What rounding does to blocks, in float32 also inside `wide`: scales are made from its bits."""
+    before = torch.float32, torch.Tensor.float
+    torch.float32, torch.Tensor.float = FLOAT32, TO_FLOAT32  # type: ignore[method-assign]
+    try:
+        return quantise(x.to(FLOAT32), spec)
+    finally:
+        torch.float32, torch.Tensor.float = before  # type: ignore[method-assign]
 
 
 class Frozen:
-    """Choices of the first run, made again in every later one: a step of finite differences must not change them."""
+    """Choices of the first run, made again in every later one: a step of finite differences must not change them.
+
+    So with what rounding adds: x + (round(x₀) - x₀), x₀ of the first run, is what straight-through gradients are the
+    slope of. Inside `wide`, rounding takes `narrow_quantise`.
+    """
 
     def __init__(self) -> None:
         plain = bind_ops("cpu", "float32", "training")
         self._router = plain.router_topk
+        self._fake_quant = plain.fake_quant
         self._made: list[torch.Tensor] = []
         self._next = 0
         self.ops: Ops = replace(
@@ -50,6 +68,7 @@ class Frozen:
             index_topk=self._remembering(plain.index_topk),
             index_blocks=self._remembering(plain.index_blocks),
             router_topk=self._route,
+            fake_quant=self.round_to,
         )
 
     def start(self) -> None:
@@ -65,12 +84,29 @@ class Frozen:
     def _remembering(self, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **options: self._again(lambda: op(*args, **options))
 
+    def round_to(self, x: torch.Tensor, spec: FakeQuant, **options: Any) -> torch.Tensor:
+        """The op `fake_quant` in the first run, afterwards what it added then."""
+        first = self._next == len(self._made)
+        out: torch.Tensor = self._fake_quant(x, spec, **options) if first else x
+        added = self._again(lambda: out.detach() - x.detach())
+        return out if first else x + added
+
     def _route(self, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self._again(lambda: self._router(x, weight, **options)[0])
         out: tuple[torch.Tensor, torch.Tensor] = self._router(
             x, weight, k=options["k"], scale=options["scale"], bias_E=None, forced_TK=ids
         )
         return out
+
+
+@contextmanager
+def frozen_rounding(frozen: Frozen) -> Iterator[None]:
+    """Inputs of linear maps and of experts, too, are rounded as `frozen` does it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spyglass.ops.fake_quant.reference.quantise", narrow_quantise)
+        for op in ("linear_block", "experts_grouped"):
+            patch.setattr(f"spyglass.ops.{op}.training.fake_quant", frozen.round_to)
+        yield
 
 
 def family(name: str, **options: Any) -> VisionLanguageModel:
@@ -81,6 +117,16 @@ def family(name: str, **options: Any) -> VisionLanguageModel:
     else:
         model = small_model(config=small_config(vision_max_n_token=40), **options)
     assert isinstance(model, VisionLanguageModel)
+    return model
+
+
+def rounded_family(name: str, frozen: Frozen) -> VisionLanguageModel:
+    """A small model that rounds as released, for runs inside `wide`: its packed weights decoded before."""
+    config = small_v41.small_v41_config() if name == "v41" else small_config(vision_max_n_token=40)
+    weights = random_weights(empty_model(config).slots(), 0, True)
+    with wide():
+        model = build_model(config, weights, ops=frozen.ops, dtype=torch.float32, numerics="reference", expand=False)
+    weight_leaves(model)
     return model
 
 
