@@ -158,7 +158,7 @@ class _Merge:
 
     def entry(self, name: str, source: Source, spec: TensorSpec, format: Format) -> Packed:
         """One entry as it is stored: touched, converted, or as it was."""
-        found = _open(source, spec)
+        found = open_entry(source, spec)
         pair = self._adapter.modules.get(name)
         if pair is None:
             return found if found.format == format else encode(decode(found, torch.float32), format)
@@ -193,7 +193,7 @@ def _items(
     return [item(name, source) for name, source in matched.sources.items()]
 
 
-def _open(source: Source, spec: TensorSpec) -> Packed:
+def open_entry(source: Source, spec: TensorSpec) -> Packed:
     """The tensors of an entry, mapped and not read: a table may be larger than the memory."""
     scale = None if source.scale is None else _map(source.scale)
     return Packed(source.format, _map(source.weight), scale, spec.shape)

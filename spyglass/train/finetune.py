@@ -120,16 +120,16 @@ def _train_adapter(
 def _train_whole(
     config: TrainConfig, options: LoopOptions, feed: Feed, tell: Tell, progress: bool, processes: Processes
 ) -> LoopResult:
-    if processes.count > 1:
-        raise ConfigError("every weight is trained by one process; leave --full out to train adapters with several")
     device = find_device(chosen_device(config))
-    run = FullRun(feed.learner.config, config, device, progress=progress)
+    run = FullRun(feed.learner.config, config, device, progress=progress, processes=processes)
     if config.checkpointing:
         recompute_layers(run.model)
     tell(f"training all {run.masters.num_values():,} weights")
     task = run.task(feed, _facts(config, run.model))
-    result = train(task, options, config.output / RUN_FOLDER, resume=config.resume, progress=progress)
-    run.write(config.output)
+    folder = config.output / RUN_FOLDER
+    result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
+    if processes.rank == 0:
+        run.write(config.output)
     return result
 
 

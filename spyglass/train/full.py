@@ -1,7 +1,8 @@
 """Fine-tuning every weight: fp32 masters behind the same modules, and a checkpoint in the format it came in.
 
 Each micro-batch sees the masters as the file will hold them (FP8 and FP4 blocks, bf16), so packing at the end loses
-nothing. Experts are balanced by the bias that only chooses; tables of experts and indexers stay as they are.
+nothing. Experts are balanced by the bias that only chooses; tables of experts and of memories, and indexers, stay as
+they are. Several processes each hold the whole model and share the micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from typing import Any
 import torch
 
 from spyglass.checkpoint.load import load_into
+from spyglass.checkpoint.match import match
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import TrainConfig
-from spyglass.errors import ConfigError
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
 from spyglass.layers.build import Build
-from spyglass.lora.merge import copy_others, write_config
+from spyglass.lora.merge import copy_others, open_entry, write_config
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, default_numerics
 from spyglass.ops.table import bind_ops
+from spyglass.parallel import Processes
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
 from spyglass.train.balance import BIASES, balance
 from spyglass.train.dense import Router, StepState
-from spyglass.train.loop import MicroLoss, Task, adamw
+from spyglass.train.loop import ALONE, MicroLoss, Task, adamw
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.masters import Masters
 from spyglass.train.packing import Sample, pack
@@ -41,22 +45,32 @@ class FullRun:
     """A model whose weights are the masters of a checkpoint.
 
     Raises:
-        ConfigError: a model with memory tables, which stay in their files and are no part of it.
         CheckpointError, DeviceError: as `load_model`.
     """
 
-    def __init__(self, config: ModelConfig, options: TrainConfig, device: torch.device, *, progress: bool) -> None:
-        if config.text.engram is not None:
-            raise ConfigError("a model with memory tables is not trained whole; train adapters (leave --full out)")
-        self.config, self.device, self._options = config, device, options
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: TrainConfig,
+        device: torch.device,
+        *,
+        progress: bool,
+        processes: Processes = ALONE,
+    ) -> None:
+        self.config, self.device, self._options, self._processes = config, device, options, processes
         checkpoint = open_checkpoint(str(options.model))
         numerics = default_numerics(checkpoint) if options.numerics == "auto" else options.numerics
         dtype_name = "bfloat16" if options.dtype == "auto" else options.dtype
         self.dtype, self._state = DTYPES[dtype_name], StepState()
+        self._engram: EngramFeed | None = None
+        if config.text.engram is not None:
+            self._engram = EngramFeed(open_engram(options.model, config), device=device, dtype=self.dtype)
         ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=Router(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
-        specs = expected_tensors(config)
+        every = expected_tensors(config)
+        specs = {name: spec for name, spec in every.items() if spec.kind != "table"}
+        self._tables = {name: spec for name, spec in every.items() if spec.kind == "table"}
         stored: dict[str, Packed] = {}
         slots = [
             WeightSlot(name, spec.shape, spec.kind, partial(stored.__setitem__, name), spec.optional)
@@ -94,7 +108,7 @@ class FullRun:
         self.masters.deliver()
         for stack, leaf in zip(self.masters.stacks, self.masters.leaves, strict=True):
             leaf.register_post_accumulate_grad_hook(partial(_collect, stack.value))
-        step = pack(samples, self.config, device=self.device, dtype=self.dtype)
+        step = pack(samples, self.config, device=self.device, dtype=self.dtype, engram=self._engram)
         tokens = len(step.batch.ids_T)
         self._state.real_T = torch.ones(tokens, dtype=torch.bool, device=self.device)
         counted: list[torch.Tensor] = []
@@ -106,7 +120,8 @@ class FullRun:
         return MicroLoss(loss=value, targets=targets, tokens=tokens, pictures=pictures)
 
     def _balance(self, step: int) -> None:
-        balance(self.masters.fixed, self._loads, self.config.text, BALANCE_RATE)
+        loads = [self._processes.total(load) for load in self._loads]
+        balance(self.masters.fixed, loads, self.config.text, BALANCE_RATE)
         self._loads = []
 
     def write(self, output: Path) -> None:
@@ -117,9 +132,20 @@ class FullRun:
         """
         specs, packed = self.masters.specs, self.masters.packed()
         items = [SaveItem(name, specs[name], weight.format, partial(_same, weight)) for name, weight in packed.items()]
-        save_checkpoint(output, items)
+        save_checkpoint(output, items + self._table_items())
         copy_others(self._options.model, output)
         write_config(self._options.model, output, plain=False)
+
+    def _table_items(self) -> list[SaveItem]:
+        """Memory tables as they lie in the files of the model."""
+        if not self._tables:
+            return []
+        base = open_checkpoint(str(self._options.model))
+        sources = match(base, expected_tensors(self.config), skip=frozenset()).sources
+        return [
+            SaveItem(name, spec, sources[name].format, partial(open_entry, sources[name], spec))
+            for name, spec in self._tables.items()
+        ]
 
 
 def _collect(value: torch.Tensor, leaf: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ ON_ORIENTATION = "tests/laws/test_stream_orientation.py"
 ON_PROCESSES = "tests/unit/train/test_processes.py"
 
 FULL_TRAINING_ROWS: list[Mutant] = [
-    Mutant(FULL, "        balance(self.masters.fixed, self._loads, self.config.text, BALANCE_RATE)\n", "", ON_FULL,
+    Mutant(FULL, "        balance(self.masters.fixed, loads, self.config.text, BALANCE_RATE)\n", "", ON_FULL,
            "experts are not balanced"),
     Mutant(FULL, "self.config.text, BALANCE_RATE)", "self.config.text, -BALANCE_RATE)", ON_FULL, "busy experts get busier"),
     Mutant(FULL, "leaf.grad if value.grad is None or leaf.grad is None else value.grad + leaf.grad", "leaf.grad", ON_FULL,
@@ -47,6 +47,11 @@ FULL_TRAINING_ROWS: list[Mutant] = [
     Mutant(PARALLEL, "                _local(leaf.grad).mul_(self.count)", "                pass", ON_PROCESSES,
            "gradients of sharded layers are means"),
     Mutant(PARALLEL, "            dist.all_reduce(value)\n", "            pass\n", ON_PROCESSES, "each process sees its own sums"),
+    Mutant(SHARDING, "if _MEMORY in module.spec.name:", "if False:", ON_PROCESSES, "what reads memories is gone when it runs"),
+    Mutant(FULL, "[self._processes.total(load) for load in self._loads]", "self._loads", ON_PROCESSES,
+           "each process balances by its own use of experts"),
+    Mutant(FULL, "items + self._table_items()", "items", "tests/unit/train/test_finetune.py -k 'whole_model and v41'",
+           "a checkpoint without its memories"),
     Mutant(SHARDING, 'tensors[name], tensors[f"{place}.lora_B"])', 'tensors[name], tensors[f"{place}.lora_B"].detach())',
            ON_PROCESSES, "B of sharded layers is not learnt"),
     Mutant(SHARDING, "processes.whole(leaf.detach())", "leaf.detach()", ON_PROCESSES, "each process keeps its part"),

@@ -22,6 +22,7 @@ from spyglass.ops.sparse_attention.reference import flat_rows
 _LOGITS_AT_ONCE = 1 << 25  # of a part
 _LOGITS_OF_A_BLOCK = 1 << 26
 _QUERIES_AT_ONCE = 256
+_ALIGNED = 8  # keys: what matrix units like, on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ class _Block:
 
     @classmethod
     def of(cls, parts: Sequence[_Part], device: torch.device) -> _Block:
+        step = 1 if device.type == "cpu" else _ALIGNED
+        width = max(part.high - part.low for part in parts) + 1
         numbers = [[part.first, part.stop, part.low, part.high, part.entries] for part in parts]
         first, stop, low, high, entries = torch.tensor(numbers, device=device).unbind(1)
         row_MQ = first[:, None] + torch.arange(max(part.stop - part.first for part in parts), device=device)
@@ -157,8 +160,8 @@ class _Block:
             low_M=low,
             high_M=high,
             entries_M=entries,
-            width=max(part.high - part.low for part in parts) + 1,
-            entries=max(part.entries for part in parts),
+            width=-(-width // step) * step,
+            entries=-(-max(part.entries for part in parts) // step) * step,
         )
 
     def put(self, rows_TX: torch.Tensor, values_MQX: torch.Tensor) -> None:

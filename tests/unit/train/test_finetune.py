@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 
+from spyglass.checkpoint.presets import Preset
+from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
 from spyglass.config.shipped import shipped_models
@@ -21,7 +24,7 @@ from spyglass.lora.peft import read_adapter
 from spyglass.model import load_model
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Learner, read_chats
-from spyglass.train.finetune import finetune
+from spyglass.train.finetune import _open_engram, finetune
 from spyglass.train.log import read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
@@ -74,10 +77,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(config: TrainConfig, tm
     assert logs[0] == logs[1] and len(logs[0]) == 3
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny-v41"])
 def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_trained(
-    config: TrainConfig, data: Path
+    preset: Preset, config: TrainConfig, data: Path, tmp_path: Path
 ) -> None:
     """Packing loses nothing: the loss of the checkpoint that was written is the one that training would go on from."""
+    if preset != "tiny":
+        new_checkpoint(tmp_path / preset, preset, seed=0)
+        config = replace(config, model=tmp_path / preset)
     config = replace(config, full=True, lr=3e-3, batch_tokens=300, clip=100.0)
     assert finetune(config, progress=False).finished
     losses = [row.loss for row in read_log(config.output / "training")]
@@ -85,11 +92,24 @@ def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_train
     before, after = (_loss_of(folder, data) for folder in (config.model, config.output))
     assert_close(before, losses[0], RESTORED_LOSS)
     assert after < losses[-1]
+    if preset != "tiny":
+        tables = [_tables(folder) for folder in (config.model, config.output)]
+        assert tables[0].keys() == tables[1].keys() and tables[0]
+        assert all(torch.equal(table, tables[1][name]) for name, table in tables[0].items()), (
+            "memories stay as they are"
+        )
+        return
     gone = replace(config, output=config.output.with_name("cut"))
     assert not finetune(replace(gone, minutes=0.0), progress=False).finished
     assert finetune(replace(gone, resume=True), progress=False).finished
     for file in config.output.glob("*.safetensors"):
         assert file.read_bytes() == (gone.output / file.name).read_bytes(), "resumed as if it had never stopped"
+
+
+def _tables(folder: Path) -> dict[str, torch.Tensor]:
+    """The stored bytes of the memory tables."""
+    tensors = [safetensors.torch.load_file(path) for path in folder.glob("*.safetensors")]
+    return {n: t.view(torch.uint8) for found in tensors for n, t in found.items() if ".engram.embed" in n}
 
 
 def _loss_of(folder: Path, data: Path) -> float:
@@ -100,7 +120,7 @@ def _loss_of(folder: Path, data: Path) -> float:
     chats, _ = read_chats(data, Learner(loaded.config, tokenizer), most_tokens=300, progress=False)
     samples = [Learner(loaded.config, tokenizer).sample(chat.messages) for chat in chats]
     with torch.no_grad():
-        step = pack(samples, loaded.config)
+        step = pack(samples, loaded.config, engram=_open_engram(folder, loaded))
         loss, count = token_loss(step_logits(loaded.model, step), step.targets_R)
     return float(loss / count)
 
