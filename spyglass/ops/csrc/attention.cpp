@@ -142,7 +142,7 @@ template <class M> struct Workspace {
 // one that picked rows for itself goes alone.
 template <class M> class Attender {
  public:
-  Attender(const Attention& a, Workspace<M>& w, Part part) : a_(a), w_(w), part_(part) {
+  Attender(const Attention& a, Workspace<M>& w, Part part, const Block* next = nullptr) : a_(a), w_(w), part_(part), next_(next) {
     heads_ = std::min<i64>(a.H, MAX_LANES), vectors_ = (heads_ + VL - 1) / VL, lanes_ = vectors_ * VL;
   }
 
@@ -165,6 +165,7 @@ template <class M> class Attender {
   const Attention& a_;
   Workspace<M>& w_;
   Part part_;
+  const Block* next_;  // whose window rows are fetched meanwhile
   i64 heads_, vectors_, lanes_;  // of one query at a time
 
   void list_shared(const Block& b) {
@@ -176,6 +177,14 @@ template <class M> class Attender {
       for (i64 position = a_.lo[t]; position <= a_.last(t); position++)
         if (!keys.at[position - b.base]) keys.at[position - b.base] = a_.window.row(a_.seq[t], position);
     for (i64 entry = 0; entry < b.pooled; entry++) keys.at[b.width + entry] = a_.pool.row(a_.seq[b.first], entry);
+  }
+
+  // The next block's window rows, those of piece `index` of PIECES, over `steps` steps of a product.
+  static constexpr i64 PIECES = 12;
+  Ahead ahead(i64 index, i64 steps) const {
+    if (!next_ || next_->n > 1 || !next_->width || index >= PIECES) return Ahead();
+    i64 first = next_->base + next_->width * index / PIECES, bytes = a_.D * (a_.window.dtype == BFLOAT16 ? 2 : 4);
+    return Ahead{(const u8*)a_.window.row(a_.seq[next_->first], first), next_->width * bytes / (PIECES * steps)};
   }
 
   void list_picks(i64 t) {
@@ -234,7 +243,8 @@ template <class M> class Attender {
     for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) {
       i64 stop = std::min(i + STRIDE, keys.n), place = lay && part_.size == 1 ? 0 : i;
       if (lay) keys.lay_keys(i, stop, place);
-      product<M>(keys.key_rows + place * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count, keys.words, scores + i * count);
+      product<M>(keys.key_rows + place * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count, keys.words, scores + i * count, true,
+                 ahead(i / STRIDE, tiles_of(stop - i, count) * keys.words));
     }
   }
 
@@ -295,11 +305,13 @@ template <class M> class Attender {
     V* listed_sums = sums + probability_cap(n) * MAX_COUNT;
     Keys<M>&keys = w_.shared, &listed = w_.listed;
     int count = keys.panel_count(p);
-    if (keys.n) product<M>((u32*)w_.probability.memory, probability_cap(n), n * lanes_, keys.panel(p), count, keys.steps(), sums);
+    i64 rows = (n - 1) * lanes_ + heads;
+    if (keys.n) product<M>((u32*)w_.probability.memory, probability_cap(n), rows, keys.panel(p), count, keys.steps(), sums, true,
+                           ahead(keys.n / STRIDE + 1 + p, tiles_of(rows, count) * keys.steps()));
     if (listed.n) {
       i64 place = part_.size == 1 ? 0 : p;
       listed.lay_values(p, place);
-      product<M>((u32*)w_.listed_probability.memory, probability_cap(1), lanes_, listed.panel(place), count, listed.steps(), listed_sums);
+      product<M>((u32*)w_.listed_probability.memory, probability_cap(1), heads, listed.panel(place), count, listed.steps(), listed_sums);
     }
     for (i64 i = 0; i < n; i++)
       for (i64 h = 0; h < heads; h++) {
@@ -321,7 +333,9 @@ template <class M> void attention(const Attention& a, int threads) {
   Block* blocks = block_memory.get<Block>(a.T);
   i64 count = cut_blocks(a, blocks);
   if (count >= 2 * threads) {
-    parallel(threads, count, [&](i64 i) { Attender<M>(a, own, Part{0, 1}).block(blocks[i]); });
+    parallel(threads, count, [&](i64 i) {
+      Attender<M>(a, own, Part{0, 1}, i + threads < count ? blocks + i + threads : nullptr).block(blocks[i]);
+    });
   } else {
     Workspace<M>& shared = own;
     together(threads, [&](Part part) {

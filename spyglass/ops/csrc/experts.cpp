@@ -59,6 +59,20 @@ i64 cut(const Routes& routes, i64 E, i64 most, Tile* tiles) {
   return count;
 }
 
+// Calls run(n) with the number of rows of a tile, 1 .. FEW: most experts have an odd number of them.
+template <class Run> INLINE void with_exactly(i64 n, Run run) {
+  switch (n) {
+    case 1: return run(SIZE(1));
+    case 2: return run(SIZE(2));
+    case 3: return run(SIZE(3));
+    case 4: return run(SIZE(4));
+    case 5: return run(SIZE(5));
+    case 6: return run(SIZE(6));
+    case 7: return run(SIZE(7));
+    default: return run(SIZE(8));
+  }
+}
+
 // Few rows per expert: every matrix of a chosen expert is streamed once, its rows shared out among the threads.
 template <class M, int FMT>
 void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T, float* out, int threads) {
@@ -82,32 +96,35 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
     u32* to = x_tiles + i * FEW * words1;
     for (i64 p = 0; p < tiles[i].n; p++)
       memcpy(to + p * words1, prepared + routes.token[tiles[i].first + p] * words1, words1 * 4);
-    memset(to + tiles[i].n * words1, 0, (FEW - tiles[i].n) * words1 * 4);
   }
   // long stretches of a matrix at a time keep the memory streaming; still a few tasks per thread
   constexpr i64 STEP = 64;
-  i64 stretch = x.C / (4 * threads) / STEP * STEP;
-  stretch = stretch < STEP ? STEP : stretch;
-  i64 steps1 = (x.F + STEP - 1) / STEP, steps2 = (x.C + stretch - 1) / stretch;
+  i64 stretch1 = STEP, stretch2 = x.C / (2 * threads) / STEP * STEP;
+  while (2 * stretch1 <= x.F && num_tiles * x.F >= 16 * threads * stretch1) stretch1 *= 2;
+  stretch2 = stretch2 < STEP ? STEP : stretch2;
+  i64 steps1 = (x.F + stretch1 - 1) / stretch1, steps2 = (x.C + stretch2 - 1) / stretch2;
   parallel(threads, num_tiles * steps1, [&](i64 task) {
     SCRATCH(scales);
     const Tile& tile = tiles[task / steps1];
-    i64 first = task % steps1 * STEP, stop = first + STEP < x.F ? first + STEP : x.F;
-    float sums[2][FEW][STEP];
-    for (int which = 0; which < 2; which++) {
-      Weight w = (which ? x.w3 : x.w1).part(tile.expert);
-      Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
-      with_few(tile.n, [&](auto n) {
-        dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(x_tiles + task / steps1 * FEW * words1), words1 / VL,
-                                  [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
-      });
+    Weight w[2] = {x.w1.part(tile.expert), x.w3.part(tile.expert)};
+    typename M::Factor* memory = scales.get<typename M::Factor>(2 * Factors<M>::need(x.C));
+    Factors<M> factors[2] = {Factors<M>(w[0], memory), Factors<M>(w[1], memory + Factors<M>::need(x.C))};
+    i64 end = (task % steps1 + 1) * stretch1 < x.F ? (task % steps1 + 1) * stretch1 : x.F;
+    for (i64 first = task % steps1 * stretch1; first < end; first += STEP) {
+      i64 stop = first + STEP < end ? first + STEP : end;
+      float sums[2][FEW][STEP];
+      for (int which = 0; which < 2; which++)
+        with_exactly(tile.n, [&](auto n) {
+          dot_rows<M, FMT, n.value>(w[which], first, stop, factors[which], (const V*)(x_tiles + task / steps1 * FEW * words1), words1 / VL,
+                                    [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
+        });
+      for (i64 p = 0; p < tile.n; p++)
+        vectors(stop - first, [&](i64 i, auto left) {
+          V weight = splat(routes.weight[tile.first + p]);
+          V value = activation(load_n(sums[0][p] + i, left), load_n(sums[1][p] + i, left), weight, x.limit, x.dtype);
+          store_n(z + (tile.first + p) * x.F + first + i, value, left);
+        });
     }
-    for (i64 p = 0; p < tile.n; p++)
-      vectors(stop - first, [&](i64 i, auto left) {
-        V weight = splat(routes.weight[tile.first + p]);
-        V value = activation(load_n(sums[0][p] + i, left), load_n(sums[1][p] + i, left), weight, x.limit, x.dtype);
-        store_n(z + (tile.first + p) * x.F + first + i, value, left);
-      });
   });
   parallel(num_tiles * x.F < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
     u32* to = z_tiles + i * FEW * words2;
@@ -115,19 +132,17 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
       prepare_row<M>(Rows{z, x.F, FLOAT32}, tiles[i].first + p, x.F, words2, x.q, to + p * words2);
       arrange<M, FMT>(to + p * words2, words2);
     }
-    memset(to + tiles[i].n * words2, 0, (FEW - tiles[i].n) * words2 * 4);
   });
   parallel(threads, steps2, [&](i64 task) {
     SCRATCH(scales);
-    i64 first = task * stretch, stop = first + stretch < x.C ? first + stretch : x.C;
+    i64 first = task * stretch2, stop = first + stretch2 < x.C ? first + stretch2 : x.C;
     for (i64 t = 0; t < T; t++) memset(out + t * x.C + first, 0, (stop - first) * 4);
     for (i64 i = 0; i < num_tiles; i++) {
       Weight w = x.w2.part(tiles[i].expert);
       Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
-      with_few(tiles[i].n, [&](auto n) {
+      with_exactly(tiles[i].n, [&](auto n) {
         dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(z_tiles + i * FEW * words2), words2 / VL,
                                   [&](i64 row, int p, float value) {
-                                    if (p >= tiles[i].n) return;
                                     float y = x.dtype == BFLOAT16 ? round_bf16(value) : value;
                                     out[routes.token[tiles[i].first + p] * x.C + row] += y;
                                   });

@@ -45,7 +45,10 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
     Rows part{(const char*)x.x + g * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride * groups, x.dtype};
     pack_panel<M>(part, nullptr, p * MAX_LANES, size_of(p), w.cols, words, q, panel_of(g, p));
   });
-  i64 tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  // one panel takes a few rows at a time, which stay in the nearest cache; their successors come while they are multiplied
+  i64 step = panels == 1 ? NEAR_ROWS : ROW_BLOCK, task_rows = ROW_BLOCK;
+  while (task_rows * threads * 8 < w.rows && task_rows < 1024) task_rows *= 2;
+  i64 tasks = (rows + task_rows - 1) / task_rows;
   parallel(threads, tasks * groups, [&](i64 task) {
     SCRATCH(scales);
     SCRATCH(decoded);
@@ -53,13 +56,21 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
     Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
     u32* block = decoded.get<u32>((words + KB - 1) / KB * ROW_BLOCK * LDW);
     V* c = sums.get<V>((ROW_BLOCK + OVERSHOOT) * MAX_COUNT);
-    i64 g = task / tasks, first = g * rows + task % tasks * ROW_BLOCK;
-    i64 n = (g + 1) * rows - first < ROW_BLOCK ? (g + 1) * rows - first : ROW_BLOCK;
-    decode_rows<M, F>(w, first, n, factors, block, ROW_BLOCK);
-    for (i64 p = 0; p < panels; p++) {
-      int count = count_of(size_of(p));
-      product<M>(block, ROW_BLOCK, n, panel_of(g, p), count, words, c);
-      turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);
+    i64 g = task / tasks, start = g * rows + task % tasks * task_rows;
+    i64 end = start + task_rows < (g + 1) * rows ? start + task_rows : (g + 1) * rows;
+    for (i64 first = start; first < end; first += ROW_BLOCK) {
+      i64 n = end - first < ROW_BLOCK ? end - first : ROW_BLOCK;
+      for (i64 r = 0; r < n; r += step) {
+        i64 m = n - r < step ? n - r : step, next = first + r + m;
+        decode_rows<M, F>(w, first + r, m, factors, block, step);
+        for (i64 p = 0; p < panels; p++) {
+          int count = count_of(size_of(p));
+          Ahead ahead;
+          if (p == 0 && next < end) ahead = Ahead{w.data + next * w.row_bytes(), m * w.row_bytes() / (tiles_of(m, count) * words)};
+          product<M>(block, step, m, panel_of(g, p), count, words, c + r * count, true, ahead);
+          if (r + step >= n) turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);
+        }
+      }
     }
   });
 }

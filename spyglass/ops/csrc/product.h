@@ -14,7 +14,8 @@ enum ScaleKind { NO_SCALE, E8M0, SCALE_F32 };
 constexpr int GROUP = 32;  // an expanded scale row has one entry per 32 inputs
 constexpr i64 KB = 128, LDW = KB + 16;  // 576-byte rows spread over the sets of the cache
 constexpr int MAX_COUNT = VL == 16 ? 4 : 2, MAX_LANES = MAX_COUNT * VL;
-constexpr i64 ROW_BLOCK = 64;  // rows decoded at a time: whole cache lines of the output
+constexpr i64 ROW_BLOCK = 64;  // rows whose sums are turned at a time: whole cache lines of the output
+constexpr i64 NEAR_ROWS = 16;  // rows decoded at a time for one panel
 
 // One matrix [rows, cols], or a stack of them. Scales [ceil(rows / block_rows), ceil(cols / block_cols)] per matrix.
 struct Weight {
@@ -296,7 +297,7 @@ static void dot_rows(const Weight& w, i64 first, i64 stop, Factors<M>& factors, 
 
 INLINE u32* word_of_row(u32* rows, i64 cap, i64 row, i64 word) { return rows + (word / KB * cap + row) * LDW + word % KB; }
 
-// Rows first .. first + n of the weight into `rows`; the rows after them are fetched while these are multiplied.
+// Rows first .. first + n of the weight into `rows`.
 template <class M, int F>
 static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, u32* rows, i64 cap) {
   typedef Chunk<M, F> C;
@@ -318,19 +319,27 @@ static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, 
       step(whole, last);
     }
   }
-  const u8* next = w.data + (first + n) * w.row_bytes();
-  for (i64 i = 0; i < n * w.row_bytes() && i < 65536; i += 64) fetch_ahead(next + i - AHEAD);
 }
+
+// What is fetched while something else is multiplied: `bytes` of it in every step, so that no step waits for all.
+struct Ahead {
+  const u8* at = nullptr;
+  i64 bytes = 0;
+};
 
 // c[R][N] (+)= rows [R][steps] · lanes [steps][N vectors]
 template <class M, int R, int N>
-static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 steps, V* c, bool first) {
+static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 steps, V* c, bool first, Ahead& ahead) {
   V acc[R][N];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) acc[r][j] = first ? V{} : c[r * N + j];
+  const u8* next = ahead.at;
+  const i64 bytes = ahead.bytes;
+  ahead.at += bytes * steps;
   for (i64 s = 0; s < steps; s++) {
+    __builtin_prefetch(next + bytes * s);
     V x[N];
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) x[j] = lanes[s * N + j];
@@ -350,7 +359,8 @@ static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 
 // c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 15 rows behind the last are written too.
 constexpr i64 OVERSHOOT = 15;
 template <class M>
-static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true) {
+static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true,
+                    Ahead ahead = Ahead()) {
   for (i64 word = 0; word < words; word += KB) {
     i64 steps = words - word < KB ? words - word : KB;
     const u32* block = rows + word / KB * cap * LDW;
@@ -361,9 +371,9 @@ static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count
       if constexpr (R == 6)  // 16 heads are 6 + 6 + 4
         for (; n - r > 4 || n - r < 1; r += R) {
           if (n - r < 1) return;
-          tile<M, R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0);
+          tile<M, R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0, ahead);
         }
-      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0);
+      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0, ahead);
     };
 #define SIZE(n) std::integral_constant<int, n>()
     if constexpr (VL == 16) {
@@ -377,6 +387,9 @@ static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count
     }
   }
 }
+
+// Tiles that `product` cuts n rows into.
+INLINE i64 tiles_of(i64 n, int count) { return VL == 16 ? (count == 4 ? (n + 5) / 6 : count == 1 ? (n + 15) / 16 : (n + 7) / 8) : count == 2 ? (n + 5) / 6 : (n + 7) / 8; }
 
 // Turns n <= count * VL rows of `words` words (absent ones, null too, are zero) into lanes.
 static inline void pack_lanes(const u32* const* rows, i64 n, i64 words, u32* lanes, int count) {
