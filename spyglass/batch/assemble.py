@@ -46,7 +46,7 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSteps:
-    """The rows of all sequences of a step, one behind the other: the fields of `SequenceStep` side by side.
+    """The rows of all sequences of a step, at least one each, one behind the other: `SequenceStep`s side by side.
 
     `table_SP` by group, padded with -1. `logit_rows_R` count from the first row of the step. `resumable` (sequence,
     position) pairs. What no sequence has is None.
@@ -72,7 +72,7 @@ class _Rows:
 
     seq_T: Ints
     position_T: Ints
-    first_S: Ints
+    first_S1: Ints
     start_S: Ints
     stop_S: Ints
     resumable: Sequence[tuple[int, int]]
@@ -82,11 +82,11 @@ class _Rows:
 
         None = all of them: every sequence has one row.
         """
-        if self.seq_T is self.first_S:
+        if len(self.seq_T) == len(self.start_S):
             return None
         kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
         for seq, place in self.resumable:
-            offset = self.first_S[seq] - self.start_S[seq]
+            offset = self.first_S1[seq] - self.start_S[seq]
             kept_T[offset + max(self.start_S[seq], place - reach) : offset + place] = True
         return kept_T
 
@@ -103,10 +103,11 @@ class _Tables:
         table, rows = self.table_SP[group], self.page_rows[group]
         if not len(seq):
             return seq
+        width = table.shape[1]
         logical, offset = np.divmod(row, rows)
-        page = table[seq, logical % table.shape[1]]
+        page: Ints = table.reshape(-1).take(seq * width + logical % width).astype(np.int64)
         assert page.min() >= 0, f"a row of group {group} lies in a page that was never given or already taken back"
-        return page * np.int64(rows) + offset
+        return page * rows + offset
 
 
 def assemble(
@@ -150,16 +151,15 @@ def assemble_packed(
     wide += [pool.state_write_T for pool in pools.values() if pool.state_write_T is not None]
     window_write_T, *others = put(np.array(wide, np.int64), np.int64).unbind(0)
     phases, states = others[: len(pools)], iter(others[len(pools) :])
-    image_index_T = packed.image_index_T
+    image_index_T, slot_S = packed.image_index_T, packed.slot_S
     if image_index_T is not None and image_index_T.max() < 0:
         image_index_T = None
-    slot_S = None if packed.slot_S is None or not packed.slot_S.any() else packed.slot_S
     batch = Batch(
         ids_T=put(packed.ids_T),
         kinds_T=put(packed.kinds_T, np.int8),
         positions_T=position_T,
         seq_T=seq_T,
-        query_start_S=put(np.append(rows.first_S, len(rows.seq_T))),
+        query_start_S=put(rows.first_S1),
         seq_len_S=put(rows.stop_S),
         window_lo_T=lo,
         window_hi_T=hi,
@@ -208,9 +208,14 @@ def pack(steps: Sequence[SequenceStep]) -> PackedSteps:
         resumable=[(seq, place) for seq, step in enumerate(steps) for place in step.resumable],
         visible_T2=join_parts([step.visible_n2 for step in steps], counts, 0),
         image_index_T=join_parts([step.image_index_n for step in steps], counts, -1),
-        slot_S=np.array([step.slot for step in steps], np.int64),
+        slot_S=slots_of([step.slot for step in steps]),
         lookback_SL=np.stack(lookback) if lookback else None,
     )
+
+
+def slots_of(slots: Sequence[int]) -> Ints | None:
+    """Adapter slot of each sequence; None when no sequence has an adapter."""
+    return np.array(slots, np.int64) if any(slots) else None
 
 
 def join_parts(
@@ -228,18 +233,18 @@ def join_parts(
 
 def _rows(packed: PackedSteps) -> _Rows:
     start_S = packed.start_S
-    count_S = packed.stop_S - start_S
-    every_S = np.arange(len(start_S))
-    if (count_S == 1).all():  # decoding: one row each
-        seq_T, position_T, first_S = every_S, start_S, every_S
+    first_S1 = np.arange(len(start_S) + 1)
+    if len(packed.ids_T) == len(start_S):  # decoding: one row each
+        seq_T, position_T = first_S1[:-1], start_S
     else:
-        first_S = np.cumsum(count_S) - count_S
-        seq_T = np.repeat(every_S, count_S)
-        position_T = np.arange(len(seq_T)) + (start_S - first_S)[seq_T]
+        count_S = packed.stop_S - start_S
+        seq_T = np.repeat(first_S1[:-1], count_S)
+        first_S1[1:] = count_S.cumsum()
+        position_T = np.arange(len(seq_T)) + (start_S - first_S1[:-1])[seq_T]
     return _Rows(
         seq_T=seq_T,
         position_T=position_T,
-        first_S=first_S,
+        first_S1=first_S1,
         start_S=start_S,
         stop_S=packed.stop_S,
         resumable=packed.resumable,
@@ -299,7 +304,7 @@ def _sources(compressor: CompressorPlan, rows: _Rows, tables: _Tables, seq_P: In
     token_PB = (entry_P[:, None] + 1) * ratio - reach + np.arange(reach)
     start_P1 = rows.start_S[seq_P][:, None]
     earlier_PB = token_PB < start_P1
-    sources_PB = np.where(earlier_PB, -1, token_PB - start_P1 + rows.first_S[seq_P][:, None])
+    sources_PB = np.where(earlier_PB, -1, token_PB - start_P1 + rows.first_S1[seq_P][:, None])
     if compressor.gated:
         carried = earlier_PB & (token_PB >= 0)
         seq_PB = np.broadcast_to(seq_P[:, None], token_PB.shape)

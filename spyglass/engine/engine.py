@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
 import torch
 
 from spyglass.config.cache import cache_plans
@@ -304,8 +303,8 @@ class Engine:
         logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
         step = DrawStep(
             params=[s.params for s in drawing],
-            seed_S=np.array([s.seed for s in drawing], np.uint64),
-            position_S=np.array([s.length for s in drawing], np.uint64),
+            seed_S=[s.seed for s in drawing],
+            position_S=[s.length for s in drawing],
             used=[None if s.counts is None else s.counts.used for s in drawing],
             form_rows=[row for row, _ in forms_of(drawing)],
             allowed=None if masks is None else masks(),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts
+from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts, slots_of
 from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import ModelConfig
@@ -43,7 +44,7 @@ class StepOutput:
     """Hidden states of a step's rows; `first` row of each chunk; `draw_rows` int64 rows whose chunks draw a token."""
 
     hidden_TC: torch.Tensor
-    first: tuple[int, ...]
+    first: Sequence[int]
     draw_rows: torch.Tensor
 
 
@@ -78,7 +79,8 @@ class Runner:
         resumable = [(seq, place) for seq, each in enumerate(places) for place in each]
         self._blocks.extend(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
         image_rows, image_index_T = _image_rows(chunks, pictures)
-        last_S = np.cumsum(stop - start) - 1
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        first = list(accumulate(counts[:-1], initial=0))
         engram = self._config.text.engram
         packed = PackedSteps(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
@@ -86,11 +88,14 @@ class Runner:
             start_S=start,
             stop_S=stop,
             table_SP=self._blocks.table_rows(rows),
-            logit_rows_R=last_S[[chunk.draws for chunk in chunks]],
+            logit_rows_R=np.array(
+                [row + count - 1 for chunk, row, count in zip(chunks, first, counts, strict=True) if chunk.draws],
+                np.int64,
+            ),
             resumable=resumable,
             visible_T2=_visible(chunks, pictures),
             image_index_T=image_index_T,
-            slot_S=np.array([chunk.sequence.adapter.slot for chunk in chunks], np.int64),
+            slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
             lookback_SL=None if engram is None else _lookback(chunks, engram.lookback),
         )
         text = self._config.text
@@ -106,7 +111,7 @@ class Runner:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
                 _forget_pictures(chunk)
-        return StepOutput(hidden_TC=hidden, first=(0, *(last_S[:-1] + 1).tolist()), draw_rows=batch.logit_rows_R)
+        return StepOutput(hidden_TC=hidden, first=first, draw_rows=batch.logit_rows_R)
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of rows of a step."""

@@ -39,12 +39,12 @@ class DrawStep:
     """What the sampler must know of the S rows of one step. `used` is None for rows without penalties.
 
     `allowed` bool [S', V] are the next tokens of the rows `form_rows`, whose answers follow a form. `seed_S`,
-    `position_S` (of the token to be drawn) are uint64 and choose the random number of a row.
+    `position_S` (of the token to be drawn), below 2 ** 64, choose the random number of a row.
     """
 
     params: Sequence[SamplingParams]
-    seed_S: NDArray[np.uint64]
-    position_S: NDArray[np.uint64]
+    seed_S: Sequence[int] | NDArray[np.uint64]
+    position_S: Sequence[int] | NDArray[np.uint64]
     used: Sequence[UsedTokens | None]
     form_rows: Sequence[int] = ()
     allowed: torch.Tensor | None = None
@@ -158,7 +158,8 @@ def _choose(logits_SV: torch.Tensor, step: DrawStep) -> torch.Tensor:
             return ids_S
         logits_SV = logits_SV[torch.as_tensor(random, device=logits_SV.device)]
     params = [step.params[s] for s in random]
-    u_S = torch.from_numpy(uniform(step.seed_S[random], step.position_S[random])).to(logits_SV.device)
+    seed_S, position_S = (np.array([each[s] for s in random], np.uint64) for each in (step.seed_S, step.position_S))
+    u_S = torch.from_numpy(uniform(seed_S, position_S)).to(logits_SV.device)
     drawn_S = inverse_draw(kept_weights(logits_SV, params), u_S)
     if len(random) == len(step.params):
         return drawn_S

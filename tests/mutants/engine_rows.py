@@ -59,8 +59,7 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(SAMPLER, "(position + np.uint64(1)) * _GOLDEN", "position * np.uint64(0)", ON_SAMPLER,
            "the same number at every position"),
     Mutant(SAMPLER, "_mix(seed + _GOLDEN)", "_mix(seed * np.uint64(0))", ON_SAMPLER, "the same number for every seed"),
-    Mutant(SAMPLER, "step.seed_S[random], step.position_S[random]", "step.seed_S[: len(random)], "
-           "step.position_S[: len(random)]", ON_SAMPLER, "random numbers by place in the batch"),
+    Mutant(SAMPLER, "[each[s] for s in random]", "[each[s] for s in range(len(random))]", ON_SAMPLER, "random numbers by place in the batch"),
     Mutant(SAMPLER, "    if whole < vocabulary:\n        best_SN", "    if False:\n        best_SN", ON_SAMPLER,
            "the last columns never the largest"),
     Mutant(SAMPLER, "+ logits_SV.gather(1, column_SB).argmax(dim=-1)", "+ 0 * column_SB[:, 0]", ON_SAMPLER,
@@ -200,7 +199,7 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(PAGES, "        self._untouched += fresh\n", "", ON_BLOCKS, "the same fresh pages for everyone"),
     Mutant(ENGINE, " and not params.ignore_eos)", ")", ON_LOOP, "ignore_eos ignored"),
     Mutant(ENGINE, "token in params.stop_token_ids or ", "", ON_LOOP, "stop ids ignored"),
-    Mutant(ENGINE, "position_S=np.array([s.length", "position_S=np.array([0 * s.length", ON_LOOP,
+    Mutant(ENGINE, "position_S=[s.length", "position_S=[0 * s.length", ON_LOOP,
            "the same random number at every step"),
     Mutant(ENGINE, " if sound else self._refuse(sequence)", "", ON_LOOP, "NaN drawn from"),
     Mutant(ENGINE, "- set(config.eos_token_ids)", "", ON_LOOP + " " + ON_LLM, "end of text banned where it is pad too"),

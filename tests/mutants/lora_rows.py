@@ -77,7 +77,7 @@ LORA_ROWS: list[Mutant] = [
     Mutant(MERGE, "if share > MOST_UNCHANGED and not self._force:", "if False:", ON_MERGE, "a merge of nothing accepted"),
     Mutant(MERGE, "self.unchanged += int((after == before).sum())", "self.unchanged += 0", ON_MERGE, "loss not counted"),
     Mutant(MERGE, "if key not in _QUANTISATION_FIELDS\n        }", "}", ON_MERGE, "a plain checkpoint that says FP8"),
-    Mutant(RUNNER, "slot_S=np.array([chunk.sequence.adapter.slot for chunk in chunks], np.int64),", "slot_S=None,", LAWS,
+    Mutant(RUNNER, "slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),", "slot_S=None,", LAWS,
            "tokens without their adapter"),
     Mutant(RUNNER, "slots=[sequence.adapter.slot for", "slots=[0 for", LAWS, "pictures without their adapter"),
     Mutant(PLAN, "if need + adapters > free:", "if need > free:", "tests/unit/test_plan.py", "adapters need no room"),
