@@ -19,6 +19,7 @@ from spyglass.cli.options import (
     default_model,
     engine_config,
     model_folder,
+    told_adapters,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError, PromptError
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="use an adapter: a PEFT folder, or the name of a shipped one; with --batch NAME=DIR, for lines to "
+        help=f"use an adapter: a PEFT folder{told_adapters()}; with --batch NAME=DIR, for lines to "
         "choose by `model`; for several: --lora A=ONE --lora B=TWO",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")

@@ -78,6 +78,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
+        *([("loading", f"clients may load adapters below {config.adapter_root}")] if config.adapter_root else []),
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("pictures", pictures),

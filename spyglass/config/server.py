@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from spyglass.config.engine import SERVER_PREFIX, about, read_options, require_count
@@ -57,6 +58,13 @@ class ServerConfig:
     )
     remote_images: bool = field(default=False, metadata=about("fetch pictures from http(s) addresses"))
     fetch_seconds: int = field(default=60, metadata=about("most time to fetch the pictures of a request"))
+    allow_adapter_loading: bool = field(
+        default=False,
+        metadata=about(
+            "let whoever may call load and unload adapters (POST /v1/load_lora_adapter, /v1/unload_lora_adapter)"
+        ),
+    )
+    adapter_root: str = field(default="", metadata=about("folder below which adapters may be loaded from"))
     cors_origin: tuple[str, ...] = field(
         default=(), metadata=about("web origin whose pages may call the server, or *; may be given repeatedly")
     )
@@ -80,6 +88,11 @@ class ServerConfig:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not all(isinstance(value, str) and value.strip() for value in values):
                 raise ConfigError(f"{name} is {values!r}, expected non-empty texts")
+        if self.allow_adapter_loading != bool(self.adapter_root) or not Path(self.adapter_root).is_dir():
+            raise ConfigError(
+                f"allow_adapter_loading is {self.allow_adapter_loading} with adapter_root {self.adapter_root!r}; "
+                "to load adapters over HTTP give both, the second a folder"
+            )
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected a name or an address")
         for name, allowed in SERVER_CHOICES.items():

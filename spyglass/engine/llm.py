@@ -135,9 +135,9 @@ class LLM:
         self.config: ModelConfig = self.loaded.config
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
-        self._adapters = AdapterPool(self.loaded.model)
+        self.lora = AdapterPool(self.loaded.model)
         for adapter_name, file in files.items():  # before rows take what memory is left
-            self._adapters.attach(adapter_name, file)
+            self.lora.attach(adapter_name, file)
         engram_feed = self._open_engram(path)
         self.engine = Engine(
             self.loaded.model,
@@ -274,7 +274,7 @@ class LLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters, in the order they came."""
-        return self._adapters.names
+        return self.lora.names
 
     def adapter_use(self, name: str | None) -> AdapterUse:
         """What `Engine.add` takes for the adapter of this name; None = none.
@@ -282,11 +282,11 @@ class LLM:
         Raises:
             AdapterError: no adapter has this name; the known ones are listed.
         """
-        return NO_ADAPTER if name is None else self._adapters.use(name)
+        return NO_ADAPTER if name is None else self.lora.use(name)
 
     def adapter_counts(self, name: str) -> Mapping[Group, int]:
         """Modules of an adapter by group. Raises AdapterError as `adapter_use`."""
-        return self._adapters[name].counts
+        return self.lora[name].counts
 
     def add_adapter(self, name: str, directory: str | os.PathLike[str], *, factor: float = 1.0) -> None:
         """Read a PEFT folder and hold it beside the others; what it adds is multiplied by `factor`.
@@ -294,7 +294,7 @@ class LLM:
         Raises:
             AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        self._adapters.attach(name, read_beside(find_adapter(directory, self._path), self.loaded.device), factor=factor)
+        self.lora.attach(name, read_beside(find_adapter(directory, self._path), self.loaded.device), factor=factor)
 
     def remove_adapter(self, name: str) -> None:
         """Give the memory of an adapter back.
@@ -305,7 +305,7 @@ class LLM:
         count = list(self._users.values()).count(name)
         if count:
             raise AdapterError(f"the adapter {name!r} is used by {count} answers under way; end them, or wait")
-        self._adapters.detach(name)
+        self.lora.detach(name)
 
     def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
         """The tables of a model with engram layers, placed as the options say."""

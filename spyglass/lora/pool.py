@@ -90,10 +90,23 @@ class AdapterPool:
         Raises:
             AdapterError: as `use`.
         """
+        self.free(self.withdraw(name))
+
+    def withdraw(self, name: str) -> AdapterUse:
+        """Take the name away, at once. Who uses the adapter may go on until `free` takes its memory.
+
+        Raises:
+            AdapterError: as `use`.
+        """
         with self._lock:
-            slot = self.use(name).slot
+            use = self.use(name)
             self._attached = {other: found for other, found in self._attached.items() if other != name}
-            self._places.clear(slot)
+        return use
+
+    def free(self, use: AdapterUse) -> None:
+        """Give the memory of an adapter back that has been withdrawn and that nobody uses any more."""
+        with self._lock:
+            self._places.clear(use.slot)
 
 
 def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,10 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from spyglass import __version__
 from spyglass.config.server import ServerConfig
+from spyglass.engine.adapters import AdapterDesk
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
+from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import parse_json, read_body
 from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate, Served
@@ -50,7 +53,7 @@ class Service:
         self.most_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
         self.served = served_by(llm, config)
-        self.adapter_use, self.check = llm.adapter_use, llm.engine.check
+        self.check, self.adapters = llm.engine.check, AdapterDesk(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
         self.unpacking = threading.BoundedSemaphore(_PARSERS)
@@ -148,17 +151,17 @@ class EndpointRoute:
         await self._run(call, record, scope["began"], send)
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
-        adapter = self._service.adapter_use(call.adapter)
-        submission = self._service.worker.submit(call.prompts, call.params, adapter)
-        watch = Watch(record, began)
-        try:
-            if call.stream:
-                await send_events(call, submission, watch, record.request_id, self._endpoint, send)
-            else:
-                await send_whole(call, submission, watch, record.request_id, send)
-        finally:
-            self._service.worker.cancel(submission)
-            record.odd_markup = call.reply.odd
+        with self._service.adapters.used(call.adapter) as adapter:
+            submission = self._service.worker.submit(call.prompts, call.params, adapter)
+            watch = Watch(record, began)
+            try:
+                if call.stream:
+                    await send_events(call, submission, watch, record.request_id, self._endpoint, send)
+                else:
+                    await send_whole(call, submission, watch, record.request_id, send)
+            finally:
+                self._service.worker.cancel(submission)
+                record.odd_markup = call.reply.odd
 
     def _parse(self, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
         """What a thread makes of a body. `held` is given back when the thread is done, waited for or not."""
@@ -197,6 +200,7 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
         *page_routes(service.served),
+        *_adapter_routes(llm, service),
     ]
     gate = Middleware(
         Gate,
@@ -214,6 +218,15 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _adapter_routes(llm: LLM, service: Service) -> list[Route]:
+    """The paths that load and unload adapters, if that is allowed."""
+    if not service.config.allow_adapter_loading:
+        return []
+    root, reserved = Path(service.config.adapter_root), service.served.names
+    desk, readiness = service.adapters, service.readiness
+    return AdapterRoutes(llm, desk, readiness, service.held, root=root, reserved=reserved).routes()
 
 
 def served_by(llm: LLM, config: ServerConfig) -> Served:
@@ -238,7 +251,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         tokenizer=llm.tokenizer,
         limits=limits,
         max_length=llm.engine.max_length,
-        adapters=llm.adapters,
+        adapter_names=lambda: llm.adapters,
         without_vision=config.without_vision,
     )
 

@@ -23,7 +23,8 @@ Fetch = Callable[[str], bytes]
 class Served:
     """What protocols must know of the model that is served.
 
-    `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter.
+    `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter now, by
+    `adapter_names`, which any thread may ask.
     `max_length` bounds prompt and answer together, `limits` the pictures of one request. `without_vision`: what a
     picture does to a model that takes none, as in `ChatOptions`.
     """
@@ -33,8 +34,13 @@ class Served:
     tokenizer: PromptTokenizer | None
     limits: ImageLimits
     max_length: int
-    adapters: tuple[str, ...] = ()
+    adapter_names: Callable[[], tuple[str, ...]] = tuple
     without_vision: Literal["refuse", "note"] = "refuse"
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are served now."""
+        return self.adapter_names()
 
 
 class Reply(Protocol):

@@ -59,13 +59,29 @@ class Readiness:
                 _LOG.error("a step of the engine has taken more than %g s", STALL_S)
             noted = stalled
 
+    @property
+    def starting(self) -> bool:
+        """Whether something has not been tried yet."""
+        return _STARTING in self._seen.values()
+
+    async def try_adapter(self, name: str) -> str | None:
+        """Draw a token with an adapter that has come; why that does not work, None if it does."""
+        seen = await self._try(_adapter_trial(self._llm, name))
+        if seen == _OK:
+            self._seen[_feature(name)] = seen
+        return None if seen == _OK else seen
+
+    def forget_adapter(self, name: str) -> None:
+        """One that is served no more."""
+        self._seen.pop(_feature(name), None)
+
     def report(self) -> tuple[int, dict[str, Any]]:
         """Status and body of `/health`: 200 when everything works, else 503."""
         stats = self._worker.stats()
         state = "ok"
         if self._stopping():
             state = "stopping"
-        elif _STARTING in self._seen.values():
+        elif self.starting:
             state = "starting"
         elif stats.failing or any(seen != _OK for seen in self._seen.values()):
             state = "failing"
@@ -106,5 +122,13 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
     if llm.tokenizer is not None:
         form = Structured(kind="regex", value="[a-z]+")
         trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))
-    trials |= {f"adapter {name}": _Trial([start], one, name) for name in llm.adapters}
-    return trials
+    return trials | {_feature(name): _adapter_trial(llm, name) for name in llm.adapters}
+
+
+def _adapter_trial(llm: LLM, name: str) -> _Trial:
+    start = [llm.config.bos_token_id or 0]
+    return _Trial([start], SamplingParams(max_tokens=1), name)
+
+
+def _feature(adapter: str) -> str:
+    return f"adapter {adapter}"

@@ -12,14 +12,26 @@ FETCH = "spyglass/server/fetch.py"
 STREAM = "spyglass/server/stream.py"
 READY = "spyglass/server/readiness.py"
 NUMBERS = "spyglass/server/metrics.py"
+DESK = "spyglass/engine/adapters.py"
+LOADING = "spyglass/server/adapters.py"
 ON_WORKER = "tests/unit/engine/test_worker.py"
 ON_BODIES = "tests/server/test_bodies.py"
 ON_GATE = "tests/server/test_gate.py"
 ON_FLOW = "tests/server/test_flow.py"
 ON_FETCH = "tests/server/test_fetch.py"
 ON_READY = "tests/server/test_readiness.py"
+ON_LOADING = "tests/server/test_adapter_loading.py"
 
 SERVER_ROWS: list[Mutant] = [
+    Mutant(DESK, "        if self._users[slot]:\n            return\n", "", ON_LOADING, "memory freed under an answer"),
+    Mutant(DESK, "            self._free_if_unused(use.slot)\n\n    def withdraw", "            pass\n\n    def withdraw", ON_LOADING,
+           "memory of an adapter that was in use stays"),
+    Mutant(LOADING, "if not folder.is_relative_to(root):", "if False:", ON_LOADING, "adapters from anywhere"),
+    Mutant(LOADING, "            if name in (*self._reserved, *self._llm.adapters):", "            if name in self._llm.adapters:",
+           ON_LOADING, "an adapter takes the model's name"),
+    Mutant(LOADING, "            self._readiness.forget_adapter(name)\n", "", ON_LOADING, "health tells of what is gone"),
+    Mutant(APP, "    if not service.config.allow_adapter_loading:\n        return []\n", "", ON_LOADING,
+           "adapters are loaded by anybody"),
     Mutant(WORKER, "            self._forget(len(answers) - len(submission.requests))\n", "", ON_WORKER,
            "a refused call keeps its places"),
     Mutant(WORKER, "            self._end(submission)\n        self._call(submission.loop", "        self._call(submission.loop",
@@ -71,7 +83,7 @@ SERVER_ROWS: list[Mutant] = [
     Mutant(FETCH, "        self._left -= len(data)\n", "", ON_FETCH, "bytes counted for each picture only"),
     Mutant(FETCH, "        timer.start()\n", "", ON_FETCH, "a site that drips is waited for"),
     Mutant(FETCH, "_MOST_HOPS + 1)", "10**6)", ON_FETCH, "redirects without end"),
-    Mutant(READY, '        elif _STARTING in self._seen.values():\n            state = "starting"\n', "", ON_READY,
+    Mutant(READY, '        elif self.starting:\n            state = "starting"\n', "", ON_READY,
            "ready before anything was tried"),
     Mutant(READY, "stats.failing or any(", "any(", ON_READY, "failing steps do not show"),
     Mutant(READY, "output.error or len(output.token_ids) != 1", "output.error", ON_READY, "a feature that draws nothing is fine"),

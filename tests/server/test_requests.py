@@ -240,7 +240,7 @@ def test_what_is_not_to_be_had_is_refused_by_name(protocol: ChatProtocol, body: 
 def test_an_unknown_model_is_not_served_and_an_adapter_is_chosen_by_name() -> None:
     with pytest.raises(NotServedError, match="model 'gpt' is not served here; served are tiny"):
         endpoint_of("chat").parse(body_of("chat", model="gpt"), None)
-    call = endpoint_of("chat", adapters=("mine",)).parse(body_of("chat", model="mine"), None)
+    call = endpoint_of("chat", adapter_names=lambda: ("mine",)).parse(body_of("chat", model="mine"), None)
     assert (call.model, call.adapter) == ("mine", "mine")
     assert call_of("chat").model == "tiny" and call_of("chat").adapter is None
 

@@ -1,0 +1,118 @@
+"""Adapters over HTTP: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with the fields that vLLM gave them.
+
+Off unless the server was started so, since whoever may call can change what others get; and then only folders below one
+root are read. A load answers when a token has been drawn with the adapter; streams go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from spyglass.engine.adapters import AdapterDesk
+from spyglass.engine.llm import LLM
+from spyglass.errors import AdapterError, NotServedError
+from spyglass.server.body import parse_json, read_body
+from spyglass.server.fields import Fields, read_fields, text_field
+from spyglass.server.held import Claim, HeldBytes
+from spyglass.server.readiness import Readiness
+
+_LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), fixed={"load_inplace": (False,)})
+_UNLOAD = Fields(read=frozenset({"lora_name"}), ignored=frozenset({"lora_int_id"}))
+_BODY_BYTES = 1 << 16
+_NAME_CHARS = 200
+
+
+class AdapterRoutes:
+    """Loads adapters from folders below `root` and unloads any, one at a time. `reserved` names are the model's."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        desk: AdapterDesk,
+        readiness: Readiness,
+        held: HeldBytes,
+        *,
+        root: Path,
+        reserved: tuple[str, ...],
+    ) -> None:
+        self._llm, self._desk, self._readiness, self._held = llm, desk, readiness, held
+        self._root, self._reserved = root.resolve(), reserved
+        self._turn = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """The two paths."""
+        return [
+            Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
+        ]
+
+    async def _load(self, request: Request) -> Response:
+        stated = await self._read(request, _LOAD)
+        name, folder = _name(stated), folder_below(self._root, text_field(stated, "lora_path", "the request"))
+        async with self._turn:
+            self._require_started()
+            if name in (*self._reserved, *self._llm.adapters):
+                raise HTTPException(409, f"{name!r} is served already; unload it first, or choose another name")
+            await asyncio.to_thread(self._llm.add_adapter, name, folder)
+            wrong = await self._readiness.try_adapter(name)
+            if wrong is not None:
+                self._desk.withdraw(name)
+                raise AdapterError(f"the adapter in {str(folder)!r} draws no token, so it is not served: {wrong}")
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: Request) -> Response:
+        name = _name(await self._read(request, _UNLOAD))
+        async with self._turn:
+            self._require_started()
+            if name not in self._llm.adapters:
+                served = ", ".join(self._llm.adapters) or "none"
+                raise NotServedError(f"there is no adapter {name!r} to unload; served are {served}")
+            self._desk.withdraw(name)
+            self._readiness.forget_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _read(self, request: Request, fields: Fields) -> Mapping[str, Any]:
+        claim = Claim(self._held)
+        try:
+            return read_fields(parse_json(await read_body(request, _BODY_BYTES, claim)), fields)[0]
+        finally:
+            claim.release()
+
+    def _require_started(self) -> None:
+        """Raises HTTPException: the adapters of the start are still being tried."""
+        if self._readiness.starting:
+            raise HTTPException(503, "the server is still trying what it has; send it again", {"retry-after": "1"})
+
+
+def folder_below(root: Path, stated: str) -> Path:
+    """The folder that a client names, relative to `root` or absolute, all links followed.
+
+    Raises:
+        AdapterError: it lies elsewhere, or is no path.
+        NotServedError: there is no such folder.
+    """
+    try:
+        folder = (root / stated).resolve()
+        found = folder.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long, null bytes, links in a circle
+        raise AdapterError(f"lora_path {stated[:_NAME_CHARS]!r} is no path") from None
+    if not folder.is_relative_to(root):
+        raise AdapterError(f"lora_path {stated[:_NAME_CHARS]!r} is not below the folder that adapters are loaded from")
+    if not found:
+        raise NotServedError(f"there is no folder {stated[:_NAME_CHARS]!r} where adapters are loaded from")
+    return folder
+
+
+def _name(stated: Mapping[str, Any]) -> str:
+    name = text_field(stated, "lora_name", "the request")
+    if not 0 < len(name) <= _NAME_CHARS or not name.isprintable() or name != name.strip():
+        raise AdapterError(f"lora_name must be 1 to {_NAME_CHARS} printable characters, no blanks around them")
+    return name
