@@ -10,6 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spyglass.errors import ConfigError
+from spyglass.server.connection import HEADER_SECONDS, timed
 
 _POLL_S = 0.1
 # A machine that went without a word is asked after a minute and given up after two; systems wait hours by default.
@@ -38,10 +39,14 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def make_server(app: Starlette, grace_s: float) -> uvicorn.Server:
-    """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it."""
+def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS) -> uvicorn.Server:
+    """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it.
+
+    `header_s`: time in which a connection must have brought the headers of a request.
+    """
     config = uvicorn.Config(
         app,
+        http=timed(header_s),
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -13,6 +13,7 @@ from spyglass.server.fields import Fields, read_fields
 from spyglass.server.markup import THINK_END
 
 MOST_ANSWERS = 128
+MOST_STOPS, STOP_CHARS, MOST_STOP_IDS = 16, 1000, 128  # the first is the model makers' own, four times OpenAI's
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.
 NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 EXTRA = frozenset({"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
@@ -28,6 +29,7 @@ def sampling(body: Mapping[str, Any], **given: Any) -> SamplingParams:
         PromptError: a value is out of range; the message names the field.
     """
     stated = {name: body[name] for name in (*NATIVE, *EXTRA) if name in body}
+    _check_stops(given.get("stop"), stated.get("stop_token_ids"))
     if "logit_bias" in body:
         stated["logit_bias"] = _biases(body["logit_bias"])
     return SamplingParams(**stated, **{name: value for name, value in given.items() if value is not None})
@@ -82,6 +84,16 @@ def _schema(value: Any, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is text that is not JSON: {error}") from error
+
+
+def _check_stops(stops: object, tokens: object) -> None:
+    """Every token drawn is held against each of them: a few are enough, and many would slow down everybody."""
+    for name, values, most in (("stop strings", stops, MOST_STOPS), ("stop_token_ids", tokens, MOST_STOP_IDS)):
+        if isinstance(values, list | tuple) and len(values) > most:
+            raise PromptError(f"the request has {len(values)} {name}, it may have {most}")
+    for text in stops if isinstance(stops, list | tuple) else [stops]:
+        if isinstance(text, str) and len(text) > STOP_CHARS:
+            raise PromptError(f"a stop string has {len(text)} characters, it may have {STOP_CHARS}")
 
 
 def _biases(value: object) -> Mapping[int, Any]:

@@ -55,6 +55,8 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(CONVERSATION, "    tokenizer.refuse_unless_fits(", "    max(", ON_REQUESTS, "hopeless chats are tokenised"),
     Mutant(COMPLETIONS, "            tokenizer.refuse_unless_fits([prompt], served.max_length)\n", "            pass\n", ON_REQUESTS,
            "hopeless texts are tokenised"),
+    Mutant(SAMPLING, "and len(values) > most:", "and False:", ON_REQUESTS, "any number of stop strings"),
+    Mutant(SAMPLING, "and len(text) > STOP_CHARS:", "and False:", ON_REQUESTS, "stop strings of any length"),
     Mutant(COMPLETIONS, "[prompt for prompt in prompts for _ in many]", "[prompt for _ in many for prompt in prompts]", ON_CLIENTS,
            "answers of several prompts in another order"),
     Mutant(COMPLETIONS, "sum(more, start=first).chat()", "first.chat()", ON_CLIENTS, "usage of the first prompt only"),

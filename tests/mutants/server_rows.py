@@ -14,15 +14,22 @@ READY = "spyglass/server/readiness.py"
 NUMBERS = "spyglass/server/metrics.py"
 DESK = "spyglass/engine/adapters.py"
 LOADING = "spyglass/server/adapters.py"
+CONNECTION = "spyglass/server/connection.py"
 ON_WORKER = "tests/unit/engine/test_worker.py"
 ON_BODIES = "tests/server/test_bodies.py"
 ON_GATE = "tests/server/test_gate.py"
 ON_FLOW = "tests/server/test_flow.py"
 ON_FETCH = "tests/server/test_fetch.py"
 ON_READY = "tests/server/test_readiness.py"
+ON_SLOW = "tests/server/test_slow_connections.py"
 ON_LOADING = "tests/server/test_adapter_loading.py"
 
 SERVER_ROWS: list[Mutant] = [
+    Mutant(CONNECTION, "        self._start()\n\n    def data_received", "\n    def data_received", ON_SLOW, "who says nothing stays"),
+    Mutant(CONNECTION, "            self._has_begun = True\n", "            self._has_begun = True\n            self._stop()\n", ON_SLOW,
+           "bytes wind the clock up"),
+    Mutant(CONNECTION, "            self._is_first = False\n            self._stop()\n", "            self._is_first = False\n", ON_SLOW,
+           "long answers are cut"),
     Mutant(DESK, "        if self._users[slot]:\n            return\n", "", ON_LOADING, "memory freed under an answer"),
     Mutant(DESK, "            self._free_if_unused(use.slot)\n\n    def withdraw", "            pass\n\n    def withdraw", ON_LOADING,
            "memory of an adapter that was in use stays"),

@@ -148,9 +148,10 @@ class Live:
 
 
 @contextmanager
-def running(app: Starlette, *, ready: bool = True) -> Iterator[Live]:
+def running(app: Starlette, *, ready: bool = True, header_s: float = 30.0) -> Iterator[Live]:
     """Serve an application on a thread until the block ends."""
-    server, listening = make_server(app, app.state.service.config.grace_seconds), bind("127.0.0.1", 0)
+    server = make_server(app, app.state.service.config.grace_seconds, header_s=header_s)
+    listening = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=lambda: asyncio.run(serve(server, app, listening)), daemon=True)
     thread.start()
