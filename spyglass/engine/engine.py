@@ -92,7 +92,7 @@ class Engine:
         )
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
-        self._forms, self._masks = forms, Masks(config.text.vocab_size, usable)
+        self._forms, self._masks = forms, Masks(config.text.vocab_size, usable, config.eos_token_ids)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0

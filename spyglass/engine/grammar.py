@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
+from spyglass.engine.finite import has_finite_value
 from spyglass.engine.request import Structured
 from spyglass.errors import PromptError
 
@@ -31,7 +32,7 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
 
 
 class Form:
-    """Where one answer is in its form. With `after` (a token id) the form begins behind that token."""
+    """Where one answer is in its form. With `after` (a token id) the form begins behind that token, which must come."""
 
     __slots__ = ("_after", "_matcher", "failed")
 
@@ -40,8 +41,8 @@ class Form:
         self.failed: str | None = None  # why no answer can have this form
 
     @property
-    def restricts(self) -> bool:
-        """Whether the next token must follow the form."""
+    def begun(self) -> bool:
+        """Whether the next token must follow the form; before, it may only not end the answer."""
         return self._after is None
 
     @property
@@ -92,6 +93,8 @@ class Forms:
             vocabulary, matcher = self._read_vocabulary(), self._compiled.get(grammar)
         if matcher is None:  # without the lock: it may take seconds, and others' forms are ready
             matcher = _compile(grammar, structured.kind, vocabulary, self._vocab_size)
+            if structured.kind == "json_schema" and not has_finite_value(structured.value):
+                raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
         with self._lock:
             matcher = self._compiled.setdefault(grammar, matcher)
             self._compiled.move_to_end(grammar)
@@ -114,10 +117,11 @@ class Masks:
     """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured.
 
     A form that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
+    `ends` are the tokens that end an answer, which has to reach its form first.
     """
 
-    def __init__(self, vocab_size: int, banned: Sequence[int] = ()) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, banned: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
+        self._vocab_size, self._ends = vocab_size, list(ends)
         self._usable = torch.ones(vocab_size, dtype=torch.bool)
         self._usable[list(banned)] = False
         self._executor: llguidance.LLExecutor | None = None
@@ -132,14 +136,17 @@ class Masks:
 
     def begin(self, forms: Sequence[Form]) -> Callable[[], torch.Tensor]:
         """Start on the masks of these forms; the result waits and gives them, bool [len(forms), V], True = allowed."""
-        job: Future[NDArray[np.int32]] = self._pool.submit(self._fill, [form.matcher for form in forms])
+        begun = [row for row, form in enumerate(forms) if form.begun]
+        job: Future[NDArray[np.int32]] = self._pool.submit(self._fill, [forms[row].matcher for row in begun])
 
         def wait() -> torch.Tensor:
             start = time.perf_counter()
             words_SW = torch.from_numpy(job.result())
             self.waited += time.perf_counter() - start
             bit_B = torch.arange(32, dtype=torch.int32)
-            allowed_SV = ((words_SW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
+            allowed_SV = torch.ones((len(forms), self._vocab_size), dtype=torch.bool)
+            allowed_SV[:, self._ends] = False
+            allowed_SV[begun] = ((words_SW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
             for row in (~(allowed_SV & self._usable).any(dim=1)).nonzero().flatten().tolist():
                 forms[row].failed = "the form asked for leaves only tokens that are never drawn"
                 allowed_SV[row] = True
@@ -152,7 +159,8 @@ class Masks:
         if self._executor is None:
             self._executor = llguidance.LLExecutor()
         words_SW: NDArray[np.int32] = allocate_token_bitmask(len(matchers), self._vocab_size)
-        fill_next_token_bitmask_par(self._executor, [(matcher, s) for s, matcher in enumerate(matchers)], words_SW)
+        if matchers:
+            fill_next_token_bitmask_par(self._executor, [(matcher, s) for s, matcher in enumerate(matchers)], words_SW)
         self.seconds += time.perf_counter() - start
         return words_SW
 

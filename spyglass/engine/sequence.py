@@ -197,8 +197,8 @@ class Chunk:
 
 
 def forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
-    """Rows whose next token must follow a form, and the forms."""
-    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None and s.form.restricts]
+    """Rows of answers that have a form, and the forms."""
+    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None]
 
 
 def _cuts(prompt: Prompt) -> NDArray[np.int64] | None:

@@ -30,13 +30,14 @@ _DEFAULT_TOKENS, _THINKING_TOKENS, _MOST_TOKENS = 8192, 65536, 131072  # the mak
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversed:
     """A converted request: the library's own form, the prompt it makes, where its answer begins (None = outside
-    thinking) and what it may hold."""
+    thinking) and what it may hold. `must_call`: behind reasoning a call must follow, in a block that is not open."""
 
     request: deepseek_recipe.ConversationRequest
     prompt: Prompt
     stage: deepseek_recipe.ThinkingInitialStage | None
     expected: Expected
     thinking: bool
+    must_call: bool = False
 
     @property
     def default_tokens(self) -> int:
@@ -117,6 +118,9 @@ def converse(
         PromptError: the library refuses the body, or a picture cannot be used.
         CapacityError: text that is certain to be too long.
     """
+    called = _thinks_and_must_call(protocol, body, changed or {})
+    if called is not None:
+        body, changed = called
     request = convert_request(protocol, body)
     stage = request.parsing_options.thinking_initial_stage
     if changed or continues:
@@ -135,8 +139,36 @@ def converse(
         one_call=one_call,
     )
     return Conversed(
-        request=request, prompt=prompt, stage=stage, expected=expected, thinking=conversation.thinking_mode
+        request=request,
+        prompt=prompt,
+        stage=stage,
+        expected=expected,
+        thinking=conversation.thinking_mode,
+        must_call=called is not None,
     )
+
+
+def _thinks_and_must_call(
+    protocol: Any, body: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Body and changes without their forced call, if they ask for thinking too: a prompt cannot open the block of
+    calls then, so the answer's grammar does. A tool that is forced by name is the only one shown, as without thinking.
+    """
+    choice = changed.get("tool_choice", body.get("tool_choice"))
+    named = _name(choice)
+    tools = [tool for tool in body.get("tools", ()) if named in (None, _name(tool))]
+    if not tools or (choice != "required" and named is None):
+        return None
+    free = {name: value for name, value in body.items() if name != "tool_choice"} | {"tools": tools}
+    if not convert_request(protocol, free).conversation.thinking_mode:
+        return None
+    return free, {name: value for name, value in changed.items() if name != "tool_choice"}
+
+
+def _name(value: object) -> object:
+    """What a tool, or the choice of one, is called in any of the protocols."""
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    return inner.get("name") if isinstance(inner, Mapping) else None
 
 
 def _with(
@@ -167,17 +199,25 @@ def form_of(served: Served, conversed: Conversed, stated: Structured | None) -> 
         PromptError: the request wants a form that cannot be had beside its tools, or its tools cannot be made a form.
     """
     expected = conversed.expected
-    if not expected.tools or (stated is None and not expected.in_calls):
+    must_call = expected.in_calls or conversed.must_call
+    if not expected.tools or (stated is None and not must_call):
         return stated
-    answer, after = None, None
+    answer, after = None, THINK_END if conversed.must_call else None
     if stated is not None:
-        if stated.kind not in _JSON or expected.in_calls:
+        if stated.kind not in _JSON or must_call:
             raise PromptError('this form of answer cannot be had beside these tools; say tool_choice "none" or drop it')
         answer, after = stated.value or {"type": "object"}, stated.after
     dsml = tokenizer_of(served).special_id(DSML)
     if dsml is None:
         raise PromptError(f"the tokenizer has no token {DSML}, so calls cannot be made to fit their tools")
-    grammar = calls_grammar(served.config.family, expected.tools, dsml, one_call=expected.one_call, answer=answer)
+    grammar = calls_grammar(
+        served.config.family,
+        expected.tools,
+        dsml,
+        one_call=expected.one_call,
+        opened=expected.in_calls,
+        answer=answer,
+    )
     return Structured(kind="grammar", value=grammar, after=after)
 
 

@@ -141,9 +141,10 @@ def converse_messages(
         continues=continues,
         one_call=one_call,
     )
-    if conversed.thinking and (continues or "tool_choice" in changed):
-        what = "an answer that continues a message" if continues else 'tool_choice "any"'
-        raise PromptError(f"{what} cannot be had with thinking; turn thinking off or leave it out")
+    if conversed.thinking and continues:
+        raise PromptError(
+            "an answer that continues a message cannot be had with thinking; turn thinking off or leave it out"
+        )
     return conversed, schema, tuple(dict.fromkeys(ignored))
 
 

@@ -11,26 +11,30 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from spyglass.engine.finite import has_finite_value
 from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
 
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
 
-def calls_grammar(family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool, answer: Any = None) -> str:
+def calls_grammar(
+    family: str, tools: Mapping[str, Any], dsml: int, *, one_call: bool, opened: bool = True, answer: Any = None
+) -> str:
     """The grammar of what follows an opened block: calls of `tools` (schemas by name), then the end of the block.
 
-    `dsml`: id of the markup's token. With `answer`, a schema, the block is not open yet, and JSON of that schema may
-    stand in its place.
+    `dsml`: id of the markup's token. Not `opened`: the block comes first. Then JSON of a schema `answer` may stand in
+    its place.
 
     Raises:
-        PromptError: a schema is none.
+        PromptError: a schema is none, or has no value that ends.
     """
     space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
+    if not opened:
+        calls = " ".join((_tag(dsml, f"{space}{block}>\n", "\n\n<"), calls))
     if answer is not None:
-        opened = _tag(dsml, f"{space}{block}>\n", "\n\n<")
-        calls = f"(%json {json.dumps(answer)}) | {opened} {calls}"
+        calls = f"({_json(answer, 'of the answer')}) | {calls}"
     rules = [
         f"start: {calls}",
         "call: " + " | ".join(f"call{number}" for number in range(len(tools))),
@@ -67,9 +71,17 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
         forms.append(f"{_open(key, 'true', dsml, space)} {text} {_tag(dsml, rest, '')}")
     if text is None or not _is_always_text(own):
         whole = {**own, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
-        value = f"%json {json.dumps(whole)}"
+        value = _json(whole, f"of parameter {key!r}")
         forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
     return f"({' | '.join(forms)}){'' if required else '?'}"
+
+
+def _json(schema: Any, whose: str) -> str:
+    if not has_finite_value(schema):
+        raise PromptError(
+            f"the schema {whose} has no value that ends: what it requires is impossible or refers to itself"
+        )
+    return f"%json {json.dumps(schema)}"
 
 
 def _text(schema: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ IMAGES = "spyglass/engine/image_cache.py"
 PAGES = "spyglass/engine/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
+FINITE = "spyglass/engine/finite.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 WORKSPACE = "spyglass/engine/workspace.py"
 RUNNER = "spyglass/engine/runner.py"
@@ -31,6 +32,7 @@ ON_CACHES = (
 )
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
+ON_FINITE = f"{UNIT}/test_finite.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_REFUSALS = f"{UNIT}/test_refusals.py"
 ON_PREEMPTION = "tests/laws/test_preemption.py"
@@ -164,6 +166,13 @@ ENGINE_ROWS: list[Mutant] = [
            "one that cannot go on ends all"),
     Mutant(SCHEDULER, "if not chunks and (self._running or self._waiting):", "if False:", ON_REFUSALS,
            "steps that find nothing to run, without end"),
+    Mutant(GRAMMAR, "            allowed_SV[:, self._ends] = False\n", "", ON_FORMS, "an answer may end before its form"),
+    Mutant(FINITE, "not known.setdefault(pointer, False)", "False", ON_FINITE, "references are not followed"),
+    Mutant(FINITE, "return all(any(_is_finite", "return all(all(_is_finite", ON_FINITE, "every alternative must end"),
+    Mutant(FINITE, "not isinstance(parts, list) or all(", "not isinstance(parts, list) or any(", ON_FINITE, "one part of allOf is enough"),
+    Mutant(FINITE, "items = first[:least] + [others] * (least > len(first))", "items = first + [others]", ON_FINITE,
+           "items that need not be there"),
+    Mutant(FINITE, "for name in required if", "for name in properties if", ON_FINITE, "optional properties count"),
     Mutant(SCHEDULER, "if len(self._running) == 1:", "if not self._running:", ON_TURNS,
            "memory that is not there is looked for without end"),
     Mutant(ENGINE, "self._lost = self._give_up(error.sequences, str(error))", "pass", ON_REFUSALS,

@@ -140,6 +140,45 @@ def test_calls_that_must_be_made_are_made_in_every_protocol(client: openai.OpenA
     _check(block.input)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_thinking_a_call_that_must_be_made_follows_the_reasoning(
+    client: openai.OpenAI, llm: LLM, stream: bool
+) -> None:
+    """The random model is made to end its reasoning soon, and would rather end the answer than call."""
+    assert llm.tokenizer is not None
+    think_end, end = llm.tokenizer.special_id("</think>"), llm.config.eos_token_ids[0]
+    body: Any = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "max_tokens": 99,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "logit_bias": {str(think_end): 10.5, str(end): 20},
+    }
+    reasoned = 0
+    for seed in range(3):
+        if stream:
+            chunks = [c.choices[0] for c in client.chat.completions.create(**body, seed=seed, stream=True)]
+            thoughts = "".join(getattr(c.delta, "reasoning_content", None) or "" for c in chunks)
+            calls = [call for c in chunks for call in c.delta.tool_calls or ()]
+            name = "".join(call.function.name or "" for call in calls if call.function is not None)
+            arguments = "".join(call.function.arguments or "" for call in calls if call.function is not None)
+            reason, content = chunks[-1].finish_reason, "".join(c.delta.content or "" for c in chunks)
+        else:
+            (choice,) = client.chat.completions.create(**body, seed=seed).choices
+            (call,) = choice.message.tool_calls or ()
+            assert call.type == "function"
+            thoughts = choice.message.model_dump().get("reasoning_content") or ""
+            name, arguments, reason = call.function.name, call.function.arguments, choice.finish_reason
+            content = choice.message.content or ""
+        assert (name, reason, content.strip()) == ("look", "tool_calls", "")
+        _check(json.loads(arguments))
+        reasoned += bool(thoughts)
+    assert reasoned
+
+
 def _check(arguments: Any) -> None:
     assert arguments["mode"] in ("near", "far") and isinstance(arguments["zoom"], bool) and len(arguments) == 2
 

@@ -38,6 +38,10 @@ MARKS = ["<｜deepseek_image｜>", "<｜image｜>", "<｜image2｜>"]
 PHOTO = "data:image/png;base64," + base64.b64encode(encode(noise(640, 480), "PNG")).decode()
 
 
+_ENDLESS: Any = {"type": "object", "properties": {"more": {"$ref": "#/$defs/x"}}, "required": ["more"]}
+ENDLESS = {**_ENDLESS, "$defs": {"x": _ENDLESS}}
+
+
 def refusal(protocol: ChatProtocol, family: Family = "deepseek_v4", **body: Any) -> str:
     with pytest.raises(PromptError) as caught:
         endpoint_of(protocol, family).parse(body_of(protocol, **body), None)
@@ -185,7 +189,12 @@ UNKNOWN = {
         ({"reasoning_effort": "huge"}, "unknown variant `huge`"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
         ({"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]}, "tools[0].function.params"),
-        ({"tools": {"look": PATH}, "tool_choice": "required", "thinking": True}, "does not support this tool_choice"),
+        ({"tools": {"look": ENDLESS}, "tool_choice": "required"}, "parameter 'more' has no value that ends"),
+        ({"tools": {"look": PATH}, "guided_json": ENDLESS}, "the schema of the answer has no value that ends"),
+        ({"tools": {"look": PATH}, "guided_regex": "a", "tool_choice": "required", "thinking": True},
+         "cannot be had beside these tools"),
+        ({"tools": {"look": PATH}, "tool_choice": {"type": "function", "function": {"name": "no"}}, "thinking": True},
+         "no function named 'no'"),
         ({"tools": {"look": PATH}, "guided_regex": "a"}, "cannot be had beside these tools"),
         ({"tools": {"look": PATH}, "guided_json": {}, "tool_choice": "required"}, "cannot be had beside these tools"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
@@ -218,7 +227,6 @@ UNKNOWN = {
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "thinking": True},
          "continues a message cannot be had with thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "must have type json_schema"),
-        ({"tools": {"look": PATH}, "tool_choice": {"type": "any"}, "thinking": True}, "cannot be had with thinking"),
     ],
 }  # fmt: skip
 
@@ -369,6 +377,25 @@ def test_a_message_of_the_assistant_at_the_end_is_continued_in_messages() -> Non
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
     prompt = call_of("messages", messages=turns).prompt
     assert tokenizer_of("deepseek_v4").decode(prompt.ids_T.tolist()).endswith("</think>It is")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_with_thinking_a_forced_call_is_a_form_behind_the_reasoning(protocol: ChatProtocol, family: Family) -> None:
+    tools = {"look": PATH, "hear": PATH}
+    forced = {"messages": {"type": "any"}}.get(protocol, "required")
+    free, quiet = call_of(protocol, family, tools=tools, thinking=True), call_of(protocol, family, tools=tools)
+    call = call_of(protocol, family, tools=tools, thinking=True, tool_choice=forced)
+    assert call.prompt.ids_T.tolist() == free.prompt.ids_T.tolist(), "nothing in the prompt opens the block"
+    assert free.params[0].structured is quiet.params[0].structured is None
+    assert call.params[0].structured is not None and call.params[0].structured.after == "</think>"
+    named: Any = {"type": "tool" if protocol == "messages" else "function", "name": "hear"}
+    named = {"type": "function", "function": {"name": "hear"}} if protocol == "chat" else named
+    call = call_of(protocol, family, tools=tools, thinking=True, tool_choice=named)
+    alone = call_of(protocol, family, tools={"hear": PATH}, thinking=True)
+    assert call.prompt.ids_T.tolist() == alone.prompt.ids_T.tolist(), "as without thinking, the others are not shown"
+    assert call.params[0].structured is not None
+    assert "hear" in call.params[0].structured.value and "look" not in call.params[0].structured.value
 
 
 @pytest.mark.parametrize("protocol", [*PROTOCOLS, "completions"])

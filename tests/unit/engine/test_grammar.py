@@ -110,11 +110,27 @@ def test_a_form_holds_only_behind_the_token_it_follows(llm: LLM) -> None:
     assert end is not None
     params = asked("choice", ["blue"], after="</think>", seed=3, logit_bias={}, max_tokens=6)
     (free,) = answers(llm, [params])
-    (plain,) = answers(llm, [SamplingParams(seed=3, max_tokens=6)])
-    assert free.token_ids == plain.token_ids, "nothing is restricted while the model reasons"
+    (plain,) = answers(
+        llm, [SamplingParams(seed=3, max_tokens=6, logit_bias=dict.fromkeys(llm.config.eos_token_ids, -100.0))]
+    )
+    assert free.token_ids == plain.token_ids, "nothing is restricted while the model reasons, but that it may not end"
     forced = asked("choice", ["blue"], after="</think>", temperature=0, logit_bias={end: 100.0}, max_tokens=40)
     (output,) = answers(llm, [forced])
     assert output.token_ids[0] == end and output.text == "</think>blue"
+
+
+def test_an_answer_may_not_end_before_its_form_has_begun(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    think_end, (end, *_) = llm.tokenizer.special_id("</think>"), llm.config.eos_token_ids
+    assert think_end is not None
+    wants_to_end: Any = {"temperature": 0, "logit_bias": {end: 100.0}, "max_tokens": 5}
+    (free,) = answers(llm, [SamplingParams(**wants_to_end)])
+    (held,) = answers(llm, [asked("choice", ["blue"], after="</think>", **wants_to_end)])
+    assert free.token_ids == (end,)
+    assert held.finish_reason == "length" and len(held.token_ids) == 5 and end not in held.token_ids
+    wants_to_end["logit_bias"][think_end] = 99.0
+    (output,) = answers(llm, [asked("choice", ["blue"], after="</think>", **{**wants_to_end, "max_tokens": 40})])
+    assert output.text == "</think>blue" and output.finish_reason == "stop"
 
 
 def test_structured_and_free_answers_together_are_as_alone(llm: LLM) -> None:
@@ -151,6 +167,9 @@ def test_logprobs_are_the_models_own_under_a_form_and_a_bias(llm: LLM) -> None:
         ("json_schema", {"enum": []}),
         ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
         ("json_schema", {"x-guidance": {"lenient": True}, "not": {"type": "string"}}),
+        ("json_schema", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        ("regex", r"[^\s\S]"),
+        ("grammar", 'start: "a" start'),
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused_at_once(llm: LLM, kind: str, value: Any) -> None:

@@ -147,7 +147,7 @@ class Broken:
 class BrokenForm(Broken):
     """The same for its form."""
 
-    restricts, complete, failed = False, False, None
+    begun, complete, failed = False, False, None
 
     def push(self, token: int) -> Any:
         super().push(token)
