@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -29,20 +27,17 @@ from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.server.adapters import AdapterRoutes
-from spyglass.server.body import parse_json, read_body
+from spyglass.server.body import read_body
 from spyglass.server.endpoints import make_endpoints
-from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate, Served
-from spyglass.server.fetch import RemoteImages
+from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.gate import Gate
 from spyglass.server.held import Claim, HeldBytes
 from spyglass.server.log import Record
 from spyglass.server.metrics import Metrics
 from spyglass.server.page import page_routes
+from spyglass.server.parsing import Parsers
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import Watch, send_events, send_json, send_whole
-
-_PARSERS = 4  # threads that read bodies and decode pictures, each of which may take hundreds of megabytes
-_FETCHERS = 16  # threads where most of the time they wait for other people's servers; the others' number may do more
 
 
 class Service:
@@ -53,11 +48,10 @@ class Service:
         self.most_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
         self.served = served_by(llm, config)
-        self.check, self.adapters = llm.engine.check, AdapterDesk(llm.lora, self.worker)
+        self.adapters = AdapterDesk(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.unpacking = threading.BoundedSemaphore(_PARSERS)
-        self.parsers = ThreadPoolExecutor(_FETCHERS if config.remote_images else _PARSERS, thread_name_prefix="parse")
+        self.parsers = Parsers(config, self.served.limits, self.most_live, llm.engine.check)
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
         self.held = HeldBytes(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
@@ -67,21 +61,6 @@ class Service:
         """Take nothing new; let streams end within the grace period, then end them."""
         self.stopping = True
         await self.worker.drain(self.config.grace_seconds)
-
-    def fetch(self) -> Fetch | None:
-        """What fetches the pictures of one request, if that is allowed; while it waits, others may unpack theirs."""
-        if not self.config.remote_images:
-            return None
-        images = RemoteImages(seconds=self.config.fetch_seconds, limits=self.served.limits)
-
-        def fetch(address: str) -> bytes:
-            self.unpacking.release()
-            try:
-                return images(address)
-            finally:
-                self.unpacking.acquire()
-
-        return fetch
 
     @asynccontextmanager
     async def life(self, app: Starlette) -> AsyncIterator[None]:
@@ -94,7 +73,7 @@ class Service:
             self.stopping = True
             for task in tasks:
                 task.cancel()
-            self.parsers.shutdown(wait=False, cancel_futures=True)
+            self.parsers.shutdown()
             await asyncio.to_thread(self.worker.stop)
 
 
@@ -117,7 +96,7 @@ class EndpointRoute:
         body, pictures = Claim(service.held), Claim(service.held)
         try:
             reading = read_body(Request(scope, receive), service.config.max_body_bytes, body)
-            parsing = self._parse(await reading, body)
+            parsing = service.parsers.parse(self._endpoint, await reading, body)
             answering = asyncio.create_task(self._answer(parsing, pictures, scope, send))
             leaving = asyncio.create_task(_left(receive))
             try:
@@ -162,21 +141,6 @@ class EndpointRoute:
             finally:
                 self._service.worker.cancel(submission)
                 record.odd_markup = call.reply.odd
-
-    def _parse(self, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
-        """What a thread makes of a body. `held` is given back when the thread is done, waited for or not."""
-        service = self._service
-
-        def parse() -> Call | Immediate:
-            with service.unpacking:
-                call = self._endpoint.parse(parse_json(body), service.fetch())
-                if isinstance(call, Call) and call.params[0].structured is not None:
-                    service.check(call.prompt, call.params[0])  # compiles the form here and not between two steps
-                return call
-
-        parsing = service.parsers.submit(parse)
-        parsing.add_done_callback(lambda _: held.release())
-        return asyncio.wrap_future(parsing)
 
 
 def create_app(

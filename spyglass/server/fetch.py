@@ -62,6 +62,8 @@ def is_public(address: Address) -> bool:
 class RemoteImages:
     """Fetches the pictures of one request: `seconds` for all of them, `limits` on bytes and addresses.
 
+    `count` hears of bytes as they come, and may refuse more.
+
     `resolve` and `dial` are the network; tests bring their own.
     """
 
@@ -69,6 +71,7 @@ class RemoteImages:
     limits: ImageLimits
     resolve: Callable[[str, int], Sequence[str]] = look_up
     dial: Callable[[str, int, float], socket.socket] = connect
+    count: Callable[[int], None] = lambda _: None
     _deadline: float = field(init=False)
     _left: int = field(init=False)
 
@@ -151,6 +154,7 @@ class RemoteImages:
         most = min(self.limits.file_bytes, self._left)
         data = bytearray()
         while chunk := response.read1(_CHUNK):
+            self.count(len(chunk))
             data += chunk
             if len(data) > most:
                 raise PromptError(f"it is larger than the {most} bytes that are left for it")

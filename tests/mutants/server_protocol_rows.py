@@ -17,6 +17,7 @@ SAMPLING = "spyglass/server/sampling.py"
 GRAMMAR = "spyglass/server/tool_grammar.py"
 ON_REPLIES = "tests/server/test_replies.py"
 ON_REQUESTS = "tests/server/test_requests.py"
+ON_FORCED = "tests/server/test_forced_calls.py"
 ON_TOLD = "tests/server/test_told.py"
 ON_CLIENTS = "tests/server/test_clients.py"
 ON_GRAMMAR = "tests/server/test_tool_grammar.py"
@@ -55,10 +56,10 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(CONVERSATION, "    tokenizer.refuse_unless_fits(", "    max(", ON_REQUESTS, "hopeless chats are tokenised"),
     Mutant(COMPLETIONS, "            tokenizer.refuse_unless_fits([prompt], served.max_length)\n", "            pass\n", ON_REQUESTS,
            "hopeless texts are tokenised"),
-    Mutant(SAMPLING, "and len(values) > most:", "and False:", ON_REQUESTS, "any number of stop strings"),
-    Mutant(SAMPLING, "and len(text) > STOP_CHARS:", "and False:", ON_REQUESTS, "stop strings of any length"),
-    Mutant(CONVERSATION, "None, THINK_END if conversed.must_call else None", "None, None", ON_REQUESTS, "forced calls forbid reasoning"),
-    Mutant(CONVERSATION, "if named in (None, _name(tool))]", "]", ON_REQUESTS, "tools that may not be called are shown"),
+    Mutant(SAMPLING, "and len(values) > most:", "and False:", ON_FORCED, "any number of stop strings"),
+    Mutant(SAMPLING, "and len(text) > STOP_CHARS:", "and False:", ON_FORCED, "stop strings of any length"),
+    Mutant(CONVERSATION, "None, THINK_END if conversed.must_call else None", "None, None", ON_FORCED, "forced calls forbid reasoning"),
+    Mutant(CONVERSATION, "if named in (None, _name(tool))]", "]", ON_FORCED, "tools that may not be called are shown"),
     Mutant(GRAMMAR, "    if not has_finite_value(schema):", "    if False:", ON_REQUESTS, "parameters without end"),
     Mutant(COMPLETIONS, "[prompt for prompt in prompts for _ in many]", "[prompt for _ in many for prompt in prompts]", ON_CLIENTS,
            "answers of several prompts in another order"),

@@ -14,6 +14,7 @@ READY = "spyglass/server/readiness.py"
 NUMBERS = "spyglass/server/metrics.py"
 DESK = "spyglass/engine/adapters.py"
 LOADING = "spyglass/server/adapters.py"
+PARSING = "spyglass/server/parsing.py"
 CONNECTION = "spyglass/server/connection.py"
 ON_WORKER = "tests/unit/engine/test_worker.py"
 ON_BODIES = "tests/server/test_bodies.py"
@@ -21,6 +22,7 @@ ON_GATE = "tests/server/test_gate.py"
 ON_FLOW = "tests/server/test_flow.py"
 ON_FETCH = "tests/server/test_fetch.py"
 ON_READY = "tests/server/test_readiness.py"
+ON_PARSING = "tests/server/test_parsing.py"
 ON_SLOW = "tests/server/test_slow_connections.py"
 ON_LOADING = "tests/server/test_adapter_loading.py"
 
@@ -72,11 +74,13 @@ SERVER_ROWS: list[Mutant] = [
     Mutant(APP, "if service.calls >= service.most_live:", "if False:", ON_FLOW, "bodies without end of number"),
     Mutant(BODY, "            self._held.take(len(chunk))\n", "            pass\n", ON_FLOW, "bodies that wait are not counted"),
     Mutant(BODY, "        undo.callback(held.release)\n", "", ON_FLOW, "what a cut body held is never given back"),
-    Mutant(APP, "        parsing.add_done_callback(lambda _: held.release())\n", "        held.release()\n", ON_FLOW,
+    Mutant(PARSING, "        parsing.add_done_callback(lambda _: held.release())\n", "        held.release()\n", ON_FLOW,
            "bodies that are being parsed are not counted"),
-    Mutant(APP, "            self.unpacking.release()\n", "", ON_FLOW, "who waits for a picture keeps others from unpacking"),
-    Mutant(APP, "threading.BoundedSemaphore(_PARSERS)", "threading.BoundedSemaphore(_FETCHERS)", ON_FLOW,
-           "sixteen unpack at once"),
+    Mutant(PARSING, "    places.release()\n", "    pass\n", ON_PARSING, "who waits for a picture keeps others from unpacking"),
+    Mutant(PARSING, "threading.BoundedSemaphore(_UNPACKING)", "threading.BoundedSemaphore(16)", ON_PARSING, "sixteen unpack at once"),
+    Mutant(PARSING, "self._fetchers.submit(", "self._pool.submit(", ON_PARSING,
+           "who waits for a picture keeps others from being read"),
+    Mutant(PARSING, ", count=held.take)", ")", ON_PARSING, "what is fetched is not counted"),
     Mutant(APP, "            pictures.release()\n", "", ON_FLOW, "pictures are never given back"),
     Mutant(STREAM, "            await _send_body(_ALIVE, send)\n", "            pass\n", ON_FLOW, "silent streams stay silent"),
     Mutant(STREAM, "        last = b\"event: error\\ndata: \"", "        raise\n        last = b\"event: error\\ndata: \"", ON_FLOW,

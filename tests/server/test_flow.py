@@ -21,7 +21,7 @@ from spyglass.server import stream
 from spyglass.server.app import create_app, served_by
 from spyglass.server.run import bind
 from tests.scripted import ScriptedEngine
-from tests.server.parts import Impatient, Live, PlainEndpoint, data_url, event, events, ids_of, plain, running, wait_for
+from tests.server.parts import Live, PlainEndpoint, data_url, event, events, ids_of, plain, running, wait_for
 
 
 @contextmanager
@@ -265,31 +265,6 @@ def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM
         assert server.service.held.total > 0
         go_on.set()
         wait_for(lambda: server.service.held.total == 0)
-
-
-def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "BoundedSemaphore", Impatient)
-    waiting, unpacking, most = threading.Barrier(16), [], []
-    monkeypatch.setattr("spyglass.server.app.RemoteImages", lambda **_: lambda address: bytes(waiting.wait(10)))
-
-    class Counting(PlainEndpoint):
-        def parse(self, body: Any, fetch: Any) -> Any:
-            fetch("http://x")
-            unpacking.append(1)
-            most.append(len(unpacking))
-            time.sleep(0.02)
-            unpacking.pop()
-            return super().parse(body, fetch)
-
-    config = ServerConfig(grace_seconds=1, remote_images=True)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
-    endpoint = Counting(served_by(llm, config))
-    with (
-        running(create_app(llm, config, worker=worker, endpoints=[endpoint])) as server,
-        ThreadPoolExecutor(16) as pool,
-    ):
-        answers = list(pool.map(server.post, [{"max_tokens": 1}] * 16))
-    assert {answer.status_code for answer in answers} == {200} and max(most) == 4
 
 
 def test_a_stopped_server_leaves_nothing_running_for_who_does_not_read(llm: LLM) -> None:

@@ -143,7 +143,8 @@ def test_remote_pictures_are_fetched_when_allowed_and_never_from_inside(
     picture = base64.b64decode(png(40, 40).partition(",")[2])
     pages = {"/a": (302, {"location": "/b.png"}, b""), "/b.png": (200, {}, picture)}
     with site(pages) as (port, asked):
-        monkeypatch.setattr(fetching.service, "fetch", lambda: remote(port, {"in.example": [["10.0.0.1"]]})[0])
+        images = remote(port, {"in.example": [["10.0.0.1"]]})[0]
+        monkeypatch.setattr("spyglass.server.parsing.RemoteImages", lambda **_: images)
         assert count(fetching, "http://pictures.example/a") == count(fetching, png(40, 40))
         assert len(asked) == 2
         for url in (f"http://127.0.0.1:{port}/b.png", "http://in.example/b.png", "http://[::1]/b.png"):

@@ -1,0 +1,98 @@
+"""Threads that make calls of bodies: reading JSON, unpacking pictures, fetching those that lie elsewhere.
+
+Few unpack at once, since each may take hundreds of megabytes. A request whose pictures must be fetched goes to threads
+of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
+people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.request import SamplingParams
+from spyglass.prompt.decode import ImageLimits
+from spyglass.prompt.tokens import Prompt
+from spyglass.server.body import parse_json
+from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
+from spyglass.server.fetch import RemoteImages
+from spyglass.server.held import Claim
+
+_UNPACKING = 4
+
+
+class _ElsewhereError(Exception):
+    """A request has pictures that must be fetched."""
+
+
+class Parsers:
+    """Parses for at most `most` requests at a time. `check` is what the engine refuses, before it is asked."""
+
+    def __init__(
+        self, config: ServerConfig, limits: ImageLimits, most: int, check: Callable[[Prompt, SamplingParams], object]
+    ) -> None:
+        self._limits, self._check = limits, check
+        self._seconds = config.fetch_seconds if config.remote_images else None
+        self._places = threading.BoundedSemaphore(_UNPACKING)
+        self._pool = ThreadPoolExecutor(_UNPACKING, thread_name_prefix="parse")
+        self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
+
+    def parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
+        """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
+        parsing: Future[Call | Immediate] = Future()
+        parsing.add_done_callback(lambda _: held.release())
+
+        def begin() -> Call | Immediate | None:
+            if not parsing.set_running_or_notify_cancel():
+                return None  # its client has left
+            return self._parse(endpoint, body, None if self._seconds is None else _refer_elsewhere)
+
+        def settle(work: Future[Any]) -> None:
+            if parsing.cancelled() or work.cancelled():
+                return
+            error = work.exception()
+            if isinstance(error, _ElsewhereError):
+                fetching = self._fetchers.submit(self._parse, endpoint, body, self._fetch(held))
+                fetching.add_done_callback(settle)
+            elif error is not None:
+                parsing.set_exception(error)
+            else:
+                parsing.set_result(work.result())
+
+        self._pool.submit(begin).add_done_callback(settle)
+        return asyncio.wrap_future(parsing)
+
+    def shutdown(self) -> None:
+        """Begin nothing more."""
+        for pool in (self._pool, self._fetchers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _parse(self, endpoint: Endpoint, body: bytes, fetch: Fetch | None) -> Call | Immediate:
+        with self._places:
+            call = endpoint.parse(parse_json(body), fetch)
+            if isinstance(call, Call) and call.params[0].structured is not None:
+                self._check(call.prompt, call.params[0])  # compiles the form here and not between two steps
+            return call
+
+    def _fetch(self, held: Claim) -> Fetch:
+        """What fetches the pictures of one request; while it waits, others may unpack theirs."""
+        assert self._seconds is not None
+        images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
+        return partial(_fetch_outside, self._places, images)
+
+
+def _refer_elsewhere(address: str) -> bytes:
+    raise _ElsewhereError
+
+
+def _fetch_outside(places: threading.BoundedSemaphore, images: RemoteImages, address: str) -> bytes:
+    places.release()
+    try:
+        return images(address)
+    finally:
+        places.acquire()
