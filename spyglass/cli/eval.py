@@ -17,6 +17,7 @@ from spyglass.cli.options import (
     default_model,
     engine_config,
     model_folder,
+    note_bases,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.errors import ConfigError
@@ -72,9 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from spyglass.tiny_world.sheet import contact_sheet
 
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    note_bases(adapters_of(args), folder)
     llm = LLM(folder, adapters=adapters_of(args), progress=True, **engine)
     if args.lora is not None:
         print(f"adapter {args.lora}: {describe_counts(llm.adapter_counts(ADAPTER))}", file=sys.stderr)
+    elif args.variant is not None:
+        print(
+            f"spyglass: without --lora this is {llm.name} itself, at a task that it was not trained for",
+            file=sys.stderr,
+        )
     report = evaluate(
         llm if args.lora is None else _Adapted(llm),
         args.num,

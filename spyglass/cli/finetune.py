@@ -17,13 +17,14 @@ _NAMED = ("model", "data", "output", "targets")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: one per `TrainConfig` field."""
     parser.usage = "spyglass finetune MODEL --data FILE --output DIR [options]"
+    parser.epilog = "The manual, with examples and what memory a run takes, is docs/training.md."
     parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder or shipped model")
     parser.add_argument(
         "--data",
         metavar="FILE",
         type=Path,
         required=True,
-        help='chats, one a line: {"messages": [...]}; see the manual',
+        help='chats, one a line: {"messages": [...]}; see docs/training.md',
     )
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for adapter, state and logs")
     types = get_type_hints(TrainConfig)

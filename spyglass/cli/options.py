@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
 from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
-from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
+from spyglass.config.shipped import base_note, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError
 
 _CHOICES = {**CHOICES, **SERVER_CHOICES}
@@ -50,6 +51,17 @@ def told_adapters() -> str:
 def adapters_of(args: argparse.Namespace) -> dict[str, str]:
     """Adapters for an `LLM`, from the option of `add_lora_option`."""
     return {} if args.lora is None else {ADAPTER: args.lora}
+
+
+def note_bases(adapters: Mapping[str, str], model: Path) -> None:
+    """Remark on adapters (folders or shipped names, by name) that were made for another model than the one in a folder.
+
+    Raises:
+        AdapterError: as `find_adapter`.
+    """
+    for place in adapters.values():
+        if (note := base_note(find_adapter(place, model), model.resolve().name)) is not None:
+            print(f"spyglass: warning: {note}", file=sys.stderr, flush=True)
 
 
 def adapters_by_name(stated: Sequence[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from spyglass.cli.options import (
     default_model,
     engine_config,
     model_folder,
+    note_bases,
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     adapters = _adapters(args)
+    note_bases(adapters, folder)
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     for name, place in adapters.items():
         _note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")

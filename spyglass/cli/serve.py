@@ -15,6 +15,7 @@ from spyglass.cli.options import (
     default_model,
     engine_config,
     model_folder,
+    note_bases,
     server_config,
     told_adapters,
 )
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from spyglass.server.run import make_server, serve
 
     set_up_logs(config.log_level)
+    note_bases(adapters, folder)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spyglass.errors import AdapterError
+from spyglass.config.json_file import read_json_object
+from spyglass.errors import AdapterError, ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "models"
 
@@ -45,3 +46,22 @@ def find_adapter(name_or_path: str | os.PathLike[str], model: Path) -> Path:
         f"there is no folder {path} here, and {model.name} comes with the adapters {', '.join(known)}; "
         "name one of them or the folder that PEFT saved"
     )
+
+
+def base_note(adapter: Path, model_name: str) -> str | None:
+    """What to tell a person if an adapter says that it was made for a model of another name; None = nothing.
+
+    A name is the last part of a path or of a hub's name, upper and lower case alike. An adapter that cannot be read
+    says nothing here.
+    """
+    try:
+        stated = read_json_object(adapter / "adapter_config.json").get("base_model_name_or_path")
+    except ConfigError:
+        return None
+    if not isinstance(stated, str) or not stated:
+        return None
+    base = stated.rstrip("/").rpartition("/")[2]
+    if base.lower() == model_name.lower():
+        return None
+    told = f"the adapter {adapter.name} was made for {base!r}, this is {model_name!r}"
+    return f"{told}; unless they are the same model, what it answers means nothing"

@@ -7,6 +7,7 @@ root are read. A load answers when a token has been drawn with the adapter; stre
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from spyglass.config.shipped import base_note
 from spyglass.engine.adapters import AdapterDesk
 from spyglass.engine.llm import LLM
 from spyglass.errors import AdapterError, NotServedError
@@ -27,6 +29,7 @@ from spyglass.server.readiness import Readiness
 _LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), fixed={"load_inplace": (False,)})
 _UNLOAD = Fields(read=frozenset({"lora_name"}), ignored=frozenset({"lora_int_id"}))
 _BODY_BYTES = 1 << 16
+_LOG = logging.getLogger(__name__)
 _NAME_CHARS = 200
 
 
@@ -62,6 +65,8 @@ class AdapterRoutes:
             if name in (*self._reserved, *self._llm.adapters):
                 raise HTTPException(409, f"{name!r} is served already; unload it first, or choose another name")
             await asyncio.to_thread(self._llm.add_adapter, name, folder)
+            if (note := base_note(folder, self._llm.name)) is not None:
+                _LOG.warning("%s", note)
             wrong = await self._readiness.try_adapter(name)
             if wrong is not None:
                 self._desk.withdraw(name)

@@ -171,6 +171,16 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_has_changed(
     assert server.client.get("/health").status_code == 200
 
 
+def test_an_adapter_that_was_made_for_another_model_is_logged(
+    server: Live, llm: LLM, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = random_adapter(shapes_of(llm.loaded.model), ["attention"], rank=2, seed=9, size=1.0)
+    write_adapter(root / "foreign", adapter, base_model="somebody/Other")
+    with caplog.at_level("WARNING", logger="spyglass"):
+        assert load(server, "mine", "foreign") == 200
+    assert "foreign was made for 'Other', this is 'tiny'" in caplog.text
+
+
 def test_a_name_that_is_taken_and_fields_that_mean_something_else_are_refused(server: Live) -> None:
     assert load(server, "mine", "one") == 200
     assert load(server, "mine", "two") == 409

@@ -101,6 +101,19 @@ def test_lines_of_a_batch_choose_among_the_adapters_by_model(
     assert len({response["body"]["choices"][0]["text"] for response in found.values()}) == 3
 
 
+def test_an_adapter_that_was_made_for_another_model_is_remarked_on(
+    folder: Path, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = random_adapter(shapes_of(llm.loaded.model), ["attention"], rank=2, size=1.0)
+    for base, told in (("somebody/Other-Model", True), (f"/elsewhere/{folder.name.upper()}/", False), (None, False)):
+        write_adapter(tmp_path / "mine", adapter, base_model=base)
+        asked = ["run", "--model", str(folder), *MODEL, "--max-tokens", "1", "--lora", str(tmp_path / "mine"), "Hello"]
+        assert main(asked) == 0
+        err = capsys.readouterr().err
+        assert ("warning: the adapter mine was made for 'Other-Model', this is 'tiny'" in err) == told
+        assert ("warning" in err) == told
+
+
 def test_a_question_may_come_from_standard_input(
     folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,8 @@ def test_eval_runs_on_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.fullmatch(r"overall +0 +3 +0\.0 %", capsys.readouterr().out.splitlines()[-1])
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
+    assert main(["eval", str(tmp_path / "tiny"), *options[:2], "--device", "cpu", "--variant", "roman"]) == 0
+    assert "without --lora this is tiny itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
