@@ -132,7 +132,7 @@ class EndpointRoute:
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
             submission = self._service.worker.submit(call.prompts, call.params, adapter)
-            watch = Watch(record, began)
+            watch = Watch(record, began, call.prompts)
             try:
                 if call.stream:
                     await send_events(call, submission, watch, record.request_id, self._endpoint, send)

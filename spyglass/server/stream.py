@@ -14,6 +14,7 @@ from starlette.types import Send
 
 from spyglass.engine.request import Delta
 from spyglass.engine.worker import Submission
+from spyglass.prompt.tokens import Prompt
 from spyglass.server.exchange import Call, Endpoint
 from spyglass.server.faults import error_body, fault_of
 from spyglass.server.log import Record
@@ -30,21 +31,28 @@ _LOG = logging.getLogger(__name__)
 
 
 class Watch:
-    """Notes in the log's record what comes of a call; `began` is when its request came, by `time.monotonic`."""
+    """Notes in the log's record what comes of a call; `began` is when its request came, by `time.monotonic`.
 
-    def __init__(self, record: Record, began: float) -> None:
-        self._record, self._began = record, began
+    `prompts` one per answer; one that has several answers counts once.
+    """
+
+    def __init__(self, record: Record, began: float, prompts: Sequence[Prompt]) -> None:
+        self._record, self._began, self._prompts = record, began, prompts
+        self._cached: dict[int, int] = {}  # tokens of each prompt that has an answer
 
     def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
         """Deltas that came."""
         record = self._record
         if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
             record.first_token_s = time.monotonic() - self._began
-        for _, delta in mail:
+        for index, delta in mail:
             if delta.output is not None:
-                usage = delta.output.usage
-                record.prompt_tokens, record.picture_tokens = usage.prompt_tokens, usage.picture_tokens
-                record.cached_tokens = usage.cached_tokens
+                usage, prompt = delta.output.usage, id(self._prompts[index])
+                if prompt not in self._cached:
+                    record.prompt_tokens += usage.prompt_tokens
+                    record.picture_tokens += usage.picture_tokens
+                self._cached[prompt] = max(self._cached.get(prompt, 0), usage.cached_tokens)
+                record.cached_tokens = sum(self._cached.values())
                 record.completion_tokens += usage.completion_tokens
                 record.finish += (delta.output.finish_reason,)
                 record.error = delta.output.error or record.error

@@ -61,6 +61,8 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(CONVERSATION, "None, THINK_END if conversed.must_call else None", "None, None", ON_FORCED, "forced calls forbid reasoning"),
     Mutant(CONVERSATION, "if named in (None, _name(tool))]", "]", ON_FORCED, "tools that may not be called are shown"),
     Mutant(GRAMMAR, "    if not has_finite_value(schema):", "    if False:", ON_REQUESTS, "parameters without end"),
+    Mutant("spyglass/server/stream.py", "                if prompt not in self._cached:\n", "                if True:\n", ON_CLIENTS,
+           "a prompt counts once for each answer"),
     Mutant(COMPLETIONS, "[prompt for prompt in prompts for _ in many]", "[prompt for _ in many for prompt in prompts]", ON_CLIENTS,
            "answers of several prompts in another order"),
     Mutant(COMPLETIONS, "sum(more, start=first).chat()", "first.chat()", ON_CLIENTS, "usage of the first prompt only"),

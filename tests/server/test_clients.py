@@ -19,7 +19,7 @@ from spyglass.config.server import ServerConfig
 from spyglass.engine import grammar
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
-from tests.server.parts import Live, running
+from tests.server.parts import Live, running, wait_for
 from tests.server.protocol_parts import URL
 from tests.unit.prompt.test_data_url import PLAIN
 
@@ -307,6 +307,19 @@ def test_several_prompts_are_answered_prompt_by_prompt_as_each_alone(client: ope
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     assert streamed == {index: prompts[index // 2] + text for index, text in told.items()} and usage == together.usage
+
+
+def test_the_tokens_of_several_prompts_are_all_counted_once(client: openai.OpenAI, served: Live) -> None:
+    def total() -> int:
+        line = next(
+            x for x in served.client.get("/metrics").text.splitlines() if x.startswith("vllm:prompt_tokens_total")
+        )
+        return int(float(line.split()[-1]))
+
+    before = total()
+    usage = client.completions.create(model="tiny", prompt=["Hello", "A dog"], n=3, max_tokens=1).usage
+    assert usage is not None
+    wait_for(lambda: total() == before + usage.prompt_tokens)
 
 
 def test_of_several_prompts_a_bad_one_is_named_and_none_is_answered(client: openai.OpenAI) -> None:
