@@ -22,6 +22,7 @@ from spyglass.engine.request import SamplingParams, TokenLogprob
 _BLOCK = 256  # columns summed at a time when drawing
 _LOW_BITS, _HIGH_BITS = 16, 15  # of the 31 bits of a float's magnitude, for the search of a threshold
 _INFINITY_BITS = 0x7F800000
+_LIKELIEST = 64  # blocks whose best entries are looked at before all are
 _COLDEST = 1e-30  # temperatures below draw the same tokens, and would be 0 in float32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -124,8 +125,8 @@ def logprobs_of(
     """log softmax of each row's id and of its n likeliest, None where `tops` is; `lse_S` is the rows' logsumexp."""
     most = max((min(top, logits_SV.shape[1]) for top in tops if top is not None), default=0)
     chosen = (logits_SV.gather(1, ids_S[:, None])[:, 0] - lse_S).tolist()
-    best = logits_SV.topk(most, dim=-1)
-    top_ids, top_values = best.indices.tolist(), (best.values - lse_S[:, None]).tolist()
+    value_SL, column_SL = likeliest(logits_SV, max(most, 1))
+    top_ids, top_values = column_SL[:, :most].tolist(), (value_SL[:, :most] - lse_S[:, None]).tolist()
     return [
         None
         if top is None
@@ -172,14 +173,42 @@ def largest(logits_SV: torch.Tensor) -> torch.Tensor:
 
     torch's own reads a CPU's memory one number at a time; the maxima of blocks of columns, ten times as fast.
     """
-    vocabulary = logits_SV.shape[1]
-    whole = vocabulary // _BLOCK * _BLOCK
-    best_SN = logits_SV[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1)
-    if whole < vocabulary:
-        best_SN = torch.cat([best_SN, logits_SV[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
+    best_SN, rest_SV = _block_maxima(logits_SV)
+    if rest_SV.shape[1]:
+        best_SN = torch.cat([best_SN, rest_SV.amax(dim=-1, keepdim=True)], dim=1)
     first_S1 = best_SN.argmax(dim=-1, keepdim=True) * _BLOCK
-    column_SB = (first_S1 + torch.arange(_BLOCK, device=logits_SV.device)).clamp_(max=vocabulary - 1)
-    return first_S1[:, 0] + logits_SV.gather(1, column_SB).argmax(dim=-1)
+    column_SB = first_S1 + torch.arange(_BLOCK, device=logits_SV.device)
+    return first_S1[:, 0] + logits_SV.gather(1, column_SB.clamp_(max=logits_SV.shape[1] - 1)).argmax(dim=-1)
+
+
+def _block_maxima(x_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest of every whole block of _BLOCK columns [S, N], and the columns behind them."""
+    whole = x_SV.shape[1] // _BLOCK * _BLOCK
+    return x_SV[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1), x_SV[:, whole:]
+
+
+def likeliest(x_SV: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest entries of each row, falling, and their columns, [S, L]; rows with fewer than others end with -inf.
+
+    They are all that reach the maximum of the `blocks`-th best block of columns: at least so many, usually few more.
+    """
+    best_SN, rest_SV = _block_maxima(x_SV)
+    rows, number = best_SN.shape
+    best = best_SN.topk(min(blocks, number), dim=-1)
+    every_S1 = torch.arange(rows, device=x_SV.device)[:, None]
+    inside_SJ = x_SV[:, : number * _BLOCK].unflatten(1, (-1, _BLOCK))[every_S1, best.indices].flatten(1)
+    value_SJ = torch.cat([inside_SJ, rest_SV], dim=1)  # the last columns are less than a block
+    wanted_SJ = value_SJ >= (best.values[:, -1:] if blocks < number else float("-inf"))
+    row, place = wanted_SJ.nonzero(as_tuple=True)
+    first_SM = torch.cat([best.indices, best.indices.new_full((rows, 1), number)], dim=1) * _BLOCK
+    column = first_SM[row, place // _BLOCK] + place % _BLOCK
+    count_S = wanted_SJ.sum(dim=-1)
+    slot = torch.arange(len(row), device=x_SV.device) - (count_S.cumsum(0) - count_S)[row]
+    value_SL = x_SV.new_full((rows, max(1, int(count_S.max()))), float("-inf"))
+    column_SL = torch.zeros_like(value_SL, dtype=torch.int64)
+    value_SL[row, slot], column_SL[row, slot] = value_SJ[row, place], column
+    value_SL, order_SL = value_SL.sort(dim=-1, descending=True)
+    return value_SL, column_SL.gather(1, order_SL)
 
 
 def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -198,7 +227,8 @@ def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> t
     torch.exp(x_SV, out=weight_SV[:, :vocabulary])
     least_S1 = _least_kept(x_SV, weight_SV[:, :vocabulary], settings)
     if least_S1 is not None:
-        weight_SV[:, :vocabulary].masked_fill_(x_SV < least_S1, 0.0)
+        # a product with 0 or 1: a fill under a mask that nobody can foresee takes five times as long
+        weight_SV[:, :vocabulary].mul_(torch.ge(x_SV, least_S1, out=torch.empty_like(x_SV)))
     return weight_SV
 
 
@@ -221,20 +251,59 @@ def _first_above(mass_SN: torch.Tensor, target_S1: torch.Tensor) -> torch.Tensor
 
 def _least_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[np.float64]) -> torch.Tensor | None:
     """Smallest kept x of each row [S, 1], or None when nothing is cut off. x has maximum 0, weight = exp(x)."""
-    vocabulary, device = x_SV.shape[1], x_SV.device
     _, top_k, top_p, min_p = settings.T
     if not (top_k.any() or (top_p < 1).any() or min_p.any()):
         return None
     with np.errstate(divide="ignore"):
-        least_S1 = torch.from_numpy(np.log(min_p).astype(np.float32)).to(device)[:, None]
+        least_S1 = torch.from_numpy(np.log(min_p).astype(np.float32)).to(x_SV.device)[:, None]
+    cut = np.flatnonzero((top_k > 0) | (top_p < 1))
+    if len(cut):
+        row = torch.from_numpy(cut).to(x_SV.device)
+        x_JV, weight_JV = (x_SV, weight_SV) if len(cut) == len(x_SV) else (x_SV[row], weight_SV[row])
+        cut_J1, known_J = least_of_likeliest(x_JV, weight_JV, top_k[cut], top_p[cut])
+        if not known_J.all():
+            left = ~known_J.cpu().numpy()
+            hard = torch.from_numpy(np.flatnonzero(left)).to(x_SV.device)
+            cut_J1[hard] = least_of_all(x_JV[hard], weight_JV[hard], top_k[cut][left], top_p[cut][left])
+        least_S1[row] = torch.maximum(least_S1[row], cut_J1)
+    return least_S1
+
+
+def least_of_likeliest(
+    x_SV: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest x that top_k and top_p keep [S, 1], found among the largest alone, and where it lies among them [S].
+
+    A matter of each row alone, so that a row is treated alike in any company.
+    """
+    device, infinity = x_SV.device, float("inf")
+    x_SL, _ = likeliest(x_SV, _LIKELIEST)
+    k_S1, p_S1 = (torch.from_numpy(values).to(device)[:, None] for values in (top_k, top_p))
+    place_S1 = k_S1.long().clamp(1, x_SL.shape[1]) - 1
+    least_S1 = torch.where(k_S1 > 0, x_SL.gather(1, place_S1), -infinity)
+    mass_SL = torch.where(x_SL < least_S1, 0.0, x_SL.exp().double())
+    total_S1 = torch.where(k_S1 > 0, mass_SL.sum(dim=-1, keepdim=True), weight_SV.sum(dim=-1, keepdim=True).double())
+    through_SL = mass_SL.cumsum(dim=-1)
+    limit_S1 = p_S1 * total_S1
+    last_S1 = (through_SL - mass_SL < limit_S1).sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    reached_S1 = through_SL[:, -1:] >= limit_S1
+    least_S1 = torch.where(p_S1 < 1, torch.maximum(least_S1, x_SL.gather(1, last_S1)), least_S1)
+    return least_S1, ((k_S1 <= _LIKELIEST) & ((p_S1 >= 1) | reached_S1))[:, 0]
+
+
+def least_of_all(
+    x_SV: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
+) -> torch.Tensor:
+    """The same for rows that keep very many: searched among all entries."""
+    vocabulary, device = x_SV.shape[1], x_SV.device
+    least_S1 = torch.full((len(x_SV), 1), float("-inf"), device=device)
     if top_k.any():
         limit_S1 = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary + 1)).to(device)[:, None]
-        least_k_S1 = _largest_before(x_SV, None, limit_S1)
-        least_S1 = torch.maximum(least_S1, least_k_S1)
+        least_S1 = _largest_before(x_SV, None, limit_S1)
     if (top_p < 1).any():
         mass_SV = weight_SV.double()
         if top_k.any():
-            mass_SV = mass_SV.masked_fill_(x_SV < least_k_S1, 0.0)
+            mass_SV = mass_SV.masked_fill_(x_SV < least_S1, 0.0)
         share_S1 = torch.from_numpy(np.where(top_p < 1, top_p, 2.0)).to(device)[:, None]
         least_S1 = torch.maximum(least_S1, _largest_before(x_SV, mass_SV, share_S1 * mass_SV.sum(dim=-1, keepdim=True)))
     return least_S1

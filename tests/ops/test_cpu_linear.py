@@ -68,6 +68,17 @@ def test_widths_without_a_whole_vector_are_exact(isa: str) -> None:
 
 
 @every_isa
+def test_any_number_of_outputs_and_rows_is_exact(isa: str) -> None:
+    """Outputs are shared out in tasks, blocks and steps, rows in panels; small integers show a lost edge."""
+    library = kernels(isa)
+    for rows, outputs in itertools.product((9, 33, 64, 65), (1, 17, 600, 1100)):
+        values = torch.randint(-3, 4, (outputs, 96)).float()
+        x = torch.randint(-3, 4, (rows, 96)).float()
+        got = block_cpu.linear_block(x, encode(values, BF16), kernels=library)
+        assert torch.equal(got, x @ values.mT), (rows, outputs)
+
+
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_fp8_code_and_scale_decodes_exactly(dtype: torch.dtype, isa: str) -> None:
     """One-hot rows read the matrix back: all 254 finite codes (subnormals too) under scales from 2^-90 to 2^90."""
@@ -173,6 +184,22 @@ def test_experts_are_the_reference(name: str, dtype: torch.dtype, rounding: Fake
         assert got.dtype == torch.float32
         exact = dtype == torch.float32 and rounding is None
         assert_close(got, want, tolerance(dtype) if exact else OP_FLIPPED, f"{rows} rows")
+
+
+@every_isa
+@pytest.mark.parametrize("name", ["fp4", "bf16"])
+def test_a_row_of_an_expert_with_few_gets_the_bits_it_gets_alone(name: str, isa: str) -> None:
+    library = kernels(isa)
+    stacks = experts(FORMATS[name], 2, 96, 160)
+    x = torch.randn(8, 160).bfloat16()
+    ids, weights = torch.tensor([[1]] * 8, dtype=torch.int32), torch.rand(8, 1)
+    alone = [
+        experts_cpu.experts_grouped(x[t : t + 1], ids[:1], weights[t : t + 1], *stacks, limit=2.0, kernels=library)
+        for t in range(8)
+    ]
+    for rows in range(1, 9):
+        got = experts_cpu.experts_grouped(x[:rows], ids[:rows], weights[:rows], *stacks, limit=2.0, kernels=library)
+        assert torch.equal(got, torch.cat(alone[:rows])), rows
 
 
 @every_isa

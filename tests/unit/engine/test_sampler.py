@@ -19,6 +19,9 @@ from spyglass.engine.sampler import (
     inverse_draw,
     kept_weights,
     largest,
+    least_of_all,
+    least_of_likeliest,
+    likeliest,
     penalise,
     uniform,
 )
@@ -70,6 +73,43 @@ def test_kept_tokens_are_those_of_the_definition(
     assert set(torch.nonzero(weight).flatten().tolist()) == set(expected)
     for token, probability in expected.items():
         assert float(weight[token] / weight.sum()) == pytest.approx(probability, rel=1e-5)
+
+
+@given(logits=GRID, top_k=st.integers(0, 45), top_p=st.sampled_from([0.0312345, 0.2712345, 0.5012345, 0.9512345, 1.0]))
+def test_a_search_among_all_keeps_what_the_definition_keeps(logits: list[float], top_k: int, top_p: float) -> None:
+    x = torch.tensor([logits]) - max(logits)
+    least = least_of_all(x, x.exp(), np.array([top_k], np.float64), np.array([top_p]))
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+    assert set(torch.nonzero(x[0] >= least[0]).flatten().tolist()) == set(slow_kept(logits, params))
+
+
+def test_the_likeliest_suffice_for_peaked_rows_and_say_so_where_they_do_not() -> None:
+    """Rows from nearly even to nearly certain, over more columns than are looked at first."""
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.randn(24, 30_000, generator=generator) * torch.linspace(0.01, 12, 24)[:, None] * 8).round() / 8
+    x -= x.amax(dim=-1, keepdim=True)
+    known = []
+    for top_k, top_p in ((0, 0.9012345), (20, 1.0), (40, 0.7012345), (200, 1.0), (200, 0.9012345), (0, 0.3012345)):
+        settings = np.full(24, top_k, np.float64), np.full(24, top_p)
+        found, sure = least_of_likeliest(x, x.exp(), *settings)
+        assert torch.equal(found[sure], least_of_all(x, x.exp(), *settings)[sure]), (top_k, top_p)
+        known.append(int(sure.sum()))
+    assert known[1:4] == [24, 24, 0] and 0 < known[0] < known[5] < 24
+
+
+@pytest.mark.parametrize("columns", [3, 256, 300, 20_000])
+def test_the_likeliest_are_the_head_of_the_sorted_row(columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randint(-50, 50, (6, columns), generator=generator) / torch.randint(1, 20, (6, 1), generator=generator)
+    x[2, -1] = 1000.0
+    for blocks in (1, 3, 64):
+        values, ids = likeliest(x, blocks)
+        for row in range(6):
+            count = int((values[row] > -math.inf).sum())
+            assert count >= min(blocks, columns)
+            assert torch.equal(values[row, :count], x[row].sort(descending=True).values[:count])
+            assert torch.equal(x[row, ids[row, :count]], values[row, :count])
+            assert len(set(ids[row, :count].tolist())) == count
 
 
 def test_each_row_is_cut_by_its_own_parameters() -> None:
