@@ -18,6 +18,7 @@ TRAIN_LOG = "spyglass/train/log.py"
 WARM_UP = "spyglass/engine/warm_up.py"
 ON_BATCH = "tests/server/test_batch.py"
 ON_COUNTS = "tests/server/test_told.py tests/server/test_clients.py"
+ON_FAULTS = "tests/server/test_faults.py"
 ON_FIT = "tests/unit/engine/test_fit.py"
 ON_FLOW = "tests/server/test_flow.py"
 ON_HELD = "tests/server/test_held.py"
@@ -44,10 +45,10 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(HELD, "held.total + nbytes > held.most", "held.total > held.most", ON_HELD, "one more than memory has"),
     Mutant(HELD, "self._mine += nbytes", "self._mine = nbytes", ON_HELD, "only what came last is given back"),
     Mutant(HELD, "            self._mine = 0\n", "", ON_HELD, "what is held is given back twice"),
-    Mutant(FAULTS, "math.ceil(error.retry_after_s)", "int(error.retry_after_s)", ON_FLOW, "retry after no time"),
-    Mutant(FAULTS, "PromptError | CapacityError | AdapterError", "PromptError | AdapterError", ON_FLOW + " " + ON_BATCH,
+    Mutant(FAULTS, "math.ceil(error.retry_after_s)", "int(error.retry_after_s)", ON_FAULTS, "retry after no time"),
+    Mutant(FAULTS, "PromptError | CapacityError | AdapterError", "PromptError | AdapterError", ON_FAULTS,
            "what does not fit is a fault of ours"),
-    Mutant(FAULTS, "status=500, message=NEUTRAL", "status=500, message=str(error)", ON_FLOW, "strangers read what broke"),
+    Mutant(FAULTS, "status=500, message=NEUTRAL", "status=500, message=str(error)", ON_FAULTS, "strangers read what broke"),
     Mutant(LOG, "logging.ERROR if record.status == 500 else logging.INFO", "logging.INFO", ON_LOG + " " + ON_FLOW, "faults logged as news"),
     Mutant(LOG, ' if value not in (None, 0, False, (), "")'[1:], "if True", ON_LOG, "log lines full of nothing"),
     Mutant(LOG, '            fields["traceback"] = self.formatException(record.exc_info)\n', "            pass\n", ON_LOG,

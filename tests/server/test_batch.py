@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
-from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
+from spyglass.server.batch import BatchLine, answered, batch_lines, check_batch, run_batch
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 
@@ -166,3 +167,34 @@ def test_a_fault_of_ours_in_one_line_is_that_lines_answer(
     assert counts == (2, 1) and not llm.engine.has_work
     status = {answer["custom_id"]: answer["response"]["status_code"] for answer in found}
     assert status == {"q1": 200, "q2": 500, "q3": 200} and "unhashable" not in json.dumps(found)
+
+
+def test_a_line_that_is_refused_half_way_leaves_nothing_running(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, calls = llm.engine.add, []
+
+    def refuses_the_second(*call: Any, **more: Any) -> int:
+        calls.append(call)
+        if len(calls) == 2:
+            raise PromptError("no more")
+        return add(*call, **more)
+
+    monkeypatch.setattr(llm.engine, "add", refuses_the_second)
+    (answer,), counts = run(llm, written(tmp_path / "in.jsonl", line(0, n=2, max_tokens=50)))
+    assert counts == (0, 1) and answer["response"]["status_code"] == 400
+    assert not llm.engine.has_work
+
+
+def test_a_file_is_read_no_faster_than_it_is_answered(llm: LLM, tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", *(line(n, ids=[0, n], max_tokens=1) for n in range(60)))
+    taken: list[str] = []
+    ahead: list[int] = []
+
+    def lines() -> Iterator[BatchLine]:
+        for each in batch_lines(path, ["/plain"]):
+            taken.append(each.custom_id)
+            yield each
+
+    run_batch(llm, [plain(llm)], lines(), io.StringIO(), lambda _: ahead.append(len(taken) - len(ahead)))
+    assert len(ahead) == 60 and max(ahead) <= 2 * llm.options.max_sequences
