@@ -23,7 +23,7 @@ ON_FIT = "tests/unit/engine/test_fit.py"
 ON_FLOW = "tests/server/test_flow.py"
 ON_HELD = "tests/server/test_held.py"
 ON_LLM = "tests/unit/engine/test_llm.py"
-ON_LOG = "tests/server/test_gate.py"
+ON_LOG = "tests/server/test_log.py"
 ON_PAGE = "tests/server/test_playground.py"
 ON_PARAMS = "tests/unit/engine/test_request.py"
 ON_TRAINING = "tests/unit/train/test_loop.py tests/unit/train/test_state.py"
@@ -49,7 +49,7 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(FAULTS, "PromptError | CapacityError | AdapterError", "PromptError | AdapterError", ON_FAULTS,
            "what does not fit is a fault of ours"),
     Mutant(FAULTS, "status=500, message=NEUTRAL", "status=500, message=str(error)", ON_FAULTS, "strangers read what broke"),
-    Mutant(LOG, "logging.ERROR if record.status == 500 else logging.INFO", "logging.INFO", ON_LOG + " " + ON_FLOW, "faults logged as news"),
+    Mutant(LOG, "logging.ERROR if record.status == 500 else logging.INFO", "logging.INFO", ON_LOG, "faults logged as news"),
     Mutant(LOG, ' if value not in (None, 0, False, (), "")'[1:], "if True", ON_LOG, "log lines full of nothing"),
     Mutant(LOG, '            fields["traceback"] = self.formatException(record.exc_info)\n', "            pass\n", ON_LOG,
            "faults without their traceback"),
