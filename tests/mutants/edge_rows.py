@@ -17,7 +17,7 @@ RUN = "spyglass/server/run.py"
 TRAIN_LOG = "spyglass/train/log.py"
 WARM_UP = "spyglass/engine/warm_up.py"
 ON_BATCH = "tests/server/test_batch.py"
-ON_COUNTS = "tests/server/test_told.py tests/server/test_clients.py"
+ON_COUNTS = "tests/server/test_counts.py"
 ON_FAULTS = "tests/server/test_faults.py"
 ON_FIT = "tests/unit/engine/test_fit.py"
 ON_FLOW = "tests/server/test_flow.py"
@@ -57,6 +57,8 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(COUNT, "not 0 <= token < size", "not 0 <= token", ON_COUNTS, "ids outside the vocabulary have a text"),
     Mutant(COUNT, "MESSAGES_FIELDS)\n        choose_model(self.served, stated)\n", "MESSAGES_FIELDS)\n", ON_COUNTS,
            "counts for a model that is not served"),
+    Mutant(COUNT, "_IDS)\n        choose_model(self.served, stated)\n", "_IDS)\n", ON_COUNTS, "texts for a model that is not served"),
+    Mutant(COUNT, "isinstance(token, bool) or ", "", ON_COUNTS, "true is an id"),
     Mutant(PAGE, "(full_width - wide) * 0.5", "(full_width - wide) * 0.0", ON_PAGE, "the picture drawn at the edge"),
     Mutant(PAGE, "found.resized if found.stretch else contained", "found.resized if True else contained", ON_PAGE,
            "no bars beside the picture"),
