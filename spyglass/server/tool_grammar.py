@@ -23,15 +23,15 @@ def calls_grammar(
 ) -> str:
     """The grammar of what follows an opened block: calls of `tools` (schemas by name), then the end of the block.
 
-    `dsml`: id of the markup's token. Not `opened`: the block comes first. Then JSON of a schema `answer` may stand in
-    its place.
+    `dsml`: id of the markup's token. Not `opened`: the block comes first. With `answer`, a schema, it is not open
+    either, and JSON of that schema may stand in its place.
 
     Raises:
         PromptError: a schema is none, or has no value that ends.
     """
     space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
-    if not opened:
+    if not opened or answer is not None:
         calls = " ".join((_tag(dsml, f"{space}{block}>\n", "\n\n<"), calls))
     if answer is not None:
         calls = f"({_json(answer, 'of the answer')}) | {calls}"

@@ -118,6 +118,14 @@ def test_there_is_one_call_at_least_and_more_only_where_they_are_allowed(accepts
     assert not accepts(STOP, closed=False), "a block that is not closed"
 
 
+def test_a_block_that_is_not_open_comes_first_and_once(accepts: Accepts) -> None:
+    """Behind reasoning, where the prompt cannot have opened it."""
+    blocks = [f"\n\n<M_{name}>\n{STOP}" for name in ("tool_calls", "calls")]
+    assert sum(accepts(block, opened=False) for block in blocks) == 1
+    for text in (STOP, "\n\n" + STOP, "Well.", blocks[0] + blocks[1]):
+        assert not accepts(text, opened=False)
+
+
 def test_an_answer_by_schema_may_stand_in_place_of_calls_and_not_beside_them(accepts: Accepts) -> None:
     answer = {
         "type": "object",
