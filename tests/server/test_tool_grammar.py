@@ -133,8 +133,16 @@ def test_an_answer_by_schema_may_stand_in_place_of_calls_and_not_beside_them(acc
         "required": ["n"],
         "additionalProperties": False,
     }
-    assert accepts('{"n": 3}', closed=False, answer=answer)
-    assert not accepts('{"n": "3"}', closed=False, answer=answer)
-    assert not accepts('{"n": 3}' + STOP, answer=answer) and not accepts(STOP, answer=answer)
+    assert accepts('{"n": 3}', closed=False, opened=False, answer=answer)
+    assert not accepts('{"n": "3"}', closed=False, opened=False, answer=answer)
+    assert not accepts('{"n": 3}' + STOP, opened=False, answer=answer) and not accepts(
+        STOP, opened=False, answer=answer
+    )
     blocks = [f"\n\n<M_{name}>\n{STOP}" for name in ("tool_calls", "calls")]
-    assert sum(accepts(block, answer=answer) for block in blocks) == 1, "opened by the family's own tag"
+    assert sum(accepts(block, opened=False, answer=answer) for block in blocks) == 1, "opened by the family's own tag"
+
+
+def test_a_block_that_is_not_open_is_opened_by_its_familys_tag_first(accepts: Accepts) -> None:
+    blocks = [f"\n\n<M_{name}>\n{STOP}" for name in ("tool_calls", "calls")]
+    assert sum(accepts(block, opened=False) for block in blocks) == 1
+    assert not accepts(STOP, opened=False) and not any(accepts(block) for block in blocks)
