@@ -20,7 +20,7 @@ from spyglass.engine.image_cache import ImageCache, Key
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
-from spyglass.prompt.tokens import Prompt
+from spyglass.prompt.tokens import Prompt, TokenKind
 
 
 class ModelParts(Protocol):
@@ -84,7 +84,7 @@ class Runner:
         engram = self._config.text.engram
         packed = PackedSteps(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
-            kinds_T=np.concatenate([chunk.sequence.kinds(chunk.start, chunk.stop) for chunk in chunks]),
+            kinds_T=_kinds(chunks) if any(pictures) else np.full(sum(counts), TokenKind.TEXT, np.int8),
             start_S=start,
             stop_S=stop,
             table_SP=self._blocks.table_rows(rows),
@@ -125,7 +125,7 @@ class Runner:
         spans = [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
         return self._engram.start(
             np.concatenate([sequence.ids(start, stop) for sequence, start, stop in spans]),
-            np.concatenate([sequence.kinds(start, stop) for sequence, start, stop in spans]),
+            _kinds(chunks),
             _lookback(chunks, depth),
             np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32),
         )
@@ -236,6 +236,10 @@ def _visible(chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]) -> NDAr
 
 def _lengths(chunks: Sequence[Chunk]) -> list[int]:
     return [chunk.stop - chunk.start for chunk in chunks]
+
+
+def _kinds(chunks: Sequence[Chunk]) -> NDArray[np.int8]:
+    return np.concatenate([chunk.sequence.kinds(chunk.start, chunk.stop) for chunk in chunks])
 
 
 def _lookback(chunks: Sequence[Chunk], depth: int) -> NDArray[np.int32]:
