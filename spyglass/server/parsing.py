@@ -57,8 +57,7 @@ class Parsers:
                 return
             error = work.exception()
             if isinstance(error, _ElsewhereError):
-                fetching = self._fetchers.submit(self._parse, endpoint, body, self._fetch(held))
-                fetching.add_done_callback(settle)
+                self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
             elif error is not None:
                 parsing.set_exception(error)
             else:
@@ -79,11 +78,11 @@ class Parsers:
                 self._check(call.prompt, call.params[0])  # compiles the form here and not between two steps
             return call
 
-    def _fetch(self, held: Claim) -> Fetch:
-        """What fetches the pictures of one request; while it waits, others may unpack theirs."""
+    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> Call | Immediate:
+        """Parse, fetching the pictures of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
-        return partial(_fetch_outside, self._places, images)
+        return self._parse(endpoint, body, partial(_fetch_outside, self._places, images))
 
 
 def _refer_elsewhere(address: str) -> bytes:

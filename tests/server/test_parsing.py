@@ -75,7 +75,7 @@ def test_who_waits_for_a_remote_picture_delays_nobody_else(llm: LLM, monkeypatch
 def test_what_is_fetched_counts_as_held_until_it_is_unpacked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, fetched = threading.Event(), []
 
-    def remote(*, count: Any, **_: Any) -> Any:
+    def remote(*, count: Any = abs, **_: Any) -> Any:
         def fetch(address: str) -> bytes:
             count(60_000)
             fetched.append(address)
