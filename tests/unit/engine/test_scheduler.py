@@ -121,6 +121,21 @@ def test_answers_under_way_come_before_long_prompts() -> None:
         play(scheduler, chunks)
 
 
+def test_more_answers_under_way_than_a_step_has_tokens_take_turns() -> None:
+    scheduler = make_scheduler(4, sequences=6)
+    sequences = [make_sequence(number, [1], limit=9) for number in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    before = set(range(6))
+    for chunks in steps_of(scheduler):
+        assert [chunk.stop - chunk.start for chunk in chunks] == [1] * min(4, scheduler.num_running)
+        served = {chunk.sequence.request_id for chunk in chunks}
+        assert {s.request_id for s in sequences if s.row is not None} <= before | served
+        before = served
+        play(scheduler, chunks)
+    assert all(sequence.row is None for sequence in sequences)
+
+
 def test_half_a_step_is_shared_alike_and_the_rest_goes_to_the_longest_waiting() -> None:
     scheduler = make_scheduler(step=40)
     for number in range(4):
