@@ -206,6 +206,12 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
     Weight w1 = x.w1.part(tile.expert), w3 = x.w3.part(tile.expert), w2 = x.w2.part(tile.expert);
     typename M::Factor* memory = scales.get<typename M::Factor>(2 * Factors<M>::need(x.C > x.F ? x.C : x.F));
     Factors<M> f1(w1, memory), f3(w3, memory + Factors<M>::need(x.C)), f2(w2, memory);
+    // the rows of a matrix from `next` on, which come while the first panel is multiplied
+    auto after = [&](const Weight& w, i64 next, i64 p, int count, i64 words) {
+      i64 n = w.rows - next < ROW_BLOCK ? w.rows - next : ROW_BLOCK;
+      if (p > 0 || n <= 0) return Ahead();
+      return Ahead{w.data + next * w.row_bytes(), n * w.row_bytes() / (tiles_of(ROW_BLOCK, count) * words)};
+    };
     for (i64 first = 0; first < x.F; first += ROW_BLOCK) {
       i64 n = x.F - first < ROW_BLOCK ? x.F - first : ROW_BLOCK;
       decode_rows<M, FMT>(w1, first, n, f1, block, ROW_BLOCK);
@@ -213,8 +219,9 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
       for (i64 p = 0; p < panels; p++) {
         int count = count_of(size_of(p));
         V *up = c + (ROW_BLOCK + OVERSHOOT) * MAX_COUNT, *to = z + p * MAX_COUNT * z_rows + first * count;
-        product<M>(block, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, c);
-        product<M>(block + block_words, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, up);
+        product<M>(block, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, c, true, after(w1, first + n, p, count, words1));
+        product<M>(block + block_words, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, up, true,
+                   after(w3, first + n, p, count, words1));
         for (int j = 0; j < count; j++) {
           V weight = load_n(routes.weight + tile.first + p * MAX_LANES + j * VL, size_of(p) - j * VL);
           for (i64 r = 0; r < n; r++) to[r * count + j] = activation(c[r * count + j], up[r * count + j], weight, x.limit, x.dtype);
@@ -229,7 +236,8 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
       decode_rows<M, FMT>(w2, first, n, f2, block, ROW_BLOCK);
       for (i64 p = 0; p < panels; p++) {
         int count = count_of(size_of(p));
-        product<M>(block, ROW_BLOCK, n, (const u32*)(z + p * MAX_COUNT * z_rows), count, words2, c);
+        product<M>(block, ROW_BLOCK, n, (const u32*)(z + p * MAX_COUNT * z_rows), count, words2, c, true,
+                   after(w2, first + n, p, count, words2));
         turn_out(c, n, count, p * MAX_LANES, size_of(p), first, to);
       }
     }
