@@ -19,6 +19,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta
 from spyglass.errors import PromptError
 from spyglass.prompt import plan_image
+from spyglass.prompt.image import resize
 from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Fetch
 from spyglass.tiny_world.cases import make_case
@@ -260,6 +261,16 @@ def test_the_plan_of_a_picture_is_refused_in_words(live: Live) -> None:
     for query in ({"width": 0, "height": 5}, {"width": "x", "height": 5}, {"width": 5}, {"width": 1, "height": 2**40}):
         answer = live.client.get("/playground/plan", params=query)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [(300, 100), (30, 1000), (1000, 30), (640, 480)])
+def test_the_plan_says_where_the_model_sees_the_picture(size: tuple[int, int], live: Live, llm: LLM) -> None:
+    """A white picture among grey bars, as the model gets it; 1,000 x 30 is stretched and has none."""
+    assert llm.config.vision is not None
+    seen = resize(Image.new("RGB", size, (255, 255, 255)), plan_image(*size, llm.config.vision))
+    left, top, right, bottom = seen.convert("L").point(lambda value: 255 * (value > 250)).getbbox() or (0, 0, 0, 0)
+    told = live.client.get("/playground/plan", params={"width": size[0], "height": size[1]}).json()
+    assert told["resized"] == list(seen.size) and told["placed"] == [left, top, right - left, bottom - top]
 
 
 def test_the_page_needs_nothing_from_elsewhere(live: Live) -> None:
