@@ -8,7 +8,7 @@ only be more than this: a schema without a finite value may pass, one that has o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,23 +17,32 @@ _NESTED = ("object", "array")
 
 def has_finite_value(schema: Any) -> bool:
     """Whether a value could end, as far as properties, items, alternatives and local references say."""
-    known: dict[str, bool] = {}  # references, and whether what they name has been seen to be finite
-    while not _is_finite(schema, known):
-        before = dict(known)
-        for pointer in before:
-            known[pointer] = known[pointer] or _is_finite(_target(schema, pointer), known)
-        if known == before:
-            return False
-    return True
+    finite: set[str] = set()  # references that are seen to name such a schema
+    waiting: dict[str, set[str]] = {}  # by reference, those that were not finite without it
+    queue = {"#": None}  # in order, each once: a schema is looked at again only when one that it needs has changed
+    while queue and "#" not in finite:
+        pointer = next(iter(queue))
+        del queue[pointer]
+        missing: set[str] = set()
+        if _is_finite(_target(schema, pointer), finite, missing):
+            finite.add(pointer)
+            queue |= dict.fromkeys(waiting.pop(pointer, ()))
+        else:
+            queue |= dict.fromkeys(missing - waiting.keys())
+            for other in missing:
+                waiting.setdefault(other, set()).add(pointer)
+    return "#" in finite
 
 
-def _is_finite(schema: Any, known: dict[str, bool]) -> bool:
+def _is_finite(schema: Any, finite: Set[str], missing: set[str]) -> bool:
+    """Whether a value ends if only the references `finite` do; others that it met come into `missing`."""
     if not isinstance(schema, Mapping):
         return schema is not False
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and not known.setdefault(pointer, False):
+    if isinstance(pointer, str) and pointer not in finite:
+        missing.add(pointer)
         return False
-    if not _alternatives_are_finite(schema, known):
+    if not _alternatives_are_finite(schema, finite, missing):
         return False
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -44,33 +53,45 @@ def _is_finite(schema: Any, known: dict[str, bool]) -> bool:
         or any(kind not in _NESTED for kind in kinds)
     ):
         return True
-    return ("object" in kinds and _object_is_finite(schema, known)) or (
-        "array" in kinds and _list_is_finite(schema, known)
+    return ("object" in kinds and _object_is_finite(schema, finite, missing)) or (
+        "array" in kinds and _list_is_finite(schema, finite, missing)
     )
 
 
-def _alternatives_are_finite(schema: Mapping[str, Any], known: dict[str, bool]) -> bool:
+def _any(schemas: Iterable[Any], finite: Set[str], missing: set[str]) -> bool:
+    ends = [_is_finite(one, finite, missing) for one in schemas]  # all are looked at: each tells what is missing
+    return any(ends)
+
+
+def _all(schemas: Iterable[Any], finite: Set[str], missing: set[str]) -> bool:
+    ends = [_is_finite(one, finite, missing) for one in schemas]
+    return all(ends)
+
+
+def _alternatives_are_finite(schema: Mapping[str, Any], finite: Set[str], missing: set[str]) -> bool:
     options = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
     parts = schema.get("allOf")
-    return all(any(_is_finite(one, known) for one in each) for each in options) and (
-        not isinstance(parts, list) or all(_is_finite(one, known) for one in parts)
-    )
+    ends = [_any(each, finite, missing) for each in options]
+    return all(ends) and (not isinstance(parts, list) or _all(parts, finite, missing))
 
 
-def _object_is_finite(schema: Mapping[str, Any], known: dict[str, bool]) -> bool:
+def _object_is_finite(schema: Mapping[str, Any], finite: Set[str], missing: set[str]) -> bool:
     properties, required = schema.get("properties", {}), schema.get("required", ())
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return True
-    others = schema.get("additionalProperties", True)
-    return all(_is_finite(properties.get(name, others), known) for name in required if isinstance(name, str))
+    names = [name for name in required if isinstance(name, str)]
+    patterns = schema.get("patternProperties", {})
+    others = [schema.get("additionalProperties", True), *(patterns.values() if isinstance(patterns, Mapping) else ())]
+    return _all([properties[name] for name in names if name in properties], finite, missing) and (
+        properties.keys() >= set(names) or _any(others, finite, missing)
+    )
 
 
-def _list_is_finite(schema: Mapping[str, Any], known: dict[str, bool]) -> bool:
+def _list_is_finite(schema: Mapping[str, Any], finite: Set[str], missing: set[str]) -> bool:
     least, first, others = schema.get("minItems", 0), schema.get("prefixItems", []), schema.get("items", True)
     if not isinstance(least, int) or not isinstance(first, list):
         return True
-    items = first[:least] + [others] * (least > len(first))
-    return all(_is_finite(item, known) for item in items)
+    return _all(first[:least] + [others] * (least > len(first)), finite, missing)
 
 
 def _target(root: Any, pointer: str) -> Any:

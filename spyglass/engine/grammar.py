@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import llguidance
 import numpy as np
@@ -27,6 +28,8 @@ from spyglass.engine.request import Structured
 from spyglass.errors import PromptError
 
 _KEPT = 256  # compiled forms, a few kB to a few MB each
+_LARGEST = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
+_STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
 _ANY_OBJECT = {"type": "object"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
 
@@ -92,7 +95,9 @@ class Forms:
         with self._lock:
             vocabulary, matcher = self._read_vocabulary(), self._compiled.get(grammar)
         if matcher is None:  # without the lock: it may take seconds, and others' forms are ready
-            matcher = _compile(grammar, structured.kind, vocabulary, self._vocab_size)
+            if len(grammar) > _LARGEST:
+                raise PromptError(f"the {structured.kind} asked for has {len(grammar)} characters; {_LARGEST} may be")
+            matcher = self._compile_deep(partial(_compile, grammar, structured.kind, vocabulary, self._vocab_size))
             if structured.kind == "json_schema" and not has_finite_value(structured.value):
                 raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
         with self._lock:
@@ -101,6 +106,15 @@ class Forms:
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
             return Form(matcher.deep_copy(), after)
+
+    def _compile_deep(self, compiling: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
+        """Run it where the stack is deep: an overflow in the library would be the end of the process."""
+        with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
+            with self._lock:  # the size is that of all threads started now
+                before = threading.stack_size(_STACK)
+                compiled = pool.submit(compiling)
+                threading.stack_size(before)
+            return compiled.result()
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         if self._vocabulary is None:

@@ -248,6 +248,26 @@ def test_a_choice_may_be_among_thousands(llm: LLM) -> None:
     assert output.text in texts and output.finish_reason == "stop"
 
 
+def chained(kind: str, links: int) -> Any:
+    """A form that refers to itself link by link, so long that an ordinary thread's stack does not hold them all."""
+    if kind == "grammar":
+        return "\n".join(["start: a0", *(f"a{link}: a{link + 1}" for link in range(links)), f'a{links}: "x"'])
+    defined = {f"d{link}": {"$ref": f"#/$defs/d{link + 1}"} for link in range(links)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defined, f"d{links}": {"const": "x"}}}
+
+
+@pytest.mark.parametrize(("kind", "links"), [("grammar", 15_000), ("json_schema", 5_000)])
+def test_a_long_chain_of_references_does_not_end_the_process(llm: LLM, kind: str, links: int) -> None:
+    (output,) = answers(llm, [asked(kind, chained(kind, links))])
+    assert output.text.strip('"') == "x"
+
+
+@pytest.mark.parametrize("kind", ["grammar", "json_schema"])
+def test_a_form_longer_than_what_the_stack_was_measured_for_is_refused(llm: LLM, kind: str) -> None:
+    with pytest.raises(PromptError, match=f"the {kind} asked for has .* characters"):
+        answers(llm, [asked(kind, chained(kind, 30_000))])
+
+
 def test_a_form_without_measure_is_refused_before_it_runs(llm: LLM) -> None:
     with pytest.raises(PromptError, match="cannot be followed") as caught:
         llm.generate([[0, 5]], asked("regex", "(((a{100}){100}){100}){100}b"))
