@@ -387,4 +387,4 @@ def test_forms_are_compiled_where_requests_are_read(client: openai.OpenAI, monke
     monkeypatch.setattr(grammar, "_compile", noted)
     options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     client.chat.completions.create(**options, extra_body={"guided_choice": ["never asked for before"]})
-    assert [name.split("_")[0] for name in threads] == ["parse"]
+    assert [name.split("_")[0] for name in threads] == ["compile"]  # which a thread of those that parse waits for

@@ -170,6 +170,8 @@ def test_numbers_grow_by_what_was_done(live: Live) -> None:
     live.post({"ids": "refused"})
     live.wait_until_idle()
     picture = live.post({"ids": [0, 5, 6, 7], "images": [data_url()], "count": True}).json()["tokens"] - 4
+    plain = {"path": "/plain", "status": "200"}  # counted once the reply is out
+    wait_for(lambda: number(live.client.get("/metrics").text, "spyglass:http_requests_total", **plain) >= 3)
     after = live.client.get("/metrics").text
     for name, grown, labels in (
         ("vllm:prompt_tokens_total", 3 + 4 + picture, {}),
