@@ -25,6 +25,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config import VisionConfig
+from spyglass.config.numbers import number
 from spyglass.prompt import (
     V4_VISION,
     V41_VISION,
@@ -77,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the table (or JSON)."""
     parser = argparse.ArgumentParser(prog="spyglass bench image", description=__doc__)
     parser.add_argument("--runs", type=positive, default=15, help="runs of each stage, the median counts (default 15)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="per throughput measurement (default 1.5)")
+    parser.add_argument("--seconds", type=number, default=1.5, help="per throughput measurement (default 1.5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

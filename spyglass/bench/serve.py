@@ -30,6 +30,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import Answer, ask
+from spyglass.config.numbers import integer, number
 
 _START_SECONDS = 600
 _WORDS = ("what", "is", "in", "the", "picture", "and", "how", "many", "red", "blue", "things", "are", "there", "now")
@@ -91,8 +92,8 @@ def make_bodies(load: Load) -> Iterator[dict[str, Any]]:
     """Chat Completions bodies, all different, the same for the same seed."""
     dice = random.Random(load.seed)
     pixels = np.random.default_rng(load.seed)
-    for number in range(load.requests):
-        text = f"{number}: " + " ".join(dice.choice(_WORDS) for _ in range(load.words))
+    for turn in range(load.requests):
+        text = f"{turn}: " + " ".join(dice.choice(_WORDS) for _ in range(load.words))
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         if dice.random() < load.pictures:
             content.insert(0, {"type": "image_url", "image_url": {"url": _picture(pixels)}})
@@ -263,11 +264,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--key", help="API key of that server")
     parser.add_argument("--requests", type=positive, default=128, metavar="N", help="requests in all (default 128)")
     parser.add_argument("--clients", type=positive, default=64, metavar="N", help="closed loop: at a time (default 64)")
-    parser.add_argument("--rate", type=float, metavar="R", help="open loop: arrivals a second, instead of clients")
+    parser.add_argument("--rate", type=number, metavar="R", help="open loop: arrivals a second, instead of clients")
     parser.add_argument("--words", type=positive, default=40, metavar="N", help="words of a question (default 40)")
-    parser.add_argument("--pictures", type=float, default=0.25, metavar="S", help="share with a picture (default 0.25)")
+    parser.add_argument(
+        "--pictures", type=number, default=0.25, metavar="S", help="share with a picture (default 0.25)"
+    )
     parser.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed asks the same (default 0)")
+    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="the same seed asks the same (default 0)")
     parser.add_argument("--no-baseline", action="store_true", help="leave out the run without a server")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions (needs matplotlib)")

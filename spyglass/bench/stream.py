@@ -21,6 +21,7 @@ from typing import Any
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import ask_all
+from spyglass.config.numbers import number
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
@@ -207,6 +208,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--streams", type=positive, default=32, metavar="N", help="at a time (default 32)")
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="of each stream (default 256)")
-    parser.add_argument("--pause-ms", type=float, default=25.0, metavar="MS", help="between steps (default 25)")
+    parser.add_argument("--pause-ms", type=number, default=25.0, metavar="MS", help="between steps (default 25)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON")
     return parser

@@ -20,6 +20,7 @@ from spyglass.cli.options import (
     note_bases,
 )
 from spyglass.config.engine import EngineConfig
+from spyglass.config.numbers import integer
 from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "spyglass eval [options] [model]"
     parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
     add_lora_option(parser)
-    parser.add_argument("--num", type=int, metavar="N", default=200, help="questions to ask (default: 200)")
+    parser.add_argument("--num", type=integer, metavar="N", default=200, help="questions to ask (default: 200)")
     parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="another seed asks other questions (default: 0)"
+        "--seed", type=integer, metavar="N", default=0, help="another seed asks other questions (default: 0)"
     )
     parser.add_argument(
         "--split",
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--control", choices=_CONTROLS, help="show the pictures of another question, or grey ones: must do badly"
     )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
-    parser.add_argument("--batch", type=int, metavar="N", default=32, help="questions asked together (default: 32)")
+    parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")
     parser.add_argument("--sheet", metavar="FILE", type=Path, help="write a contact sheet of right and wrong answers")
     add_engine_options(parser)
 

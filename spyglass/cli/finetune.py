@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from spyglass.config.numbers import integer, number
 from spyglass.config.training import CHOICES, TrainConfig
 
 HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with pictures."
@@ -63,8 +64,8 @@ def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) ->
     elif item.name in CHOICES:
         parser.add_argument(option, choices=CHOICES[item.name], default=item.default, help=_help(item))
     else:
-        parse = str if kind is str else int if kind in (int, int | None) else float
-        letter = {str: "NAME", int: "N", float: "X"}[parse]
+        parse = str if kind is str else integer if kind in (int, int | None) else number
+        letter = {str: "NAME", integer: "N", number: "X"}[parse]
         parser.add_argument(option, metavar=letter, type=parse, default=item.default, help=_help(item))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from spyglass.config import VisionConfig, read_model_config
+from spyglass.config.numbers import integer
 from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError
 from spyglass.prompt import (
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--model", type=Path, metavar="DIR", help="plan for this checkpoint folder instead")
     parser.add_argument(
         "--start",
-        type=int,
+        type=integer,
         default=_FIRST_CHAT_POSITION,
         metavar="N",
         help="prompt position of the block; V4 pads depend on it (default 2, the first of a chat)",

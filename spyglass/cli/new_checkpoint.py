@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from spyglass.checkpoint.presets import PRESETS
+from spyglass.config.numbers import integer
 
 HELP = "Write a seeded random checkpoint in the official file layout, tokenizer included."
 
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", help="folder to create")
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size of the model")
-    parser.add_argument("--seed", type=int, default=0, help="every tensor depends on this and its name alone")
+    parser.add_argument("--seed", type=integer, default=0, help="every tensor depends on this and its name alone")
     parser.add_argument(
         "--format", choices=("packed", "bf16"), default="packed", help="FP8/FP4 as released, or bfloat16"
     )

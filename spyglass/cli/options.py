@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
+from spyglass.config.numbers import integer
 from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
 from spyglass.config.shipped import base_note, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError
+from spyglass.lora.use import adapter_name
 
 _CHOICES = {**CHOICES, **SERVER_CHOICES}
 _WITHOUT_SHIPPED = "demo-model"
@@ -64,18 +66,19 @@ def note_bases(adapters: Mapping[str, str], model: Path) -> None:
             print(f"spyglass: warning: {note}", file=sys.stderr, flush=True)
 
 
-def adapters_by_name(stated: Sequence[str]) -> dict[str, str]:
+def adapters_by_name(stated: Sequence[str], models: Collection[str]) -> dict[str, str]:
     """Folders by the names under which requests ask for them, from `--lora NAME=DIR` options.
 
     Raises:
         ConfigError: not NAME=DIR, or a name twice.
+        AdapterError: something that is no name, or is that of one of the `models`.
     """
     found: dict[str, str] = {}
     for text in stated:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
             raise ConfigError(f"--lora is {text!r}, expected NAME=DIR")
-        if name in found:
+        if adapter_name(name, models) in found:
             raise ConfigError(f"--lora names {name!r} twice; give each adapter a name of its own")
         found[name] = folder
     return found
@@ -130,4 +133,4 @@ def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerC
             group.add_argument(option, action="append", metavar="TEXT", help=text)
         else:
             is_text = types[item.name] is str
-            group.add_argument(option, type=str if is_text else int, metavar=None if is_text else "N", help=text)
+            group.add_argument(option, type=str if is_text else integer, metavar=None if is_text else "N", help=text)

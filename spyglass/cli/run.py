@@ -23,6 +23,7 @@ from spyglass.cli.options import (
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
+from spyglass.config.numbers import integer, number
 from spyglass.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -55,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"use an adapter: a PEFT folder{told_adapters()}; with --batch NAME=DIR, for lines to "
         "choose by `model`; for several: --lora A=ONE --lora B=TWO",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256)")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token (default: 1)")
+    parser.add_argument("--max-tokens", type=integer, metavar="N", help="most tokens of an answer (default: 256)")
+    parser.add_argument("--temperature", type=number, metavar="X", help="0: always the likeliest token (default: 1)")
     parser.add_argument(
-        "--top-p", type=float, metavar="X", help="draw from the likeliest tokens that make up this share"
+        "--top-p", type=number, metavar="X", help="draw from the likeliest tokens that make up this share"
     )
-    parser.add_argument("--top-k", type=int, metavar="N", help="draw from this many likeliest tokens")
+    parser.add_argument("--top-k", type=integer, metavar="N", help="draw from this many likeliest tokens")
     parser.add_argument(
-        "--min-p", type=float, metavar="X", help="leave out tokens less than X times as likely as the likeliest"
+        "--min-p", type=number, metavar="X", help="leave out tokens less than X times as likely as the likeliest"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument("--seed", type=integer, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--thinking", choices=("on", "off"), default="off", help="reason before answering")
     parser.add_argument("--effort", metavar="LEVEL", help="how much to reason, with --thinking on: low, high, max")
     parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    adapters = _adapters(args)
+    adapters = _adapters(args, folder)
     note_bases(adapters, folder)
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     for name, place in adapters.items():
@@ -104,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
     if args.question and os.path.isfile(args.question):
         _note(f"the question is the name of a file; to show it as a picture: --image {args.question}")
     talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
-    for number, question in enumerate(questions):
-        talk.ask(question, args.image if number == 0 else ())
+    for turn, question in enumerate(questions):
+        talk.ask(question, args.image if turn == 0 else ())
     return 0
 
 
@@ -117,7 +118,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
 
     options = engine_config(args)
     _check_batch(args)
-    _adapters(args)
+    _adapters(args, folder)
     check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
     if args.image and read_model_config(folder).vision is None:
         raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
@@ -145,10 +146,10 @@ def _check_batch(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch {args.batch} is no file")
 
 
-def _adapters(args: argparse.Namespace) -> dict[str, str]:
+def _adapters(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Adapters by name: those that lines of a batch choose from, or the one of a question."""
     if args.batch is not None:
-        return adapters_by_name(args.lora)
+        return adapters_by_name(args.lora, (folder.resolve().name,))
     if len(args.lora) > 1:
         raise ConfigError(f"--lora is given {len(args.lora)} times; a question uses one adapter")
     return {ADAPTER: args.lora[0]} if args.lora else {}

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
     folder = model_folder(args.model, "spyglass serve MODEL")
-    config, adapters = server_config(args), adapters_by_name(args.lora)
+    config = server_config(args)
+    adapters = adapters_by_name(args.lora, config.model_name or (folder.resolve().name,))
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from spyglass.config.numbers import integer
 from spyglass.errors import ConfigError
 
 PREFIX = "SPYGLASS_"
 SERVER_PREFIX = "SPYGLASS_SERVER_"
-DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
@@ -159,7 +160,7 @@ def _parse(variable: str, text: str, kind: object) -> object:
         return text.lower() in ("1", "true")
     if kind in (int, int | None):
         try:
-            return int(text)
+            return integer(text)
         except ValueError:
             raise ConfigError(f"environment variable {variable} is {text!r}, expected an integer") from None
     if kind == tuple[str, ...]:

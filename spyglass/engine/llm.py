@@ -37,7 +37,7 @@ from spyglass.errors import AdapterError, PromptError, SpyglassError
 from spyglass.lora.names import Group
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterUse, adapter_name
 from spyglass.model import find_device, load_model
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
@@ -68,7 +68,7 @@ class LLM:
         CapacityError: weights and adapters are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
-        AdapterError: an adapter is damaged or does not fit the model.
+        AdapterError: an adapter is damaged or does not fit the model, or its name is none.
     """
 
     def __init__(
@@ -115,10 +115,9 @@ class LLM:
         self.options = options = read_engine_config(stated)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        place = find_device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-        )
-        files = {name: read_adapter(find_adapter(folder, path)) for name, folder in (adapters or {}).items()}
+        best = "cuda" if torch.cuda.is_available() else "cpu"
+        place = find_device(best if options.device == "auto" else options.device)
+        files = {adapter_name(name): read_adapter(find_adapter(at, path)) for name, at in (adapters or {}).items()}
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         self.loaded = load_model(
@@ -136,8 +135,8 @@ class LLM:
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self.lora = AdapterPool(self.loaded.model)
-        for adapter_name, file in files.items():  # before rows take what memory is left
-            self.lora.attach(adapter_name, file)
+        for name, file in files.items():  # before rows take what memory is left
+            self.lora.attach(name, file)
         engram_feed = self._open_engram(path)
         self.engine = Engine(
             self.loaded.model,
@@ -294,7 +293,8 @@ class LLM:
         Raises:
             AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        self.lora.attach(name, read_beside(find_adapter(directory, self._path), self.loaded.device), factor=factor)
+        file = read_beside(find_adapter(directory, self._path), self.loaded.device)
+        self.lora.attach(adapter_name(name), file, factor=factor)
 
     def remove_adapter(self, name: str) -> None:
         """Give the memory of an adapter back.

@@ -43,6 +43,12 @@ def blank(plan: ImagePlan) -> Patches:
     return Patches(np.zeros(shape, np.uint8), plan.vit_grid)
 
 
+def noise(plan: ImagePlan) -> Patches:
+    """A picture of this plan with every value somewhere, the same each time."""
+    shape = blank(plan).pixels.shape
+    return Patches(np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8), plan.vit_grid)
+
+
 def largest_prompts(config: ModelConfig, *, pictures: bool, tokens: int) -> list[Prompt]:
     """A prompt for each of the largest pictures, if the model is to see, and text up to `tokens` tokens, at least 1."""
     text = [config.bos_token_id or 0]

@@ -21,15 +21,16 @@ UNTRAINABLE: dict[str, str] = {
     "indexer": "the loss of the language model has no gradient there: the choice of rows is not differentiable",
     "engram": "its tables are hashed look-ups that stay frozen, and so does the gate that reads them",
 }
-_LAYER = r"layers\.\d+\."
+_INDEX = "(?:0|[1-9][0-9]*)"  # one spelling each, so that no two tensors are meant for one module
+_LAYER = rf"layers\.{_INDEX}\."
 _PATTERNS: dict[Group, re.Pattern[str]] = {
     "attention": re.compile(_LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)"),
     "compressor": re.compile(_LAYER + r"attn\.compressor\.(wkv|wgate)"),
     "indexer": re.compile(_LAYER + r"attn\.indexer\.(wq_b|wk|weights_proj|compressor\.wkv|compressor\.wgate)"),
     "shared": re.compile(_LAYER + r"ffn\.shared_experts\.w[123]"),
-    "experts": re.compile(_LAYER + r"ffn\.experts\.\d+\.w[123]"),
+    "experts": re.compile(_LAYER + rf"ffn\.experts\.{_INDEX}\.w[123]"),
     "engram": re.compile(_LAYER + r"engram\.wkv"),
-    "tower": re.compile(r"vision\.(patch_embed\.proj|blocks\.\d+\.(attn\.(wqkv|wo)|mlp\.(w1|w2)))"),
+    "tower": re.compile(rf"vision\.(patch_embed\.proj|blocks\.{_INDEX}\.(attn\.(wqkv|wo)|mlp\.(w1|w2)))"),
     "aligner": re.compile(r"aligner\.(w1|w2)"),
 }
 _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -37,7 +38,7 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(embed|head)(\..*)?"), "embedding and head take no adapter"),
     (re.compile(r"mtp\..*"), "draft stages are not run, so an adapter there would do nothing"),
 )
-_EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])")
+_EXPERT = re.compile(rf"({_LAYER}ffn\.experts)\.({_INDEX})\.(w[123])")
 
 
 def group_of(name: str) -> Group | None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from spyglass.errors import AdapterError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,3 +26,20 @@ class AdapterUse:
 
 
 NO_ADAPTER = AdapterUse()
+
+
+def adapter_name(name: object, models: Collection[str] = ()) -> str:
+    """`name`, if requests, lists and logs may call an adapter so. Those of `models` are taken.
+
+    Raises:
+        AdapterError: they may not; the message says what a name may be.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = repr(name[:_SHOWN_CHARS]) if isinstance(name, str) else type(name).__name__
+        raise AdapterError(
+            f"an adapter cannot be called {shown}; a name is 1 to 128 letters (A to Z, a to z), digits, '.', '_', '-' "
+            "and ':', of which a letter or digit comes first"
+        )
+    if name in models:
+        raise AdapterError(f"{name!r} is both the model and an adapter; give one of them another name")
+    return name

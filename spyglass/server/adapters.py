@@ -30,7 +30,7 @@ _LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), fixed={"load_inplace"
 _UNLOAD = Fields(read=frozenset({"lora_name"}), ignored=frozenset({"lora_int_id"}))
 _BODY_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
-_NAME_CHARS = 200
+_SHOWN_CHARS = 200
 
 
 class AdapterRoutes:
@@ -59,7 +59,8 @@ class AdapterRoutes:
 
     async def _load(self, request: Request) -> Response:
         stated = await self._read(request, _LOAD)
-        name, folder = _name(stated), folder_below(self._root, text_field(stated, "lora_path", "the request"))
+        name = text_field(stated, "lora_name", "the request")
+        folder = folder_below(self._root, text_field(stated, "lora_path", "the request"))
         async with self._turn:
             self._require_started()
             if name in (*self._reserved, *self._llm.adapters):
@@ -74,12 +75,12 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
-        name = _name(await self._read(request, _UNLOAD))
+        name = text_field(await self._read(request, _UNLOAD), "lora_name", "the request")
         async with self._turn:
             self._require_started()
             if name not in self._llm.adapters:
                 served = ", ".join(self._llm.adapters) or "none"
-                raise NotServedError(f"there is no adapter {name!r} to unload; served are {served}")
+                raise NotServedError(f"there is no adapter {name[:_SHOWN_CHARS]!r} to unload; served are {served}")
             self._desk.withdraw(name)
             self._readiness.forget_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -108,16 +109,9 @@ def folder_below(root: Path, stated: str) -> Path:
         folder = (root / stated).resolve()
         found = folder.is_dir()
     except (OSError, ValueError, RuntimeError):  # too long, null bytes, links in a circle
-        raise AdapterError(f"lora_path {stated[:_NAME_CHARS]!r} is no path") from None
+        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is no path") from None
     if not folder.is_relative_to(root):
-        raise AdapterError(f"lora_path {stated[:_NAME_CHARS]!r} is not below the folder that adapters are loaded from")
+        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is not below the folder that adapters are loaded from")
     if not found:
-        raise NotServedError(f"there is no folder {stated[:_NAME_CHARS]!r} where adapters are loaded from")
+        raise NotServedError(f"there is no folder {stated[:_SHOWN_CHARS]!r} where adapters are loaded from")
     return folder
-
-
-def _name(stated: Mapping[str, Any]) -> str:
-    name = text_field(stated, "lora_name", "the request")
-    if not 0 < len(name) <= _NAME_CHARS or not name.isprintable() or name != name.strip():
-        raise AdapterError(f"lora_name must be 1 to {_NAME_CHARS} printable characters, no blanks around them")
-    return name

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from spyglass.config.numbers import integer
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt import contained_size, plan_image
 from spyglass.server.exchange import Served
@@ -39,7 +40,7 @@ def page_routes(served: Served) -> Sequence[Route]:
         if vision is None:
             raise NotServedError("this model takes no pictures, so there is nothing to plan")
         try:
-            width, height = (int(request.query_params.get(name, "")) for name in ("width", "height"))
+            width, height = (integer(request.query_params.get(name, "")) for name in ("width", "height"))
         except ValueError:
             raise PromptError("width and height are pixels, two integers") from None
         found = plan_image(width, height, vision)

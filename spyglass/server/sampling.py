@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from spyglass.config.numbers import integer
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
 from spyglass.server.fields import Fields, read_fields
@@ -99,7 +100,13 @@ def _check_stops(stops: object, tokens: object) -> None:
 def _biases(value: object) -> Mapping[int, Any]:
     if not isinstance(value, Mapping):
         raise PromptError(f"logit_bias must be an object of token ids, not {type(value).__name__}")
-    try:
-        return {int(token): bias for token, bias in value.items()}
-    except (TypeError, ValueError):
-        raise PromptError("logit_bias has a key that is not a token id") from None
+    biases = {}
+    for text, bias in value.items():
+        try:
+            token = integer(text)
+        except ValueError:
+            raise PromptError(f"logit_bias has the key {text[:40]!r}, expected the digits of a token id") from None
+        if token in biases:
+            raise PromptError(f"logit_bias names the token {token} twice; state it once")
+        biases[token] = bias
+    return biases

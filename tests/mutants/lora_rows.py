@@ -85,5 +85,7 @@ LORA_ROWS: list[Mutant] = [
            "tests/unit/test_plan.py", "a plan without adapters"),
     Mutant(LLM, "sum(file.bank_bytes() for file in files.values())", "0", "tests/unit/engine/test_llm.py",
            "adapters are not counted at start"),
+    Mutant(LLM, "{adapter_name(name): read", "{name: read", ON_LLM, "adapters of the start have any name"),
+    Mutant(LLM, "self.lora.attach(adapter_name(name), file", "self.lora.attach(name, file", ON_LLM, "adapters have any name"),
     Mutant(LLM, "            self._users[request] = adapter\n", "            pass\n", ON_LLM, "adapters in use may go"),
 ]  # fmt: skip

@@ -38,6 +38,8 @@ SERVER_ROWS: list[Mutant] = [
     Mutant(LOADING, "if not folder.is_relative_to(root):", "if False:", ON_LOADING, "adapters from anywhere"),
     Mutant(LOADING, "            if name in (*self._reserved, *self._llm.adapters):", "            if name in self._llm.adapters:",
            ON_LOADING, "an adapter takes the model's name"),
+    Mutant("spyglass/server/readiness.py", "and llm.adapter_use(name).vision_digest:", "and False:", ON_LOADING,
+           "adapters of pictures are tried without one"),
     Mutant(LOADING, "            self._readiness.forget_adapter(name)\n", "", ON_LOADING, "health tells of what is gone"),
     Mutant(APP, "    if not service.config.allow_adapter_loading:\n        return []\n", "", ON_LOADING,
            "adapters are loaded by anybody"),

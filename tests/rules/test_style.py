@@ -61,6 +61,19 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in package_files()}
 
 
+def test_options_read_numbers_by_our_own_rule(trees: dict[Path, ast.Module]) -> None:
+    """`int` and `float` read more than a person means."""
+    loose = [
+        f"{name(path)}:{call.lineno}"
+        for path, tree in trees.items()
+        for function, call in calls(tree)
+        if function.endswith("add_argument")
+        for word in call.keywords
+        if word.arg == "type" and {"int", "float"} & {ast.unparse(node) for node in ast.walk(word.value)}
+    ]
+    assert not loose
+
+
 def test_files_are_short_enough_to_hold_in_the_head() -> None:
     tests = [
         path for path in (ROOT / "tests").rglob("*.py") if not path.name.endswith("_rows.py")

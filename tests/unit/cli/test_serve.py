@@ -39,6 +39,8 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--host", "192.0.2.1"], "choose another --host"),
         (["--lora", "folder"], "expected NAME=DIR"),
         (["--lora", "a=x", "--lora", "a=y"], "names 'a' twice"),
+        (["--lora", "..=x"], "an adapter cannot be called '..'"),
+        (["--model-name", "a", "--lora", "a=x"], "'a' is both the model and an adapter"),
         (["--images", "-1"], "images is -1"),
     ],
 )
@@ -60,7 +62,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
 
 
 def test_adapters_have_names() -> None:
-    assert adapters_by_name(["a=/x", "b=c=d"]) == {"a": "/x", "b": "c=d"}
+    assert adapters_by_name(["a=/x", "b=c=d"], ["c"]) == {"a": "/x", "b": "c=d"}
 
 
 def test_options_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

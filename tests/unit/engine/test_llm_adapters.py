@@ -132,6 +132,8 @@ def test_running_answers_do_not_notice_loads_that_succeed_or_fail(
         llm.add_adapter("broken", broken)
     with pytest.raises(AdapterError, match="'a' is already there"):
         llm.add_adapter("a", adapters["b"])
+    with pytest.raises(AdapterError, match="a name is 1 to 128 letters"):
+        llm.add_adapter("..", adapters["b"])
     rest = [list(stream) for stream in streams]
     told = [
         (*one.token_ids, *(t for delta in more for t in delta.token_ids)) for one, more in zip(first, rest, strict=True)
@@ -143,3 +145,5 @@ def test_running_answers_do_not_notice_loads_that_succeed_or_fail(
 def test_an_adapter_that_does_not_fit_is_refused_when_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is no adapter"):
         LLM(folder, adapters={"x": tmp_path}, **OPTIONS)
+    with pytest.raises(AdapterError, match="a name is 1 to 128 letters"):
+        LLM(folder, adapters={"..": tmp_path}, **OPTIONS)
