@@ -96,8 +96,8 @@ class PairMasters(Masters):
 def _targeted(stack: Stack, targets: Collection[Group]) -> Stack:
     """The matrices of a stack that belong to the groups, as the file has them. Experts of a layer stay together."""
     places = [place for place, name in enumerate(stack.names) if group_of(name) in targets]
-    value = stored_values(stack.value[places], stack.format)
-    return Stack(names=tuple(stack.names[n] for n in places), format=stack.format, rule=stack.rule, value=value)
+    names = tuple(stack.names[n] for n in places)
+    return Stack(names=names, format=stack.format, rule=stack.rule, value=stack.value[places])
 
 
 def _pair(base: Stack, rank: int, source: torch.Generator) -> tuple[Stack, Stack]:

@@ -375,11 +375,11 @@ class LLM:
         try:
             while True:
                 while not self._mail[request]:
+                    assert self.engine.has_work, "the end of this answer went astray"
                     for delta in self.engine.step():
                         if delta.request_id in self._mail:
                             self._mail[delta.request_id].append(delta)
-                delta = self._mail[request].popleft()
-                yield delta
+                yield (delta := self._mail[request].popleft())
                 if delta.finish_reason is not None:
                     return
         finally:

@@ -135,6 +135,7 @@ class Scheduler:
         if not self._fits(head, beside=older):
             return False
         while not self._fits(head):
+            assert self._running[-1].request_id > head.request_id, "only guests give way, or two would in turn for ever"
             self._preempt()
         self._start(head)
         return True

@@ -3,6 +3,7 @@
 `python -m tests.mutants [FILTER] [--jobs N]`: FILTER is a part of a file name or of a fault's description.
 Exit code 0 only if every fault was noticed by a failing test; a run that could not start counts as a fault of the row.
 A run of `TIMES_LONGER` times what it takes without a fault is ended: the fault was noticed, and shows as `hung`.
+Noticed is also what ends the process of the tests; it shows as `crashed`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from spyglass.ops.build import PLAIN, library_path
 from tests.mutants.mutant import Mutant
 from tests.mutants.rows import ROWS
 
@@ -28,7 +30,9 @@ COPIED = ("spyglass", "tests", "docs", "benchmarks", "examples", "scripts")
 COPIED_FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 PASSED, FAILED = 0, 1  # pytest's exit codes; anything above means that it could not run the tests
 HUNG = -1
+CRASHED = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
 SOUND_SECONDS = 600.0  # most that a selection may take without a fault
+_VERDICTS = {PASSED: "SURVIVED", FAILED: "killed", HUNG: "hung"}
 TIMES_LONGER, LEAST_SECONDS = 5, 60.0
 
 
@@ -42,10 +46,18 @@ def copy_tree(target: Path) -> None:
         shutil.copy(ROOT / file, target / file)
 
 
+def link_kernels(cache: Path) -> None:
+    """CPU kernels that are built already, in a cache that goes when the run ends: faulty ones must not stay."""
+    (cache / "spyglass").mkdir(parents=True)
+    for library in library_path(PLAIN).parent.glob("*.so"):
+        (cache / "spyglass" / library.name).symlink_to(library)
+
+
 def run_tests(root: Path, selection: str, seconds: float) -> tuple[int, str]:
     """Pytest's exit code (HUNG: no end in time) and the end of its output, for the tree at `root`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(selection)]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["XDG_CACHE_HOME"] = str(root.parent / "cache")
     with subprocess.Popen(
         command,
         cwd=root,
@@ -64,7 +76,7 @@ def run_tests(root: Path, selection: str, seconds: float) -> tuple[int, str]:
 
 
 def try_mutant(mutant: Mutant, trees: SimpleQueue[Path], seconds: float) -> str:
-    """Run one mutant and print what became of it: killed, hung, SURVIVED or BROKEN."""
+    """Run one mutant and print what became of it: killed, hung, crashed, SURVIVED or BROKEN."""
     root = trees.get()
     try:
         sound = mutant.plant(root)
@@ -74,7 +86,7 @@ def try_mutant(mutant: Mutant, trees: SimpleQueue[Path], seconds: float) -> str:
         code, output = FAILED + 1, str(error)
     finally:
         trees.put(root)
-    verdict = {PASSED: "SURVIVED", FAILED: "killed", HUNG: "hung"}.get(code, "BROKEN")
+    verdict = "crashed" if code in CRASHED else _VERDICTS.get(code, "BROKEN")
     by = [line.split()[1] for line in output.splitlines() if verdict == "killed" and line.startswith("FAILED ")]
     detail = output.strip() if verdict == "BROKEN" else " ".join(by)
     print(f"{verdict:<8}  {mutant.file}: {mutant.fault}\n          {detail}".rstrip(), flush=True)
@@ -105,6 +117,7 @@ def main() -> int:
         print(f"no mutant matches {args.filter!r}")
         return 2
     with tempfile.TemporaryDirectory() as folder:
+        link_kernels(Path(folder) / "cache")
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(args.jobs):
             copy_tree(Path(folder) / str(job))
@@ -115,7 +128,7 @@ def main() -> int:
         limits = [max(LEAST_SECONDS, TIMES_LONGER * seconds[mutant.tests]) for mutant in mutants]
         with ThreadPoolExecutor(args.jobs) as pool:
             verdicts = list(pool.map(lambda mutant, limit: try_mutant(mutant, trees, limit), mutants, limits))
-    noticed = sum(verdict in ("killed", "hung") for verdict in verdicts)
+    noticed = sum(verdict in ("killed", "hung", "crashed") for verdict in verdicts)
     print(f"{noticed} of {len(verdicts)} mutants noticed, {verdicts.count('hung')} of them by their time only")
     return 0 if noticed == len(verdicts) else 1
 

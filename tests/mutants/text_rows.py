@@ -330,4 +330,61 @@ TEXT_ROWS: list[Mutant] = [
         MODEL_TESTS,
         "bias_vl never asked for",
     ),
+    Mutant(
+        "spyglass/text/hyper.py", "m_TM * self.scale.tensor() + ", "m_TM + ", INDEPENDENT, "scale of the head dropped"
+    ),
+    Mutant("spyglass/text/hyper.py", " + self.base.tensor())", ")", INDEPENDENT, "base of the head dropped"),
+    Mutant(
+        "spyglass/text/hyper.py",
+        "torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + self._norm_eps)",
+        "1",
+        INDEPENDENT,
+        "norm of the head dropped",
+    ),
+    Mutant(
+        "spyglass/text/hyper.py", "torch.sigmoid(m_TM", "torch.tanh(m_TM", INDEPENDENT, "another squashing in the head"
+    ),
+    Mutant("spyglass/text/hyper.py", "rounds=self._rounds", "rounds=1", INDEPENDENT, "one round of the mix"),
+    Mutant(
+        "spyglass/text/attention.py",
+        "            self.attn_sink.value,\n",
+        "            0 * self.attn_sink.value,\n",
+        INDEPENDENT,
+        "sinks of zero",
+    ),
+    Mutant(
+        "spyglass/text/attention.py",
+        "            self.attn_sink.value,\n",
+        "            self.attn_sink.value.flip(0),\n",
+        INDEPENDENT,
+        "sinks of other heads",
+    ),
+    Mutant(
+        "spyglass/text/router.py",
+        "forced = None if self.tid2eid is None else",
+        "forced = None if True else",
+        INDEPENDENT,
+        "hash layers choose by score",
+    ),
+    Mutant(
+        "spyglass/text/router.py",
+        "index_select(0, step.ids_T)",
+        "index_select(0, step.batch.positions_T.long())",
+        INDEPENDENT,
+        "hash layers choose by position",
+    ),
+    Mutant(
+        "spyglass/text/step.py",
+        "batch.kinds_T >= 0 if",
+        "batch.kinds_T == 2 if",
+        INDEPENDENT,
+        "pads and line ends are no pictures",
+    ),
+    Mutant(
+        "spyglass/text/step.py",
+        "batch.kinds_T >= 0 if",
+        "batch.kinds_T > 0 if",
+        INDEPENDENT,
+        "the first kind is no picture",
+    ),
 ]

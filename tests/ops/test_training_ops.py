@@ -107,7 +107,7 @@ def expert_call(format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     source = Source(torch.float32)
     ids = torch.stack([torch.randperm(6, generator=source.generator)[:2] for _ in range(19)]).to(torch.int32)
     ids[4] = -1
-    ids[ids == 3] = 0  # an expert that nobody chose, and rows that chose one twice
+    ids[ids == 3] = 5  # an expert that nobody chose, rows that chose one twice, and the last has the most
     stacks = [source.weight(6, *shape, format=format) for shape in ((32, 64), (32, 64), (64, 32))]
     return source.normal(19, 64), ids, torch.rand(19, 2, generator=source.generator), stacks
 
@@ -134,6 +134,19 @@ def test_the_gradient_of_experts_is_that_of_the_decoded_ones(
         lambda x, weights: REFERENCE.experts_grouped(x, ids, weights, *plain, limit=0.8),
         *(x, weights),
     )
+
+
+@pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
+def test_the_sum_over_experts_runs_in_ascending_order(most: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs 2^24, 1 and -2^24 of experts 0, 1, 2, whatever the order of choice: one order only loses the 1."""
+    at_once(monkeypatch, most, rows)
+    gate, up = torch.ones(3, 1, 32), torch.ones(3, 1, 32) / 32
+    down = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1).expand(3, 32, 1).contiguous()
+    stacks = [Packed(F32, data, None, tuple(data.shape)) for data in (gate, up, down)]
+    orders = [[0, 1, 2], [2, 1, 0], [1, 2, 0]]
+    call = (torch.ones(3, 32), torch.tensor(orders, dtype=torch.int32), torch.ones(3, 3), *stacks)
+    ours, theirs = (op.experts_grouped(*call, limit=100.0) for op in (TRAINING, REFERENCE))
+    assert torch.equal(ours, theirs) and torch.equal(ours, ours[:1].expand_as(ours))
 
 
 def leaves_of_pairs(source: Source) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
 from tests.small_models import random_text
 from tests.small_v41 import small_store, small_v41_model
-from tests.tolerance import SPEC_PRINTED, assert_close
+from tests.tolerance import ONE_SUM, SPEC_PRINTED, assert_close
 
 LENGTH = 24
 
@@ -71,6 +71,19 @@ def test_captured_streams_are_those_that_enter_a_layer_with_its_memory_added(mod
             if index in captured:
                 torch.testing.assert_close(captured[index], entering, atol=1e-6, rtol=0)
             state, pre = layer(entering, pre, step, cache)
+
+
+def test_a_memory_that_nothing_asks_for_comes_in_by_the_least_gate_and_has_a_gradient(model: Any) -> None:
+    """Spec v41 5.4: streams of zeros give d = 0, so the gate is σ(sqrt(1e-6)); the root alone has no slope there."""
+    batch, cache = one_step(model)
+    layer = model.text.layers[1]
+    step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+    streams = torch.zeros(LENGTH, 3, model.config.text.hidden_size, requires_grad=True)
+    out = layer.recall(streams, step)
+    value = layer.engram.wkv(batch.engram_rows[1])[:, -model.config.text.hidden_size :].float()
+    assert_close(out, 0.50024999998 * value[:, None].expand_as(out), ONE_SUM)
+    out.sum().backward()
+    assert streams.grad is not None and streams.grad.isfinite().all()
 
 
 class Watching:

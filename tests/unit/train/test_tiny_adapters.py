@@ -34,11 +34,15 @@ from tests.tolerance import assert_law
 SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, pictures=4, largest_picture=1800, targets=64)
 
 
-def trainer_of(recipe: Recipe, capacity: Capacity = SMALL, targets: tuple[str, ...] | None = None) -> WholeTrainer:
+def trainer_of(
+    recipe: Recipe, capacity: Capacity = SMALL, targets: tuple[str, ...] | None = None, seed: int = 0
+) -> WholeTrainer:
     """fp32 and plain numerics, as the laws are compared."""
     folder = SHIPPED / NAMES[recipe.family]
     config = read_model_config(folder)
-    masters = partial(PairMasters, targets=targets or recipe.targets, rank=recipe.rank, alpha=2.0 * recipe.rank, seed=0)
+    masters = partial(
+        PairMasters, targets=targets or recipe.targets, rank=recipe.rank, alpha=2.0 * recipe.rank, seed=seed
+    )
     return WholeTrainer(
         config,
         capacity,
@@ -91,6 +95,14 @@ def test_what_is_saved_serves_what_was_trained(key: str, tmp_path: Path) -> None
         step = pack(samples, loaded.config, dtype=torch.float32, slot=use.slot, engram=engram)
         assert moved(after, before)
         assert_law(after, step_logits(loaded.model, step), "the saved adapter")
+
+
+def test_a_fresh_pair_begins_as_peft_does_another_with_every_seed() -> None:
+    first, second = (masters_of(trainer_of(RECIPES["v4-negative"], seed=seed)) for seed in (1, 2))
+    for base, a, b, other in zip(first.bases, first.stacks[::2], first.stacks[1::2], second.stacks[::2], strict=True):
+        bound = base.value.shape[-1] ** -0.5
+        assert 0.9 * bound < a.value.abs().max() <= bound and not b.value.any()
+        assert not torch.equal(a.value, other.value)
 
 
 def test_a_step_trains_the_pairs_and_nothing_else() -> None:

@@ -13,13 +13,15 @@ from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.engram import EngramStore
 from spyglass.engram.feed import EngramFeed
+from spyglass.ops.table import bind_ops
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, Format, fp8
 from spyglass.quant.packed import Packed
 from spyglass.train.balance import BIASES, balance, imbalance
-from spyglass.train.bins import Capacity, Filling, lay_out
+from spyglass.train.bins import Capacity, Filling, Masks, lay_out
+from spyglass.train.dense import StepState, training_ops
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.masters import Masters, stored_values
 from spyglass.train.muon import MuonSettings, orthogonalise
@@ -207,6 +209,34 @@ def test_balancing_evens_out_the_use_of_experts() -> None:
             trainer.logits(tensors)
     assert float(imbalance(trainer.state.loads)) < 0.7 * before
     assert all(load.sum(dim=1).tolist() == (2 * rows.sum(dim=1)).tolist() for load in trainer.state.loads)
+
+
+def test_a_bias_moves_by_the_rate_towards_even_use_by_its_own_kind_of_rows() -> None:
+    """Expert 0 has too many text rows, expert 1 too few pictures; by how many does not matter."""
+    text = config_of().text
+    layers, experts = text.num_hidden_layers, text.n_routed_experts
+    biases = {f"layers.{layer}{name}": torch.zeros(experts) for layer in range(layers) for name in BIASES}
+    load_2E = torch.tensor([4.0, 100.0])[:, None].repeat(1, experts)
+    load_2E[0, 0], load_2E[1, 1] = 9, 40
+    balance(biases, [load_2E] * (layers - 1) + [torch.full((2, experts), 3.0)], text, 0.25)
+    expected = torch.full((2, experts), 0.25)
+    expected[0, 0], expected[1] = -0.25, -0.25
+    expected[1, 1] = 0.25
+    for layer in range(layers):
+        moved = torch.stack([biases[f"layers.{layer}{name}"] for name in BIASES])
+        assert torch.equal(moved, expected if layer < layers - 1 else torch.zeros(2, experts)), layer
+
+
+def test_attention_over_bins_rounds_its_probabilities_as_serving_does() -> None:
+    """Keys 256 and -256 with p = 1 and exp(-2^-10), which bfloat16 rounds to 1: they cancel exactly."""
+    state = StepState()
+    state.begin(Masks(window_BLL=torch.ones(1, 2, 2, dtype=torch.bool), pool_BLP={}), torch.ones(2, dtype=torch.bool))
+    keys = torch.tensor([[[0.0, 256.0], [-(2.0**-10), -256.0]]], dtype=torch.bfloat16)
+    q = torch.tensor([[[1.0, 0.0]]] * 2, dtype=torch.bfloat16)
+    places = [torch.zeros(1, 1), torch.zeros(2), torch.zeros(2), torch.ones(2), torch.zeros(1)]
+    for ops in (training_ops("cpu", "bfloat16", state, compiled=False), bind_ops("cpu", "bfloat16", "reference")):
+        out = ops.sparse_attention(q, keys, *(place.int() for place in places), scale=1.0, window_width=2)
+        assert out[..., 1].tolist() == [[0.0], [0.0]]
 
 
 def test_orthogonalised_updates_have_singular_values_near_one() -> None:
