@@ -135,6 +135,28 @@ def test_attention_threads_agree(isa: str) -> None:
         torch.set_num_threads(before)
 
 
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_shares_nothing_gets_the_same_bits_in_any_company(dtype: torch.dtype, isa: str) -> None:
+    """Alone, where threads share out its heads, among many, and beside a prompt."""
+    (q, pages, table, seq, lo, hi, sink), options, pool = attention_case(
+        [70, 33, 12, 9, 40], 6, 64, dtype, only_last=True
+    )
+    options |= pool | {"pool_width": 23}
+
+    def run(rows: list[int], first: int = 0) -> torch.Tensor:
+        own = options | {"visible_T": options["visible_T"][rows]}
+        low = lo.clone()
+        low[first] -= 3
+        arguments = (q[rows], pages, table, seq[rows], low[rows], hi[rows], sink)
+        return attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **own)
+
+    together = run([0, 1, 2, 3, 4])
+    for row in range(1, 5):
+        assert torch.equal(run([row])[0], together[row])
+        assert torch.equal(run([0, 0, 0, row])[3], together[row])
+
+
 def index_case(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, tokens: int) -> tuple[Any, ...]:
     keys = Paged([torch.randn(n, dim).to(dtype) for n in lengths], 5)
     seq = np.sort(np.random.default_rng(2).integers(0, len(lengths), tokens))

@@ -1,46 +1,17 @@
-// Attention of one latent row per token, key and value at once, and the indexer's choice of rows.
+// Attention of one latent row per token, key and value at once.
 //
-// Scores are the product of key rows with the heads of one query in lanes, so that softmax runs lane by lane over keys and
-// nothing is ever summed across lanes; the output is the product of probability rows (one per head) with value lanes, in
-// which neighbouring keys form a word. Queries that follow one another share their window rows, decoded once.
+// Queries that follow one another share their window rows, decoded once. Scores are the product of key rows with the heads of
+// one query in lanes, so that softmax runs lane by lane over keys and nothing is ever summed across lanes; the output is the
+// product of probability rows (one per head) with value lanes, in which neighbouring keys form a word. A query that shares
+// nothing is `Single`.
 #include <algorithm>
-#include <functional>
 
-#include "rows.h"
+#include "pages.h"
 
 namespace {
 
 constexpr i64 QUERIES = 16;  // that share one set of window rows
 constexpr i64 STRIDE = 48;   // key rows are shared out in multiples of every tile height
-
-// Paged rows: row n of sequence s lies in page table[s][(n / page_rows) % table_cols].
-struct Pages {
-  const char* data;
-  const i32* table;
-  i64 page_rows, table_cols, D;
-  int dtype;
-  const char* row(i64 seq, i64 n) const {
-    i64 page = table[seq * table_cols + n / page_rows % table_cols];
-    return data + (page * page_rows + n % page_rows) * D * (dtype == BFLOAT16 ? 2 : 4);
-  }
-};
-
-// VL words of a stored row (null: zeros), from channel word * per_word on.
-template <class M> INLINE V row_words(const char* row, int dtype, i64 word, i64 D) {
-  if (!row) return V{};
-  if constexpr (M::per_word == 2) {
-    i64 bytes = (D - 2 * word) * 2;
-    if (bytes >= 4 * VL) return load<V>(row + 4 * word);
-    V part = {};
-    if (bytes > 0) memcpy(&part, row + 4 * word, bytes);
-    return part;
-  } else {
-    if (D <= word) return V{};
-    return dtype == BFLOAT16 ? load_n((const bf16*)row + word, D - word) : load_n((const float*)row + word, D - word);
-  }
-}
-
-template <class M> INLINE i64 row_size(i64 D) { return ((D + M::per_word - 1) / M::per_word + VL - 1) / VL * VL; }
 
 // A list of stored rows, laid out as keys (Rows) and as values (Lanes of channels; a word holds M::per_word keys).
 template <class M> struct Keys {
@@ -142,7 +113,7 @@ template <class M> struct Workspace {
 // one that picked rows for itself goes alone.
 template <class M> class Attender {
  public:
-  Attender(const Attention& a, Workspace<M>& w, Part part, const Block* next = nullptr) : a_(a), w_(w), part_(part), next_(next) {
+  Attender(const Attention& a, Workspace<M>& w, Part part) : a_(a), w_(w), part_(part) {
     heads_ = std::min<i64>(a.H, MAX_LANES), vectors_ = (heads_ + VL - 1) / VL, lanes_ = vectors_ * VL;
   }
 
@@ -165,7 +136,6 @@ template <class M> class Attender {
   const Attention& a_;
   Workspace<M>& w_;
   Part part_;
-  const Block* next_;  // whose window rows are fetched meanwhile
   i64 heads_, vectors_, lanes_;  // of one query at a time
 
   void list_shared(const Block& b) {
@@ -177,14 +147,6 @@ template <class M> class Attender {
       for (i64 position = a_.lo[t]; position <= a_.last(t); position++)
         if (!keys.at[position - b.base]) keys.at[position - b.base] = a_.window.row(a_.seq[t], position);
     for (i64 entry = 0; entry < b.pooled; entry++) keys.at[b.width + entry] = a_.pool.row(a_.seq[b.first], entry);
-  }
-
-  // The next block's window rows, those of piece `index` of PIECES, over `steps` steps of a product.
-  static constexpr i64 PIECES = 12;
-  Ahead ahead(i64 index, i64 steps) const {
-    if (!next_ || next_->n > 1 || !next_->width || index >= PIECES) return Ahead();
-    i64 first = next_->base + next_->width * index / PIECES, bytes = a_.D * (a_.window.dtype == BFLOAT16 ? 2 : 4);
-    return Ahead{(const u8*)a_.window.row(a_.seq[next_->first], first), next_->width * bytes / (PIECES * steps)};
   }
 
   void list_picks(i64 t) {
@@ -243,8 +205,7 @@ template <class M> class Attender {
     for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) {
       i64 stop = std::min(i + STRIDE, keys.n), place = lay && part_.size == 1 ? 0 : i;
       if (lay) keys.lay_keys(i, stop, place);
-      product<M>(keys.key_rows + place * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count, keys.words, scores + i * count, true,
-                 ahead(i / STRIDE, tiles_of(stop - i, count) * keys.words));
+      product<M>(keys.key_rows + place * LDW, keys.cap, stop - i, (const u32*)w_.q_lanes.memory, count, keys.words, scores + i * count);
     }
   }
 
@@ -306,8 +267,7 @@ template <class M> class Attender {
     Keys<M>&keys = w_.shared, &listed = w_.listed;
     int count = keys.panel_count(p);
     i64 rows = (n - 1) * lanes_ + heads;
-    if (keys.n) product<M>((u32*)w_.probability.memory, probability_cap(n), rows, keys.panel(p), count, keys.steps(), sums, true,
-                           ahead(keys.n / STRIDE + 1 + p, tiles_of(rows, count) * keys.steps()));
+    if (keys.n) product<M>((u32*)w_.probability.memory, probability_cap(n), rows, keys.panel(p), count, keys.steps(), sums);
     if (listed.n) {
       i64 place = part_.size == 1 ? 0 : p;
       listed.lay_values(p, place);
@@ -327,16 +287,203 @@ template <class M> class Attender {
   }
 };
 
+// Attention of one query, as in decoding. Vectors run along the channels of rows that are read where they lie: scores are
+// summed across lanes at the end, outputs are rows times probabilities.
+template <class M> class Single {
+ public:
+  explicit Single(const Attention& a) : a_(a), words_(row_size<M>(a.D)) {}
+
+  // Heads first .. first + n of query t; what query `next` (-1: none) will read is fetched meanwhile.
+  void heads(i64 t, i64 first, i64 n, i64 next) {
+    SCRATCH(q_memory);
+    SCRATCH(score_memory);
+    SCRATCH(probability_memory);
+    SCRATCH(factor_memory);
+    SCRATCH(value_memory);
+    list(t);
+    next_ = next, tiles_ = (n + HEADS - 1) / HEADS;
+    cap_ = (n_ + VL - 1) / VL * VL;
+    q_ = q_memory.get<u32>(tiles_ * HEADS * words_);
+    scores_ = score_memory.get<float>(tiles_ * HEADS * cap_);
+    probability_ = probability_memory.get<u32>(tiles_ * HEADS * cap_ / M::per_word);
+    factors_ = factor_memory.get<float>(n);
+    values_ = value_memory.get<V>(2 * (n_ + 1));
+    for (i64 h = 0; h < tiles_ * HEADS; h++) {
+      if (h < n) prepare_row<M>(Rows{a_.q, a_.D, a_.dtype}, t * a_.H + first + h, a_.D, words_, Quant{NONE, 0, 0}, q_ + h * words_);
+      else memset(q_ + h * words_, 0, words_ * 4);
+    }
+    for (i64 key = 0; key < n_; key += KEYS)
+      for (i64 tile = 0; tile < tiles_; tile++) dots(key, tile);
+    for (i64 h = 0; h < n; h++) factors_[h] = softmax(h, a_.sink[first + h]);
+    for (i64 word = 0; word < words_; word += 2 * VL)
+      words_ - word > VL ? outputs<2>(t * a_.H + first, n, word) : outputs<1>(t * a_.H + first, n, word);
+  }
+  static constexpr i64 HEADS = 4, KEYS = 4;  // that are multiplied at a time
+
+ private:
+  const Attention& a_;
+  i64 words_, n_ = 0, cap_ = 0, tiles_ = 0, next_ = -1, calls_ = 0;
+  const u32** rows_ = nullptr;
+  u32 *q_ = nullptr, *probability_ = nullptr;  // [heads][words], [heads][keys]
+  float *scores_ = nullptr, *factors_ = nullptr;  // [heads][keys], [heads]
+  V* values_ = nullptr;
+
+  // Addresses of the rows of query t as words, copied if they do not lie in memory as such; the last one some times more.
+  void list(i64 t) {
+    SCRATCH(list_memory);
+    SCRATCH(copies);
+    const i64 most = std::max<i64>(a_.last(t) - a_.lo[t] + 1, 0) + (a_.pool.data ? std::max(a_.pool_width, a_.X) : 0);
+    rows_ = list_memory.get<const u32*>(most + KEYS);
+    n_ = 0;
+    for (i64 position = a_.lo[t]; position <= a_.last(t); position++) rows_[n_++] = (const u32*)a_.window.row(a_.seq[t], position);
+    if (a_.pool.data)
+      for (i64 i = 0; i < (a_.picks ? a_.X : a_.pool_width); i++) {
+        i64 entry = a_.picks ? a_.picks[t * a_.X + i] : i;
+        if (entry >= 0 && entry < a_.visible[t]) rows_[n_++] = (const u32*)a_.pool.row(a_.seq[t], entry);
+      }
+    const i64 size = a_.window.dtype == BFLOAT16 ? 2 : 4;
+    if (size * M::per_word != 4 || size * a_.D != words_ * 4) {
+      u32* copy = copies.get<u32>(n_ * words_);
+      for (i64 i = 0; i < n_; i++, copy += words_) {
+        for (i64 word = 0; word < words_; word += VL) store(copy + word, row_words<M>((const char*)rows_[i], a_.window.dtype, word, a_.D));
+        rows_[i] = copy;
+      }
+    }
+    for (i64 i = 0; n_ && i < KEYS; i++) rows_[n_ + i] = rows_[n_ - 1];
+  }
+
+  // The share of the next query's rows that is fetched in one call of `dots` or `output`, as it has `steps` steps.
+  Ahead ahead(i64 steps) {
+    if (next_ < 0) return Ahead();
+    const i64 seq = a_.seq[next_], width = a_.last(next_) - a_.lo[next_] + 1;
+    const i64 pooled = a_.pool.data && !a_.picks ? std::min<i64>(a_.visible[next_], a_.pool_width) : 0;
+    const i64 calls = tiles_ * ((n_ + KEYS - 1) / KEYS + (words_ + 2 * VL - 1) / (2 * VL)), row = (width + pooled) * calls_++ / calls;
+    const char* at = row < width ? a_.window.row(seq, a_.lo[next_] + row) : a_.pool.row(seq, row - width);
+    return Ahead{(const u8*)at, (width + pooled) * words_ * 4 / (calls * steps)};
+  }
+  static INLINE void fetch(const Ahead& next, i64 step) {
+    __builtin_prefetch(next.at + next.bytes * step, 0, 2);
+    __builtin_prefetch(next.at + next.bytes * step + next.bytes / 2, 0, 2);
+  }
+
+  // Scores of KEYS rows with the heads of one tile.
+  void dots(i64 key, i64 tile) {
+    const u32 *row[KEYS], *q = q_ + tile * HEADS * words_;
+    for (i64 i = 0; i < KEYS; i++) row[i] = rows_[key + i];
+    const Ahead next = ahead(words_ / VL);
+    V sums[HEADS][KEYS] = {};
+    for (i64 word = 0; word < words_; word += VL) {
+      V x[KEYS];
+#pragma GCC unroll 4
+      for (int i = 0; i < KEYS; i++) x[i] = load<V>(row[i] + word);
+      fetch(next, word / VL);
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; h++) {
+        V value = load<V>(q + h * words_ + word);
+#pragma GCC unroll 4
+        for (int i = 0; i < KEYS; i++) sums[h][i] = M::madd(sums[h][i], value, x[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++) {
+      V four = sum_four(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+      memcpy(scores_ + (tile * HEADS + h) * cap_ + key, &four, 4 * KEYS);
+    }
+  }
+
+  // Probabilities of one head, rounded like q; returns what their sum with the sink's is divided by.
+  float softmax(i64 head, float sink) {
+    typedef typename M::Element E;
+    float* score = scores_ + head * cap_;
+    E* p = (E*)probability_ + head * cap_;
+    std::fill(score + n_, score + cap_, -__builtin_inff());
+    V most = splat(-__builtin_inff()), total = {};
+    for (i64 i = 0; i < n_; i += VL) most = vmax(load_v(score + i), most);
+    most = vmax(top(most) * a_.scale, splat(-1e30f));
+    for (i64 i = 0; i < n_; i += VL) {
+      V value = vexp(load_v(score + i) * a_.scale - most);
+      total += value;
+      store_v(p + i, a_.dtype == BFLOAT16 ? round_bf16(value) : value);
+    }
+    return 1.0f / (sum(total) + vexp(sink - most)[0]);
+  }
+
+  template <int N> void outputs(i64 row, i64 n, i64 word) {
+    lay<N>(word);
+    for (i64 h = 0; h < n; h += HEADS) output<N>(h / HEADS, std::min(n - h, HEADS), word, (row + h) * a_.D);
+  }
+
+  // N vectors of words of all rows, as `output` reads them again for every head: channels in lanes, M::per_word keys to a word.
+  template <int N> void lay(i64 word) {
+    constexpr int P = M::per_word;
+    for (i64 step = 0; step * P < n_; step++)
+#pragma GCC unroll 2
+      for (int j = 0; j < N; j++) {
+        const u32* row = rows_[step * P] + word + j * VL;
+        V* out = values_ + (step * N + j) * P;
+#if SG_PAIRS
+        if constexpr (P == 2) {
+          __m512i a = load<__m512i>(row), b = load<__m512i>(rows_[step * P + 1] + word + j * VL);
+          out[0] = (V)_mm512_unpacklo_epi16(a, b), out[1] = (V)_mm512_unpackhi_epi16(a, b);
+          continue;
+        }
+#endif
+        out[0] = load<V>(row);
+      }
+  }
+
+  template <int N> void output(i64 tile, i64 heads, i64 word, i64 at) {
+    constexpr int P = M::per_word;
+    const u32* p = probability_ + tile * HEADS * cap_ / P;
+    const float* factor = factors_ + tile * HEADS;
+    const Ahead next = ahead((n_ + P - 1) / P);
+    V sums[HEADS][N * P] = {};
+    for (i64 step = 0; step * P < n_; step++) {
+      fetch(next, step);
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; h++) {
+        V weight = (V)splat_bits(p[h * cap_ / P + step]);
+#pragma GCC unroll 4
+        for (int j = 0; j < N * P; j++) sums[h][j] = M::madd(sums[h][j], weight, values_[step * N * P + j]);
+      }
+    }
+    // interleaving two rows moved their channels four by four
+    LANES(lower, lane / 8 * 4 + lane % 4 + (lane & 4 ? VL : 0));
+    LANES(upper, lane / 8 * 4 + lane % 4 + (lane & 4 ? VL : 0) + VL / 2);
+    for (i64 h = 0; h < heads; h++)
+      for (int j = 0; j < N * P; j++) {
+        V value = sums[h][j];
+        if constexpr (P == 2) value = __builtin_shuffle(sums[h][j & ~1], sums[h][j | 1], j % 2 ? upper : lower);
+        value *= factor[h];
+        i64 channel = word * P + j * VL;
+        if (channel >= a_.D) continue;
+        if (a_.dtype == BFLOAT16) store_n((bf16*)a_.out + at + h * a_.D + channel, value, a_.D - channel);
+        else store_n((float*)a_.out + at + h * a_.D + channel, value, a_.D - channel);
+      }
+  }
+};
+
 template <class M> void attention(const Attention& a, int threads) {
   static thread_local Workspace<M> own;
   SCRATCH(block_memory);
+  SCRATCH(single_memory);
   Block* blocks = block_memory.get<Block>(a.T);
-  i64 count = cut_blocks(a, blocks);
+  i64* singles = single_memory.get<i64>(a.T);
+  i64 count = cut_blocks(a, blocks), num_singles = 0;
+  for (i64 i = 0; i < count; i++)
+    if (blocks[i].n == 1) singles[num_singles++] = blocks[i].first;
+  count = std::remove_if(blocks, blocks + count, [](const Block& b) { return b.n == 1; }) - blocks;
+  // few queries share out their heads
+  i64 heads = num_singles < 2 * threads ? Single<M>::HEADS : a.H, parts = (a.H + heads - 1) / heads;
+  parallel(threads, num_singles * parts, [&](i64 task) {
+    i64 index = task / parts, head = task % parts * heads;
+    i64 next = parts == 1 && index + threads < num_singles ? singles[index + threads] : -1;
+    if (next >= 0 && a.lo[next] > a.last(next)) next = -1;
+    Single<M>(a).heads(singles[index], head, std::min(heads, a.H - head), next);
+  });
   if (count >= 2 * threads) {
-    parallel(threads, count, [&](i64 i) {
-      Attender<M>(a, own, Part{0, 1}, i + threads < count ? blocks + i + threads : nullptr).block(blocks[i]);
-    });
-  } else {
+    parallel(threads, count, [&](i64 i) { Attender<M>(a, own, Part{0, 1}).block(blocks[i]); });
+  } else if (count) {
     Workspace<M>& shared = own;
     together(threads, [&](Part part) {
       Attender<M> attender(a, shared, part);
@@ -344,8 +491,6 @@ template <class M> void attention(const Attention& a, int threads) {
     });
   }
 }
-
-bool in_pairs(int q_dtype, int row_dtype) { return SG_PAIRS && q_dtype == BFLOAT16 && row_dtype == BFLOAT16; }
 
 }  // namespace
 
@@ -362,157 +507,4 @@ extern "C" void sg_attention(const void* q, int dtype, i64 T, i64 H, i64 D, cons
   if (in_pairs(dtype, page_dtype)) return attention<Pairs>(a, threads);
 #endif
   attention<Floats>(a, threads);
-}
-
-namespace {
-
-struct Index {
-  const void* q;        // [T, N, I]
-  const void* weights;  // [T, N]
-  int q_dtype, weight_dtype;
-  i64 T, N, I;
-  Pages keys;
-  const i32 *seq, *visible;
-  const i32* blocks;  // [T, Y] blocks of entries that may be picked, -1 = none; null: any entry
-  i64 Y, block_size, X, max_visible;
-  bool stepwise;
-  i32* picks;  // [T, X]
-  i64 seen(i64 t) const { return std::min<i64>(visible[t], max_visible); }
-};
-
-// Scores of one query against `count` vectors of keys in lanes.
-template <class M> void index_scores(const Index& x, i64 t, const u32* q_rows, i64 cap, i64 words, const u32* lanes, V* out) {
-  SCRATCH(dots);
-  V* c = dots.get<V>((x.N + OVERSHOOT) * MAX_COUNT);
-  product<M>(q_rows, cap, x.N, lanes, MAX_COUNT, words, c);
-  bool round = x.stepwise && x.q_dtype == BFLOAT16;
-  V total[MAX_COUNT] = {};
-  for (i64 n = 0; n < x.N; n++) {
-    float w = x.weight_dtype == BFLOAT16 ? widen1(((const bf16*)x.weights)[t * x.N + n]) : ((const float*)x.weights)[t * x.N + n];
-    for (int j = 0; j < MAX_COUNT; j++) {
-      V dot = c[n * MAX_COUNT + j];
-      if (round) dot = round_bf16(dot);
-      dot = (dot > 0.0f ? dot : dot == dot ? V{} : dot) * w;
-      total[j] += round ? round_bf16(dot) : dot;
-    }
-  }
-  for (int j = 0; j < MAX_COUNT; j++) out[j] = round ? round_bf16(total[j]) : total[j];
-}
-
-// Entries of query t that may be picked, ascending; their number.
-i64 candidates(const Index& x, i64 t, i32* out) {
-  i64 seen = x.seen(t), count = 0;
-  if (!x.blocks) {
-    for (i64 i = 0; i < seen; i++) out[i] = i;
-    return seen;
-  }
-  SCRATCH(memory);
-  i64 num = (seen + x.block_size - 1) / std::max<i64>(x.block_size, 1);
-  bool* listed = memory.get<bool>(num);
-  std::fill(listed, listed + num, false);
-  for (i64 y = 0; y < x.Y; y++) {
-    i64 block = x.blocks[t * x.Y + y];
-    if (block >= 0 && block < num) listed[block] = true;
-  }
-  for (i64 i = 0; i < seen; i++)
-    if (listed[i / x.block_size]) out[count++] = i;
-  return count;
-}
-
-// The X best candidates, ties to the lowest entry, ascending; -inf is never picked. Without scores all are taken.
-void pick_best(const Index& x, i64 t, const float* scores) {
-  SCRATCH(memory);
-  i32* entries = memory.get<i32>(3 * x.seen(t));
-  u32 *rank = (u32*)entries + x.seen(t), *order = rank + x.seen(t);
-  i32* picks = x.picks + t * x.X;
-  i64 n = candidates(x, t, entries), above = 0, count = 0;
-  const u32 NEVER = 0x007fffff;  // what -inf becomes
-  for (i64 i = 0; i < n; i++) {
-    u32 bits = scores ? load<u32>(scores + entries[i]) : 0;
-    bits = bits == 0x80000000u ? 0 : bits;  // the two zeros are equal
-    rank[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
-  }
-  u32 least = 0;
-  if (n > x.X) {  // the X-th best rank: its upper bits by counting, the rest among those that share them
-    i64 bins[2048] = {}, bin = 2047, left = x.X, same = 0;
-    for (i64 i = 0; i < n; i++) bins[rank[i] >> 21]++;
-    for (; bins[bin] < left; bin--) left -= bins[bin];
-    for (i64 i = 0; i < n; i++)
-      if (rank[i] >> 21 == (u32)bin) order[same++] = rank[i];
-    std::nth_element(order, order + left - 1, order + same, std::greater<u32>());
-    least = order[left - 1];
-    for (i64 i = 0; i < n; i++) above += rank[i] > least;
-  }
-  i64 ties = x.X - above;
-  for (i64 i = 0; i < n && count < x.X; i++) {
-    if (rank[i] <= NEVER || rank[i] < least) continue;
-    if (n > x.X && rank[i] == least && ties-- <= 0) continue;
-    picks[count++] = entries[i];
-  }
-  std::fill(picks + count, picks + x.X, -1);
-}
-
-template <class M> void index_topk(const Index& x, int threads) {
-  SCRATCH(key_memory);
-  SCRATCH(score_memory);
-  constexpr i64 BLOCK = 64, GROUP_PANELS = 8;
-  i64 words = row_size<M>(x.I);
-  for (i64 start = 0, stop; start < x.T; start = stop) {
-    i64 most = 0;
-    for (stop = start; stop < x.T && x.seq[stop] == x.seq[start]; stop++) most = std::max(most, x.seen(stop));
-    if (most <= x.X) {  // everything visible is chosen, whatever it scores
-      for (i64 t = start; t < stop; t++) pick_best(x, t, nullptr);
-      continue;
-    }
-    i64 panels = (most + MAX_LANES - 1) / MAX_LANES, groups = (panels + GROUP_PANELS - 1) / GROUP_PANELS;
-    u32* lanes = key_memory.get<u32>(panels * MAX_LANES * words);
-    float* scores = score_memory.get<float>(BLOCK * panels * MAX_LANES);
-    parallel(threads, panels, [&](i64 p) {
-      SCRATCH(row_memory);
-      u32* rows = row_memory.get<u32>(MAX_LANES * words);
-      const u32* at[MAX_LANES];
-      i64 n = std::min<i64>(most - p * MAX_LANES, MAX_LANES);
-      for (i64 i = 0; i < n; i++) {
-        at[i] = rows + i * words;
-        const char* row = x.keys.row(x.seq[start], p * MAX_LANES + i);
-        for (i64 word = 0; word < words; word += VL) store(rows + i * words + word, row_words<M>(row, x.keys.dtype, word, x.I));
-      }
-      pack_lanes(at, n, words, lanes + p * MAX_LANES * words, MAX_COUNT);
-    });
-    for (i64 first = start; first < stop; first += BLOCK) {
-      i64 queries = std::min(stop - first, BLOCK);
-      parallel(threads, queries * groups, [&](i64 task) {
-        SCRATCH(q_memory);
-        SCRATCH(row_memory);
-        i64 t = first + task / groups, panel = task % groups * GROUP_PANELS, cap = x.N + OVERSHOOT;
-        if (panel * MAX_LANES >= x.seen(t) || x.seen(t) <= x.X) return;
-        u32* q_rows = q_memory.get<u32>((words + KB - 1) / KB * cap * LDW);
-        u32* row = row_memory.get<u32>(words);
-        for (i64 n = 0; n < x.N; n++) {
-          prepare_row<M>(Rows{x.q, x.I, x.q_dtype}, t * x.N + n, x.I, words, Quant{NONE, 0, 0}, row);
-          for (i64 word = 0; word < words; word += VL) store(word_of_row(q_rows, cap, n, word), load<V>(row + word));
-        }
-        for (i64 p = panel; p < std::min(panel + GROUP_PANELS, panels) && p * MAX_LANES < x.seen(t); p++)
-          index_scores<M>(x, t, q_rows, cap, words, lanes + p * MAX_LANES * words,
-                          (V*)(scores + ((t - first) * panels + p) * MAX_LANES));
-      });
-      parallel(threads, queries, [&](i64 i) {
-        pick_best(x, first + i, x.seen(first + i) > x.X ? scores + i * panels * MAX_LANES : nullptr);
-      });
-    }
-  }
-}
-
-}  // namespace
-
-extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, int weight_dtype, i64 T, i64 N, i64 I, const void* keys,
-                              int key_dtype, i64 page_rows, const i32* table, i64 table_cols, const i32* seq, const i32* visible,
-                              const i32* blocks, i64 Y, i64 block_size, i64 X, i64 max_visible, int stepwise, i32* picks,
-                              int threads) {
-  Pages pages{(const char*)keys, table, page_rows, table_cols, I, key_dtype};
-  Index x{q, weights, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, picks};
-#if SG_PAIRS
-  if (in_pairs(q_dtype, key_dtype)) return index_topk<Pairs>(x, threads);
-#endif
-  index_topk<Floats>(x, threads);
 }

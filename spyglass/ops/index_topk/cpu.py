@@ -1,4 +1,4 @@
-"""Scores with keys in lanes, selection per query; T x P x N is never stored: `csrc/attention.cpp`."""
+"""Scores with keys in lanes, selection per query; T x P x N is never stored: `csrc/index.cpp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Window rows shared by neighbouring queries, picked rows gathered per query: `csrc/attention.cpp`."""
+"""Queries that follow one another share window rows, single ones read theirs where they lie: `csrc/attention.cpp`."""
 
 from __future__ import annotations
 
