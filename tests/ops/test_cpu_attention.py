@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,31 @@ def test_far_apart_ranges_of_one_sequence_share_nothing(isa: str) -> None:
 
 
 @every_isa
+def test_pages_of_a_ring_are_read_round(isa: str) -> None:
+    rows = [torch.randn(40, 16), torch.randn(33, 16)]
+    pages = Paged(rows, 7, first=[25, 20])
+    lo, hi = ints([25, 27, 31, 20, 24]), ints([33, 35, 39, 28, 32])
+    arguments = (torch.randn(5, 2, 16), pages.pages, pages.table, ints([0, 0, 0, 1, 1]), lo, hi, torch.zeros(2))
+    got = attention_cpu.sparse_attention(*arguments, scale=0.3, window_width=9, kernels=kernels(isa))
+    want = attention_reference.sparse_attention(*arguments, scale=0.3, window_width=9)
+    assert want.isfinite().all()
+    assert_close(got, want, tolerance(torch.float32))
+
+
+@every_isa
+def test_probabilities_are_rounded_and_their_sum_is_not(isa: str) -> None:
+    """255 keys have p = exp(-2^-10), rounded 1: a mean just below a midpoint, times 256 / (1 + 255 p), is above it."""
+    rows = torch.zeros(256, 2)
+    rows[1:, 0] = -(2.0**-10)
+    rows[:, 1] = torch.where(torch.arange(256) < 130, 1.0, 1 + 2.0**-7)
+    pages = Paged([rows.bfloat16()], 16)
+    q = torch.tensor([[[1.0, 0.0]]], dtype=torch.bfloat16)
+    arguments = (q, pages.pages, pages.table, ints([0]), ints([0]), ints([255]), torch.full((1,), -1e4))
+    for run in (attention_reference.sparse_attention, partial(attention_cpu.sparse_attention, kernels=kernels(isa))):
+        assert run(*arguments, scale=1.0, window_width=256)[0, 0, 1] == 1 + 2.0**-7
+
+
+@every_isa
 def test_attention_threads_agree(isa: str) -> None:
     """One query on two threads, and many: the same numbers as on one."""
     before = torch.get_num_threads()
@@ -207,6 +233,27 @@ def test_equal_scores_go_to_the_lowest_entries(dtype: torch.dtype, isa: str) -> 
             q, -weights, *arguments[2:], k=3, max_visible=40, stepwise=False, kernels=kernels(isa)
         )
         assert worst.tolist() == [[0, 1, 30]] * tokens, "zero, of either sign, is above every negative score"
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("what", "q", "weights", "keys"),
+    [
+        ("dot", (1 + 2.0**-7, 1.0), (1.0, -1.0), ((0.0, 0.0), (1 - 2.0**-8, 1.0))),
+        ("product", (1.0, 1.0), (1 + 2.0**-7, -1.0), ((0.0, 0.0), (1 + 2.0**-7, 1 + 2.0**-6))),
+        ("sum", (1.0, 1.0), (1.0, 1.0), ((1.0, 1.0), (1.0, 1 + 2.0**-7))),
+    ],
+)
+def test_scores_in_steps_are_rounded_at_each(
+    what: str, q: tuple[float, ...], weights: tuple[float, ...], keys: tuple[tuple[float, ...], ...], isa: str
+) -> None:
+    """Two heads that see a channel each. Rounded after this step the entries are equal, else the second is better."""
+    pages = Paged([torch.tensor(keys, dtype=torch.bfloat16)], 4)
+    rows = (torch.diag(torch.tensor(q, dtype=torch.bfloat16))[None], torch.tensor([weights], dtype=torch.bfloat16))
+    arguments = (*rows, pages.pages, pages.table, ints([0]), ints([2]))
+    for run in (index_reference.index_topk, partial(index_cpu.index_topk, kernels=kernels(isa))):
+        picked = [run(*arguments, k=1, max_visible=2, stepwise=stepwise).tolist() for stepwise in (True, False)]
+        assert picked == [[[0]], [[1]]], what
 
 
 @every_isa

@@ -220,6 +220,17 @@ def test_the_sum_over_experts_runs_in_ascending_order(isa: str) -> None:
 
 
 @every_isa
+def test_the_output_of_an_expert_is_rounded_before_the_sum(isa: str) -> None:
+    """So with one choice a token the sum is a number of x's dtype."""
+    stacks = experts(BF16, 3, 64, 32)
+    for rows in (1, 60):
+        ids = (torch.arange(rows) % 3)[:, None].int()
+        x, weights = torch.randn(rows, 32).bfloat16(), torch.rand(rows, 1) + 0.5
+        out = experts_cpu.experts_grouped(x, ids, weights, *stacks, limit=9.0, kernels=kernels(isa))
+        assert out.all() and torch.equal(out, out.bfloat16().float()), rows
+
+
+@every_isa
 def test_rows_without_an_expert_are_zero(isa: str) -> None:
     stacks = experts(BF16, 4, 32, 64)
     for rows in (1, 70):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from spyglass.config.engine import EngineConfig
+from spyglass.engine.checks import check_step_size
 from spyglass.engine.engine import Engine
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import RequestOutput, SamplingParams
@@ -27,6 +29,7 @@ from tests.engine_parts import (
     run_all,
 )
 from tests.small_models import small_config, small_model
+from tests.small_v41 import small_v41_config
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,30 @@ def test_a_step_smaller_than_a_picture_is_refused_at_the_start(model: Any) -> No
     with pytest.raises(ConfigError, match=r"max_step_tokens is 39.* at least 40"):
         make_engine(model, model.config, step=39)
     make_engine(model, model.config, step=39, images=0)
+
+
+def test_pictures_that_may_be_cut_need_no_step_of_their_size() -> None:
+    config = small_v41_config()
+    assert config.vision is not None and config.vision.max_tokens > 8
+    check_step_size(config, EngineConfig(max_step_tokens=8))
+
+
+def test_a_prompt_of_nothing_and_pictures_unlike_their_plans_are_refused(model: Any) -> None:
+    """Prompts may be made by hand; what is wrong with one must not come out in the middle of others' steps."""
+    engine, text = make_engine(model, model.config), make_prompt(model.config, [4])
+    empty = replace(
+        text, **{name: getattr(text, name)[:0] for name in ("ids_T", "kinds_T", "image_row_T", "visible_T2")}
+    )
+    prompt = make_prompt(model.config, [4, (2, 2)])
+    for wrong, match in [
+        (empty, "the prompt is empty"),
+        (replace(prompt, patches=(prompt.patches[0][:-1],)), "picture 0"),
+        (replace(prompt, patches=(prompt.patches[0][..., :-1],)), "picture 0"),
+        (replace(prompt, patches=()), "0 pictures have patches, 1 have a grid"),
+    ]:
+        with pytest.raises(PromptError, match=match):
+            engine.add(wrong, GREEDY)
+    assert not engine.has_work
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_place(model: Any) -> None:
