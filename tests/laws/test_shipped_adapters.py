@@ -1,0 +1,75 @@
+"""The adapters that come with the models answer stored questions, word for word, which the models alone get wrong.
+
+Packed weights, greedy, on the CPU, as in `test_shipped_models_see.py`. `tests.golden.make_adapted` made the questions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from scripts.tiny.adapters import RECIPES
+from scripts.tiny.models import FAMILIES, NAMES, Family
+from spyglass.checkpoint.safetensors import read_header
+from spyglass.config.shipped import SHIPPED, shipped_adapters
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams
+from spyglass.lora.peft import TENSORS_NAME, read_adapter
+from spyglass.tiny_world.answers import is_right
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "adapted"
+QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_a_shipped_adapter_is_small_and_as_its_recipe_says(key: str) -> None:
+    recipe = RECIPES[key]
+    place = SHIPPED / recipe.place
+    assert sum(path.stat().st_size for path in place.iterdir()) <= 1_000_000
+    assert set(read_adapter(place).counts()) == set(recipe.targets)
+    names = list(read_header(place / TENSORS_NAME))
+    transformers = [name for name in names if re.search(r"layers\.\d+\.(mlp|self_attn)\.", name)]
+    assert len(transformers) == (len(names) if recipe.spelling == "hf" else 0)
+    noted = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    assert noted == NAMES[recipe.family], "no path of the machine it was trained on"
+
+
+def test_no_other_adapter_is_shipped_and_one_has_the_names_of_transformers() -> None:
+    shipped = {f"{family}-{name}" for family in FAMILIES for name in shipped_adapters(SHIPPED / NAMES[family])}
+    assert shipped == set(RECIPES) and [r.spelling for r in RECIPES.values()].count("hf") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stored_questions_are_answered_right_with_the_adapter_and_wrong_without(family: Family) -> None:
+    names = shipped_adapters(SHIPPED / NAMES[family])
+    llm = LLM(NAMES[family], device="cpu", adapters={name: name for name in names})
+    asked = [question for question in QUESTIONS if question["adapter"] in names]
+    chats = [messages(question) for question in asked]
+    adapters = [question["adapter"] for question in asked]
+    said = llm.chat([*chats, *chats], GREEDY, adapter=[*adapters, *[None] * len(asked)])
+    right = [is_right(q["answer"], output.text) for q, output in zip([*asked, *asked], said, strict=True)]
+    told = [(q["picture"], q["answer"], output.text) for q, output in zip([*asked, *asked], said, strict=True)]
+    assert all(right[: len(asked)]), [words for words, well in zip(told, right, strict=True) if not well][:3]
+    assert not any(right[len(asked) :]), [words for words, well in zip(told, right, strict=True) if well][-3:]
+
+
+def messages(question: dict[str, Any]) -> list[dict[str, Any]]:
+    picture = {"type": "image_url", "image_url": {"url": FOLDER / question["picture"]}}
+    return [{"role": "user", "content": [picture, {"type": "text", "text": question["question"]}]}]
+
+
+def test_the_stored_questions_are_some_of_each_adapter_and_of_small_pictures() -> None:
+    assert Counter(question["adapter"] for question in QUESTIONS) == {"roman": 6, "negative": 6, "french": 6}
+    assert len({(question["adapter"], question["kind"]) for question in QUESTIONS}) == 10
+    files = sorted(path.name for path in FOLDER.glob("*.jpg"))
+    assert sorted(question["picture"] for question in QUESTIONS) == files
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 250_000
+    assert all(max(Image.open(FOLDER / name).size) > 60 for name in files)
