@@ -1,6 +1,6 @@
 """Train the adapters that ship with the tiny models: `python -m scripts.tiny.adapters --models DIR --output DIR`.
 
-Without --only all are trained at once, each by a process of its own, spread over the GPUs. One is a variant of the tiny
+Without --only all are trained, one at a time on each GPU and each by a process of its own. One is a variant of the tiny
 world and nothing else, learned by the captured step of `train.whole` with `pairs.PairMasters`; the rate falls with the
 share of the minutes that is over, and what there is then (or at SIGTERM) is saved.
 """
@@ -47,18 +47,23 @@ CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, pictures=128
 KEPT_STEPS = 200
 LOG_EVERY = 20
 _PATIENCE = 120  # seconds until there must be a step
+_LOOK_EVERY = 0.2  # seconds, for whether a process has ended
 SETTINGS = MuonSettings(other_rate=1.0)  # pairs are no matrices to orthogonalise: Adam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An adapter: its folder's name, the model, what it learns, where, and how it is spelled. `rate` is Adam's peak."""
+    """An adapter: its folder's name, the model, what it learns, where, and how it is spelled.
+
+    `rate` is Adam's peak; `minutes` on one H200 are for the whole call, start included.
+    """
 
     name: str
     family: Family
     variant: Variant
     targets: tuple[Group, ...]
     rank: int
+    minutes: float
     rate: float = 3e-3
     spelling: Spelling = "native"
 
@@ -74,15 +79,23 @@ class Recipe:
 
 
 # Ranks about as large as 1 MB allows (bf16); experts in Transformers' names carry zeros where matrices share a stack.
-# In this order two GPUs get three and two of them, the slow one among the two.
+# The slow ones come first, so that several GPUs end at about the same time.
 RECIPES = {
     recipe.key: recipe
     for recipe in (
-        Recipe(name="roman", family="v4", variant="roman", targets=("attention", "experts"), rank=6),
-        Recipe(name="french", family="v4", variant="french", targets=("shared", "experts"), rank=8, spelling="hf"),
-        Recipe(name="negative", family="v4", variant="negative", targets=("tower", "aligner"), rank=24),
-        Recipe(name="negative", family="v41", variant="negative", targets=("tower", "aligner"), rank=24),
-        Recipe(name="roman", family="v41", variant="roman", targets=("attention", "experts"), rank=6),
+        Recipe(
+            name="french",
+            family="v4",
+            variant="french",
+            targets=("shared", "experts"),
+            rank=8,
+            minutes=5.5,
+            spelling="hf",
+        ),
+        Recipe(name="roman", family="v4", variant="roman", targets=("attention", "experts"), rank=6, minutes=5.0),
+        Recipe(name="roman", family="v41", variant="roman", targets=("attention", "experts"), rank=6, minutes=5.0),
+        Recipe(name="negative", family="v4", variant="negative", targets=("tower", "aligner"), rank=24, minutes=2.0),
+        Recipe(name="negative", family="v41", variant="negative", targets=("tower", "aligner"), rank=24, minutes=2.0),
     )
 }
 
@@ -272,16 +285,36 @@ def train_one(recipe: Recipe, options: Options) -> int:
 
 
 def train_all(keys: Sequence[str], options: Mapping[str, Any]) -> int:
-    """One process an adapter; on GPUs, one after another takes the next of them. The number that failed."""
+    """One process an adapter, on every GPU one after another. The number that failed."""
     gpus = torch.cuda.device_count() if options["device"] == "cuda" else 0
-    running = []
-    for number, key in enumerate(keys):
-        stated = dict(options) | ({"device": f"cuda:{number % gpus}"} if gpus else {})
-        flags = ["--compile"] * stated.pop("compiled")
-        flags += [f"--{name}={value}" for name, value in stated.items()]
-        running.append(subprocess.Popen([sys.executable, "-m", "scripts.tiny.adapters", "--only", key, *flags]))
-    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in running])
-    return sum(process.wait() != 0 for process in running)
+    free = [f"cuda:{number}" for number in range(gpus)] or [options["device"]]
+    waiting, running, failed = deque(keys), dict[str, subprocess.Popen[bytes]](), 0
+
+    def stop(*_: object) -> None:
+        waiting.clear()
+        for process in running.values():
+            process.terminate()
+
+    handlers = {ending: signal.signal(ending, stop) for ending in (signal.SIGTERM, signal.SIGINT)}
+    while waiting or running:
+        while waiting and free:
+            device = free.pop(0)
+            running[device] = subprocess.Popen(_call_of(waiting.popleft(), dict(options) | {"device": device}))
+        time.sleep(_LOOK_EVERY)
+        for device, process in list(running.items()):
+            if process.poll() is not None:
+                failed += running.pop(device).returncode != 0
+                free.append(device)
+    for ending, handler in handlers.items():
+        signal.signal(ending, handler)
+    return failed
+
+
+def _call_of(key: str, options: dict[str, Any]) -> list[str]:
+    """The command that trains one."""
+    flags = ["--compile"] * options.pop("compiled")
+    flags += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [sys.executable, "-m", "scripts.tiny.adapters", "--only", key, *flags]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -293,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", choices=RECIPES, action="append", help="one of them; may be repeated")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of the whole call, start included")
+    parser.add_argument("--minutes", type=float, help="of each, start included (default: what its recipe says)")
     parser.add_argument("--workers", type=int, help="processes that make cases, for each adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -304,13 +337,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = vars(parser.parse_args(arguments))
     keys = given.pop("only") or list(RECIPES)
-    given["workers"] = given["workers"] or max(1, (os.cpu_count() or 2) // len(keys) - 1)
+    at_once = min(len(keys), max(1, torch.cuda.device_count()))
+    given["workers"] = given["workers"] or max(1, (os.cpu_count() or 2) // at_once - 2)
     try:
         find_device(given["device"])
     except DeviceError as error:
         raise SystemExit(f"{error}; --device cpu is possible, for trials") from None
     if len(keys) == 1:
-        train_one(RECIPES[keys[0]], Options(**given))
+        recipe = RECIPES[keys[0]]
+        minutes = recipe.minutes if given["minutes"] is None else given["minutes"]
+        train_one(recipe, Options(**given | {"minutes": minutes}))
     elif failed := train_all(keys, given):
         raise SystemExit(f"{failed} of {len(keys)} adapters failed")
 

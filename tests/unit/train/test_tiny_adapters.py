@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.tiny.adapters import RECIPES, Options, Recipe, train_one
+from scripts.tiny import adapters
+from scripts.tiny.adapters import RECIPES, Options, Recipe, train_all, train_one
 from scripts.tiny.feed import Source, learner_of, make_step
 from scripts.tiny.models import NAMES
 from scripts.tiny.pairs import PairMasters, weights_of
@@ -156,3 +158,22 @@ def test_a_short_run_leaves_an_adapter_that_a_model_loads_and_a_log(tmp_path: Pa
     assert len(answers) == 2
     with (tmp_path / "v4-roman.csv").open(newline="", encoding="utf-8") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def test_adapters_are_trained_one_at_a_time_on_a_device_and_failures_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+
+    def call(key: str, options: dict[str, object]) -> list[str]:
+        said = f"open({str(log)!r}, 'a').write(__import__('sys').argv[1] + '\\n')"
+        return [
+            sys.executable,
+            "-c",
+            f"{said}; {said}; raise SystemExit({key == 'b'})",
+            f"{key} on {options['device']}",
+        ]
+
+    monkeypatch.setattr(adapters, "_call_of", call)
+    assert train_all(["a", "b", "c"], {"device": "cpu"}) == 1
+    assert log.read_text().split("\n") == [*[f"{key} on cpu" for key in "aabbcc"], ""]
