@@ -1,13 +1,13 @@
 """Answers in a form: JSON by schema, a regular expression, a choice, a grammar; compiled and followed by `llguidance`.
 
 A form allows a set of next tokens. The sets of one step are computed while the model runs, in a thread of their own,
-and cut the logits before a token is drawn. Compiling happens where a request is checked, never in the step loop.
+and cut the logits before a token is drawn. Compiling happens where a request is checked, never in the step loop, and
+another process tries it first.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,20 +18,19 @@ from functools import partial
 import llguidance
 import numpy as np
 import torch
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
+from spyglass.engine.compile_form import Words, compile_form, first_line, run_deep
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.finite import has_finite_value
+from spyglass.engine.form_trials import FormTrials
 from spyglass.engine.request import Structured
 from spyglass.errors import PromptError
 
-_KEPT = 256  # compiled forms, a few kB to a few MB each
-_LARGEST = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
-_STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
-_ANY_OBJECT = {"type": "object"}
-_META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
+_KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
+LARGEST_FORM = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
 
 
 class Form:
@@ -60,7 +59,7 @@ class Form:
                 self._after = None
             return None
         if self.failed is None and not self._matcher.consume_token(token):
-            self.failed = f"the answer cannot go on in the form asked for: {_first_line(self._matcher.get_error())}"
+            self.failed = f"the answer cannot go on in the form asked for: {first_line(self._matcher.get_error())}"
         return self.failed
 
     @property
@@ -76,8 +75,8 @@ class Forms:
         self._bytes, self._tokenizer = token_bytes, token_bytes.tokenizer
         self._vocab_size, self._eos = config.text.vocab_size, sorted(config.eos_token_ids)
         self._lock = threading.Lock()
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._library: tuple[llguidance.LLTokenizer, FormTrials] | None = None
+        self._compiled: OrderedDict[str, tuple[llguidance.LLMatcher, float]] = OrderedDict()  # with seconds
 
     def begin(self, structured: Structured) -> Form:
         """The form of a new answer; compiles it unless the same one was asked for before.
@@ -91,40 +90,47 @@ class Forms:
             after = self._tokenizer.special_id(structured.after)
             if after is None:
                 raise PromptError(f"the tokenizer has no special token {structured.after!r} for a form to follow")
-        grammar = _grammar(structured)
+        request = _request(structured)
         with self._lock:
-            vocabulary, matcher = self._read_vocabulary(), self._compiled.get(grammar)
-        if matcher is None:  # without the lock: it may take seconds, and others' forms are ready
-            if len(grammar) > _LARGEST:
-                raise PromptError(f"the {structured.kind} asked for has {len(grammar)} characters; {_LARGEST} may be")
-            matcher = self._compile_deep(partial(_compile, grammar, structured.kind, vocabulary, self._vocab_size))
+            (vocabulary, trials), found = self._open_library(), self._compiled.get(request)
+        if found is None:  # without the lock: it may take seconds, and others' forms are ready
+            seconds = trials.seconds(structured.kind, request)
             if structured.kind == "json_schema" and not has_finite_value(structured.value):
                 raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
+            found = self._compile(structured, vocabulary), seconds
         with self._lock:
-            matcher = self._compiled.setdefault(grammar, matcher)
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            matcher, _ = self._compiled.setdefault(request, found)
+            self._compiled.move_to_end(request)
+            self._forget()
             return Form(matcher.deep_copy(), after)
 
-    def _compile_deep(self, compiling: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
-        """Run it where the stack is deep: an overflow in the library would be the end of the process."""
-        with ThreadPoolExecutor(1, thread_name_prefix="compile") as pool:
-            with self._lock:  # the size is that of all threads started now
-                before = threading.stack_size(_STACK)
-                compiled = pool.submit(compiling)
-                threading.stack_size(before)
-            return compiled.result()
+    def _compile(self, structured: Structured, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+        try:
+            return run_deep(partial(compile_form, structured.kind, structured.value, vocabulary), self._lock)
+        except ValueError as error:
+            raise PromptError(str(error)) from error
 
-    def _read_vocabulary(self) -> llguidance.LLTokenizer:
-        if self._vocabulary is None:
+    def _forget(self) -> None:
+        """Keep what was asked for last, within the bounds."""
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > _KEPT or sum(seconds for _, seconds in self._compiled.values()) > _KEPT_SECONDS
+        ):
+            self._compiled.popitem(last=False)
+
+    def _open_library(self) -> tuple[llguidance.LLTokenizer, FormTrials]:
+        if self._library is None:
             if not self._eos:
                 raise PromptError("structured answers need a token that ends an answer; config.json names none")
-            words = _Words(self._bytes, self._vocab_size, self._eos[0])
-            self._vocabulary = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=self._eos
-            )
-        return self._vocabulary
+            words = self._words()
+            self._library = words.vocabulary(), FormTrials(words)
+        return self._library
+
+    def _words(self) -> Words:
+        """Added tokens are no way to spell text."""
+        tokens = [self._bytes[token] for token in range(self._vocab_size)]
+        added = self._tokenizer.added_ids
+        silent = [token for token, spelled in enumerate(tokens) if token in added or not spelled]
+        return Words(tokens, silent, self._eos, self._tokenizer.encode_text)
 
 
 class Masks:
@@ -179,54 +185,16 @@ class Masks:
         return words_SW
 
 
-class _Words:
-    """The vocabulary as `llguidance` reads it: bytes of every id. Added tokens are no way to spell text."""
+def _request(structured: Structured) -> str:
+    """Kind and value as JSON: what a form is known by.
 
-    def __init__(self, token_bytes: TokenBytes, vocab_size: int, eos: int) -> None:
-        self.eos_token_id, self.bos_token_id = eos, None
-        self._tokenizer = tokenizer = token_bytes.tokenizer
-        added = tokenizer.added_ids
-        silent = [token for token in range(vocab_size) if token in added or not token_bytes[token]]
-        self.special_token_ids = silent
-        self.tokens = [token_bytes[token] for token in range(vocab_size)]
-        for token in silent:
-            self.tokens[token] = b"<|%d|>" % token
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode_text(text)
-
-
-def _compile(grammar: str, kind: str, vocabulary: llguidance.LLTokenizer, vocab_size: int) -> llguidance.LLMatcher:
-    """Compiled, and one token taken on trial, which is where forms without measure take their time or fail."""
-    wrong, notes = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
-    if wrong or notes:  # a warning is something of the form that would not be honoured
-        raise PromptError(f"the {kind} asked for cannot be followed: {'; '.join(notes)[:500]}")
-    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
-    words_SW, trial = allocate_token_bitmask(1, vocab_size), matcher
-    if not matcher.is_error():
-        fill_next_token_bitmask(matcher, words_SW)
-        trial = matcher.deep_copy()
-        trial.consume_token(int(np.unpackbits(words_SW.view(np.uint8), bitorder="little").argmax()))
-    if trial.is_error():
-        raise PromptError(f"the {kind} asked for cannot be followed: {_first_line(trial.get_error())}")
-    return matcher
-
-
-def _first_line(error: str) -> str:
-    """Without the library's inner state."""
-    return error.partition("\n")[0][:500]
-
-
-def _grammar(structured: Structured) -> str:
-    """The form in the library's own notation. A choice is a pattern: as a grammar it may have no more than 2,000."""
-    kind, value = structured.kind, structured.value
+    Raises:
+        PromptError: it is too long, or nothing that JSON can hold.
+    """
     try:
-        if kind == "json":
-            return llguidance.grammar_from("json_schema", json.dumps(_ANY_OBJECT))
-        if kind == "json_schema":
-            return llguidance.grammar_from("json_schema", json.dumps(value))
-        if kind == "choice":
-            return llguidance.grammar_from("regex", "|".join(_META.sub(r"\\\g<0>", text) for text in value))
-        return llguidance.grammar_from(kind, value)
+        text = json.dumps([structured.kind, structured.value], allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise PromptError(f"the {kind} asked for cannot be read: {error}") from error
+        raise PromptError(f"the {structured.kind} asked for cannot be read: {error}") from error
+    if len(text) > LARGEST_FORM:
+        raise PromptError(f"the {structured.kind} asked for has {len(text):,} characters; {LARGEST_FORM:,} may be")
+    return text

@@ -2,7 +2,8 @@
 
 Few unpack at once, since each may take hundreds of megabytes. A request whose pictures must be fetched goes to threads
 of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
-people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
+people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held. Forms
+of answers, which may take seconds to compile, have threads of their own too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spyglass.server.fetch import RemoteImages
 from spyglass.server.held import Claim
 
 _UNPACKING = 4
+_COMPILING = 4
 
 
 class _ElsewhereError(Exception):
@@ -41,6 +43,7 @@ class Parsers:
         self._places = threading.BoundedSemaphore(_UNPACKING)
         self._pool = ThreadPoolExecutor(_UNPACKING, thread_name_prefix="parse")
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
+        self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="form")
 
     def parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
@@ -52,7 +55,12 @@ class Parsers:
                 return None  # its client has left
             return self._parse(endpoint, body, None if self._seconds is None else _refer_elsewhere)
 
-        def settle(work: Future[Any]) -> None:
+        def check(call: Call) -> Call:
+            if not parsing.cancelled():
+                self._check(call.prompt, call.params[0])  # compiles the form here and not between two steps
+            return call
+
+        def settle(work: Future[Any], *, checked: bool = False) -> None:
             if parsing.cancelled() or work.cancelled():
                 return
             error = work.exception()
@@ -60,6 +68,8 @@ class Parsers:
                 self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
             elif error is not None:
                 parsing.set_exception(error)
+            elif not checked and _has_form(work.result()):
+                self._compilers.submit(check, work.result()).add_done_callback(partial(settle, checked=True))
             else:
                 parsing.set_result(work.result())
 
@@ -68,21 +78,22 @@ class Parsers:
 
     def shutdown(self) -> None:
         """Begin nothing more."""
-        for pool in (self._pool, self._fetchers):
+        for pool in (self._pool, self._fetchers, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _parse(self, endpoint: Endpoint, body: bytes, fetch: Fetch | None) -> Call | Immediate:
         with self._places:
-            call = endpoint.parse(parse_json(body), fetch)
-            if isinstance(call, Call) and call.params[0].structured is not None:
-                self._check(call.prompt, call.params[0])  # compiles the form here and not between two steps
-            return call
+            return endpoint.parse(parse_json(body), fetch)
 
     def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> Call | Immediate:
         """Parse, fetching the pictures of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
         return self._parse(endpoint, body, partial(_fetch_outside, self._places, images))
+
+
+def _has_form(call: Call | Immediate) -> bool:
+    return isinstance(call, Call) and call.params[0].structured is not None
 
 
 def _refer_elsewhere(address: str) -> bytes:

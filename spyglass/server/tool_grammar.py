@@ -8,10 +8,11 @@ The markup's own token is named by id: no text can spell it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from spyglass.engine.finite import has_finite_value
+from spyglass.engine.grammar import LARGEST_FORM
 from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
 
@@ -27,7 +28,7 @@ def calls_grammar(
     either, and JSON of that schema may stand in its place.
 
     Raises:
-        PromptError: a schema is none, or has no value that ends.
+        PromptError: a schema is none, or has no value that ends, or they are too large together.
     """
     space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
@@ -41,24 +42,39 @@ def calls_grammar(
         # up to the "</" before the token; spelled in pieces, the mark would be taken for the end of the value
         rf"TEXT: /(?s:.*)<\// & ~/(?s:.*)<\/{DSML}(?s:.*)/",
     ]
+    left = LARGEST_FORM
     for number, (name, schema) in enumerate(tools.items()):
-        parameters = " ".join(
-            _parameter(key, value, schema, dsml, space, key in schema.get("required", ()))
-            for key, value in _properties(schema, name).items()
-        )
+        parameters = []
+        properties, required = _properties(schema, name)
+        for key, value in properties.items():  # each may repeat the definitions of the whole schema
+            parameters.append(_parameter(key, value, schema, dsml, space, key in required))
+            left = _left_after(parameters[-1], left)
         begin, end = _tag(dsml, f'{space}invoke name="{name}">\n'), _tag(dsml, f"{space}invoke>\n", "</")
-        rules.append(f"call{number}: {begin} {parameters} {end}")
+        left = _left_after(begin + end, left)
+        rules.append(f"call{number}: {begin} {' '.join(parameters)} {end}")
     return "\n".join(rules)
 
 
-def _properties(schema: Any, name: str) -> Mapping[str, Any]:
+def _left_after(text: str, left: int) -> int:
+    """Characters that may follow a piece of the grammar."""
+    if len(text) > left:
+        raise PromptError(
+            "the schemas of the tools, which must be called or stand beside a form of answer, make a grammar of more "
+            f"than {LARGEST_FORM:,} characters; send fewer tools or smaller schemas"
+        )
+    return left - len(text)
+
+
+def _properties(schema: Any, name: str) -> tuple[Mapping[str, Any], Set[str]]:
+    """Schemas of the parameters by name, and the names of those that must be there."""
     properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping) or not isinstance(schema.get("required", []), list):
+    required = schema.get("required", []) if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise PromptError(f"the parameters of tool {name!r} are no schema of an object, so no call can be made to fit")
     for spelled in (name, *properties):
         if '"' in spelled or "\n" in spelled:
             raise PromptError(f"tool {name!r} has a name with a quotation mark or line break, which no call can spell")
-    return properties
+    return properties, {key for key in required if isinstance(key, str)}
 
 
 def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space: str, required: bool) -> str:
@@ -77,11 +93,13 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
 
 
 def _json(schema: Any, whose: str) -> str:
+    text = json.dumps(schema)
+    _left_after(text, LARGEST_FORM)
     if not has_finite_value(schema):
         raise PromptError(
             f"the schema {whose} has no value that ends: what it requires is impossible or refers to itself"
         )
-    return f"%json {json.dumps(schema)}"
+    return f"%json {text}"
 
 
 def _text(schema: Mapping[str, Any]) -> str | None:

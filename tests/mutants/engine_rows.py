@@ -13,6 +13,8 @@ IMAGES = "spyglass/engine/image_cache.py"
 PAGES = "spyglass/engine/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
+COMPILING = "spyglass/engine/compile_form.py"
+TRIALS = "spyglass/engine/form_trials.py"
 FINITE = "spyglass/engine/finite.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 WORKSPACE = "spyglass/engine/workspace.py"
@@ -32,6 +34,7 @@ ON_CACHES = (
 )
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
+ON_TRIALS = f"{UNIT}/test_form_trials.py"
 ON_FINITE = f"{UNIT}/test_finite.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_REFUSALS = f"{UNIT}/test_refusals.py"
@@ -185,8 +188,16 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(FINITE, "return self._some(len(parts), parts)", "return self._some(min(1, len(parts)), parts)", ON_FINITE,
            "one part is enough"),
     Mutant(FINITE, " and len(name) <= _INDEX_DIGITS", "", ON_FINITE, "an index of thousands of digits"),
-    Mutant(GRAMMAR, "threading.stack_size(_STACK)", "threading.stack_size()", ON_FORMS, "long chains end the process"),
-    Mutant(GRAMMAR, "if len(grammar) > _LARGEST:", "if False:", ON_FORMS, "forms without end on the stack"),
+    Mutant(COMPILING, "threading.stack_size(_STACK)", "threading.stack_size()", ON_FORMS, "long chains end the process"),
+    Mutant(GRAMMAR, "if len(text) > LARGEST_FORM:", "if False:", ON_FORMS, "forms without end on the stack"),
+    Mutant(GRAMMAR, "sum(seconds for _, seconds in self._compiled.values()) > _KEPT_SECONDS", "False", ON_FORMS,
+           "forms that took long are all kept"),
+    Mutant(COMPILING, "        _limit(CPU_SECONDS, WALL_SECONDS)\n", "", ON_TRIALS, "a trial without a limit"),
+    Mutant(COMPILING, "        _limit(0, 0)\n", "", ON_TRIALS, "a process that waits is ended"),
+    Mutant(TRIALS, " or process.ended:", ":", ON_TRIALS, "a process that was ended is asked"),
+    Mutant(TRIALS, "seconds < _LONG and len(self._waiting) < _KEPT", "True", ON_TRIALS, "processes without bound"),
+    Mutant(TRIALS, "                self._waiting.append(process)\n", "                pass\n", ON_TRIALS, "a process for each form"),
+    Mutant(TRIALS, "in _TIMERS", "in ()", ON_TRIALS, "too slow is told as too deep"),
     Mutant(FINITE, "for name in required if", "for name in properties if", ON_FINITE, "optional properties count"),
     Mutant(SCHEDULER, "if len(self._running) == 1:", "if not self._running:", ON_TURNS,
            "memory that is not there is looked for without end"),
@@ -246,10 +257,10 @@ ENGINE_ROWS: list[Mutant] = [
            "answers share one place in their form"),
     Mutant(GRAMMAR, "(~(allowed_SV & self._usable).any(dim=1))", "(~allowed_SV.any(dim=1))", ON_FORMS,
            "a form of tokens that are never drawn, taken for a fault of the model"),
-    Mutant(GRAMMAR, "trial.consume_token(", "int(", ON_FORMS, "forms without measure found out in the step loop"),
+    Mutant(COMPILING, "trial.consume_token(", "int(", ON_FORMS, "forms without measure found out in the step loop"),
     Mutant(GRAMMAR, "            if token == self._after:\n", "            if True:\n", ON_FORMS,
            "a form that begins with the reasoning"),
-    Mutant(GRAMMAR, "if wrong or notes:", "if wrong:", ON_FORMS, "a part of a schema ignored"),
+    Mutant(COMPILING, "if trial.is_error() or notes:", "if trial.is_error():", ON_FORMS, "a part of a schema ignored"),
     Mutant(GRAMMAR, "if token in added or", "if", ON_FORMS, "added tokens as text"),
     Mutant(GRAMMAR, "self._after is None and self._matcher.is_stopped()", "False", ON_FORMS, "a form never ends an answer"),
     Mutant(ENGINE, "form_rows=[row for row, _ in forms_of(drawing)]", "form_rows=list(range(len(forms_of(drawing))))",

@@ -82,6 +82,8 @@ SERVER_ROWS: list[Mutant] = [
     Mutant(PARSING, "threading.BoundedSemaphore(_UNPACKING)", "threading.BoundedSemaphore(16)", ON_PARSING, "sixteen unpack at once"),
     Mutant(PARSING, "self._fetchers.submit(", "self._pool.submit(", ON_PARSING,
            "who waits for a picture keeps others from being read"),
+    Mutant(PARSING, "self._compilers.submit(", "self._pool.submit(", "tests/server/test_forms.py",
+           "forms keep others from being read"),
     Mutant(PARSING, ", count=held.take)", ")", ON_PARSING, "what is fetched is not counted"),
     Mutant(APP, "            pictures.release()\n", "", ON_FLOW, "pictures are never given back"),
     Mutant(STREAM, "            await _send_body(_ALIVE, send)\n", "            pass\n", ON_FLOW, "silent streams stay silent"),

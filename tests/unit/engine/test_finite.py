@@ -78,9 +78,10 @@ def test_a_chain_of_references_is_followed_link_by_link_and_not_all_anew_for_eac
 @pytest.mark.parametrize("kind", ["allOf", "anyOf"])
 def test_many_references_in_one_place_are_each_followed_once(kind: str, last: bool) -> None:
     links = 20_000
-    defined = {str(link): {kind: [{"type": "null"}] if last else [False]} for link in range(links)}
+    chain = {str(link): {"$ref": f"#/$defs/{link + 1}"} for link in range(links)}
+    schema = {kind: [{"$ref": f"#/$defs/{link}"} for link in range(links)], "$defs": {**chain, str(links): last}}
     began = time.monotonic()
-    assert has_finite_value({kind: [{"$ref": f"#/$defs/{link}"} for link in range(links)], "$defs": defined}) is last
+    assert has_finite_value(schema) is last
     assert time.monotonic() - began < 5, "0.2 s; looked at anew for each of them, minutes"
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from spyglass import LLM, SamplingParams, Structured
 from spyglass.checkpoint.random import new_checkpoint
-from spyglass.engine import grammar as grammar_module
 from spyglass.engine.detokenize import TokenBytes
+from spyglass.engine.form_trials import FormTrials
+from spyglass.engine.grammar import Forms
 from spyglass.errors import PromptError
 
 SCHEMA: dict[str, Any] = {
@@ -276,19 +277,31 @@ def test_a_form_without_measure_is_refused_before_it_runs(llm: LLM) -> None:
 
 def test_a_form_that_is_long_to_compile_holds_no_other_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
-    compile_form = grammar_module._compile
+    seconds = FormTrials.seconds
 
-    def slow(grammar: str, *more: Any) -> Any:
-        if "slow" in grammar:
+    def slow(trials: FormTrials, kind: str, request: str) -> float:
+        if "slow" in request:
             began.set()
             assert go_on.wait(30)
-        return compile_form(grammar, *more)
+        return seconds(trials, kind, request)
 
-    monkeypatch.setattr(grammar_module, "_compile", slow)
-    forms = grammar_module.Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    monkeypatch.setattr(FormTrials, "seconds", slow)
+    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
     waiting = threading.Thread(target=forms.begin, args=(Structured(kind="choice", value=("slow",)),))
     waiting.start()
     assert began.wait(30)
     forms.begin(Structured(kind="choice", value=("quick",)))
     go_on.set()
     waiting.join()
+
+
+def test_a_form_is_tried_once_and_those_kept_took_few_seconds_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long to compile takes memory: three of three seconds are one too many."""
+    tried: list[str] = []
+    monkeypatch.setattr(FormTrials, "seconds", lambda trials, kind, request: tried.append(request) or 3.0)
+    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    for text in "aabcbca":
+        forms.begin(Structured(kind="regex", value=text))
+    assert [json.loads(request)[1] for request in tried] == ["a", "b", "c", "a"]

@@ -1,0 +1,106 @@
+"""Trials of forms in processes that can be ended: what takes too long or overflows there never runs here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from spyglass.engine import compile_form
+from spyglass.engine.compile_form import CPU_SECONDS, Words
+from spyglass.errors import PromptError, SpyglassError
+
+_KEPT = 2  # processes that wait for the next form, some 100 MB each
+_LONG = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
+_TIMERS = (signal.SIGPROF, signal.SIGALRM)
+
+
+class FormTrials:
+    """Tries forms for one vocabulary. Any thread may call it; each call has a process of its own meanwhile."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._lock = threading.Lock()
+        self._waiting: list[_Process] = []
+
+    def seconds(self, kind: str, request: str) -> float:
+        """CPU time that a form takes to compile. `request` is the JSON of its kind and value.
+
+        Raises:
+            PromptError: it means nothing, takes too long, or ends the process.
+            SpyglassError: no process can be started.
+        """
+        with self._lock:
+            process = self._waiting.pop() if self._waiting else None
+        if process is None or process.ended:  # the system may end what waits, for its memory
+            process = _Process(self._words)
+        wrong, seconds = process.ask(kind, request)
+        with self._lock:
+            keeps = seconds < _LONG and len(self._waiting) < _KEPT
+            if keeps:
+                self._waiting.append(process)
+        if not keeps:
+            process.end()
+        if wrong is not None:
+            raise PromptError(wrong)
+        return seconds
+
+
+class _Process:
+    def __init__(self, words: Words) -> None:
+        command = [sys.executable, "-P", str(Path(compile_form.__file__))]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl+C is for us, who may let answers end
+            )
+        except OSError as error:
+            raise SpyglassError(f"the process that tries forms of answers cannot be started: {error}") from error
+        self._process = process
+        self.end = weakref.finalize(self, _end, process)
+        tokens = [word.decode("latin-1") for word in words.tokens]
+        if json.loads(self._exchange(json.dumps([tokens, list(words.silent), list(words.ends)])) or "null") != "ready":
+            raise SpyglassError(f"the process that tries forms of answers ended at once, with {process.wait()}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can be asked nothing any more."""
+        return self._process.poll() is not None
+
+    def ask(self, kind: str, request: str) -> tuple[str | None, float]:
+        """What is wrong with a form, None = nothing, and the seconds it took."""
+        answer = self._exchange(request)
+        if answer:
+            wrong, seconds = json.loads(answer)
+            return wrong, seconds
+        if -self._process.wait() in _TIMERS:
+            why = f"takes more than {CPU_SECONDS:g} s to compile"
+        else:
+            why = "takes more stack or memory than there is to compile"
+        advice = "fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
+        return f"the {kind} asked for {why}, so it is refused; make it smaller: {advice}", CPU_SECONDS
+
+    def _exchange(self, line: str) -> str:
+        """The line that comes back; empty if the process ends first."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(line + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return stdout.readline()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()

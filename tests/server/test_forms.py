@@ -1,0 +1,89 @@
+"""Forms of answers that take long to compile: whoever sends one is told, and nobody else notices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from spyglass.config.server import ServerConfig
+from spyglass.engine.form_trials import FormTrials
+from spyglass.engine.llm import LLM
+from spyglass.engine.worker import EngineWorker
+from spyglass.server.app import create_app
+from tests.scripted import ScriptedEngine
+from tests.server.parts import Live, data_url, running, wait_for
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+SAY = [{"role": "user", "content": "hi"}]
+SEE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url()}}]}]
+SLOW = "a?" * 65_000
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Live]:
+    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    with running(create_app(llm, ServerConfig(grace_seconds=1), worker=worker)) as live:
+        yield live
+
+
+def chat(server: Live, messages: Any = SAY, **more: Any) -> int:
+    return int(server.post({"messages": messages, "max_tokens": 1, **more}, CHAT).status_code)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": SAY, "guided_regex": SLOW, "stream": True}),
+        (MESSAGES, {"messages": SAY, "max_tokens": 5, "guided_regex": SLOW}),
+        ("/v1/responses", {"input": "hi", "guided_regex": SLOW}),
+    ],
+)
+def test_a_form_that_takes_too_long_is_a_400_that_says_what_to_do(server: Live, path: str, body: Any) -> None:
+    reply = server.post(body, path)
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and "takes more than 1 s to compile" in message and "make it smaller" in message
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
+
+
+def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, waiting = threading.Event(), threading.Semaphore(0)
+    seconds = FormTrials.seconds
+
+    def slow(trials: FormTrials, kind: str, request: str) -> float:
+        if "slow" in request:
+            waiting.release()
+            assert go_on.wait(60)
+        return seconds(trials, kind, request)
+
+    monkeypatch.setattr(FormTrials, "seconds", slow)
+    with ThreadPoolExecutor(8) as pool:
+        held = [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3)]
+        assert all(waiting.acquire(timeout=30) for _ in held)
+        assert chat(server, guided_regex="quick") == 200
+        held += [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3, 8)]
+        wait_for(lambda: server.service.calls == 8)
+        assert chat(server) == 200 and chat(server, SEE) == 200
+        assert not any(answer.done() for answer in held)
+        go_on.set()
+        assert {answer.result(60) for answer in held} == {200}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {f"p{n}": {"$ref": "#/$defs/d"} for n in range(5000)}, "$defs": {"d": {"title": "x" * 100_000}}},
+        {"properties": {f"p{n}": {} for n in range(9000)}, "required": [f"q{n}" for n in range(100_000)]},
+        {"properties": {"p": {"title": "x" * 300_000}}},
+    ],
+    ids=["definitions for each", "many", "long"],
+)
+def test_tools_that_make_a_grammar_without_measure_are_refused(server: Live, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", **parameters}}}
+    reply = server.post({"messages": SAY, "max_tokens": 1, "tools": [tool], "tool_choice": "required"}, CHAT)
+    assert reply.status_code == 400 and "more than 262,144 characters" in reply.json()["error"]["message"], reply.text

@@ -1,0 +1,116 @@
+"""Forms that nobody can wait for: tried in a process that can be ended, which is ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from spyglass.engine import form_trials
+from spyglass.engine.compile_form import Words, compile_form, run_deep
+from spyglass.engine.form_trials import FormTrials
+from spyglass.errors import PromptError, SpyglassError
+
+WORDS = Words([bytes((byte,)) for byte in range(256)] + [b"ab", b""], [257], [257])
+SLOW: list[tuple[str, Any]] = [
+    ("regex", "a?" * 65_000),
+    ("grammar", "start: A\nA: " + " & ".join(f"/(.{{{count}}})*/" for count in range(2, 20))),
+    ("json_schema", {"allOf": [{"type": "string", "pattern": f"a.*b{{{n}}}", "minLength": n} for n in range(30)]}),
+]
+
+
+@pytest.fixture
+def trials() -> Iterator[FormTrials]:
+    made = FormTrials(WORDS)
+    yield made
+    for process in made._waiting:
+        process.end()
+
+
+def seconds(trials: FormTrials, kind: str, value: Any) -> float:
+    return trials.seconds(kind, json.dumps([kind, value]))
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
+    """Processes that were started in this test and have not ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Told(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    return lambda: {process.pid for process in started if process.poll() is None}
+
+
+@pytest.mark.parametrize(("kind", "value"), SLOW, ids=["pattern", "grammar", "allOf"])
+def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
+    trials: FormTrials, running: Callable[[], set[int]], kind: str, value: Any
+) -> None:
+    with pytest.raises(PromptError, match=f"the {kind} asked for takes more than 1 s to compile.*make it smaller"):
+        seconds(trials, kind, value)
+    assert not running()
+    assert seconds(trials, "regex", "ab*") < 1, "and the next one is tried as ever"
+
+
+def test_what_overflows_ends_the_trial_and_not_us(trials: FormTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds(trials, "regex", "a") < 1
+    (process,) = trials._waiting
+    monkeypatch.setattr(process, "_exchange", lambda line: process._process.send_signal(signal.SIGSEGV) or "")
+    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than there is"):
+        seconds(trials, "regex", "b")
+    assert seconds(trials, "regex", "b") < 1
+
+
+def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: FormTrials) -> None:
+    seconds(trials, "regex", "a")
+    (process,) = trials._waiting
+    process._process.kill()
+    process._process.wait()
+    assert seconds(trials, "regex", "b") < 1
+
+
+def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
+    trials: FormTrials, running: Callable[[], set[int]]
+) -> None:
+    threads = [threading.Thread(target=seconds, args=(trials, "regex", f"a{number}")) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = running()
+    assert 1 <= len(kept) <= 2
+    seconds(trials, "regex", "b")
+    assert running() == kept, "the same ones"
+
+
+def test_without_a_process_there_is_a_clear_error(trials: FormTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_trials.sys, "executable", "/no/such/python")
+    with pytest.raises(SpyglassError, match="cannot be started"):
+        seconds(trials, "regex", "a")
+    monkeypatch.setattr(form_trials.sys, "executable", "/bin/false")
+    with pytest.raises(SpyglassError, match="ended at once, with 1"):
+        seconds(trials, "regex", "a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("regex", "(a"), ("grammar", "start: b"), ("json_schema", {"type": "x"}), ("regex", "a[bc]{3}")]
+)
+def test_a_trial_says_what_compiling_here_says(trials: FormTrials, kind: str, value: Any) -> None:
+    def told(work: Any) -> str:
+        try:
+            work()
+        except (ValueError, PromptError) as error:
+            return str(error)
+        return ""
+
+    vocabulary = WORDS.vocabulary()
+    here = told(lambda: run_deep(lambda: compile_form(kind, value, vocabulary), threading.Lock()))
+    assert told(lambda: seconds(trials, kind, value)) == here and bool(here) == (value != "a[bc]{3}")
