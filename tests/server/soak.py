@@ -146,6 +146,8 @@ def rude(source: random.Random) -> tuple[str, dict[str, Any], tuple[int, ...]]:
         return {"json": {"messages": [{"role": "user", "content": content}], "max_tokens": 2}}
 
     json_type = {"content-type": "application/json"}
+    if source.random() < 0.01:  # rarely, since each takes a second of a processor
+        return ask, {"json": {"messages": [{"role": "user", "content": "x"}], "guided_regex": "a?" * 65_000}}, (400,)
     return source.choice(
         [
             (ask, image(picture[: len(picture) // 2]), (400,)),
