@@ -24,8 +24,6 @@ import llguidance
 import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-CPU_SECONDS = 1.0  # for one form, which is compiled once more where it is used
-WALL_SECONDS = 10.0  # on a machine that is too busy to give it that
 _STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
 _ANY_OBJECT = {"type": "object"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
@@ -118,20 +116,23 @@ def _grammar(kind: str, value: Any) -> str:
 
 
 def _serve(stdin: IO[str], stdout: IO[str]) -> None:
-    """Try forms: the first line is the vocabulary, each further one [kind, value]; what is wrong goes back, or null."""
+    """Try forms: the first line is the vocabulary and the limits, each further one [kind, value].
+
+    What goes back is what is wrong (null = nothing) and the processor time that it took.
+    """
 
     def tell(answer: object) -> None:
         stdout.write(json.dumps(answer) + "\n")
         stdout.flush()
 
-    tokens, silent, ends = json.loads(stdin.readline())
+    tokens, silent, ends, limits = json.loads(stdin.readline())
     vocabulary, starting = (
         Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary(),
         threading.Lock(),
     )
     tell("ready")
     for line in stdin:
-        _limit(CPU_SECONDS, WALL_SECONDS)
+        _limit(*limits)
         began = time.process_time()
         kind, value = json.loads(line)
         try:

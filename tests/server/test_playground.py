@@ -258,7 +258,8 @@ def test_stop_ends_the_request_on_the_server_too(page: Page, live: Live) -> None
 
 
 def test_the_plan_of_a_picture_is_refused_in_words(live: Live) -> None:
-    for query in ({"width": 0, "height": 5}, {"width": "x", "height": 5}, {"width": 5}, {"width": 1, "height": 2**40}):
+    odd = [{"width": text, "height": 50} for text in ("x", "5_0", " 50", "+50")]
+    for query in (*odd, {"width": 0, "height": 5}, {"width": 5}, {"width": 1, "height": 2**40}):
         answer = live.client.get("/playground/plan", params=query)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 

@@ -96,3 +96,9 @@ def test_a_configuration_does_not_change() -> None:
     config = EngineConfig()
     with pytest.raises(FrozenInstanceError):
         config.device = "cpu"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "+1", "\u0661", "one", ""])
+def test_a_number_in_the_environment_is_written_in_plain_digits(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"SPYGLASS_THREADS is .*, expected an integer"):
+        read_engine_config({}, {"SPYGLASS_THREADS": text})

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from spyglass.engine import form_trials
 from spyglass.engine.compile_form import Words, compile_form, run_deep
 from spyglass.engine.form_trials import FormTrials
-from spyglass.errors import PromptError, SpyglassError
+from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 WORDS = Words([bytes((byte,)) for byte in range(256)] + [b"ab", b""], [257], [257])
 SLOW: list[tuple[str, Any]] = [
@@ -26,7 +27,7 @@ SLOW: list[tuple[str, Any]] = [
 
 @pytest.fixture
 def trials() -> Iterator[FormTrials]:
-    made = FormTrials(WORDS)
+    made = FormTrials(WORDS, cpu_seconds=0.2, wall_seconds=60)
     yield made
     for process in made._waiting:
         process.end()
@@ -54,7 +55,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
 def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
     trials: FormTrials, running: Callable[[], set[int]], kind: str, value: Any
 ) -> None:
-    with pytest.raises(PromptError, match=f"the {kind} asked for takes more than 1 s to compile.*make it smaller"):
+    with pytest.raises(PromptError, match=f"the {kind} asked for takes more than 0.2 s to compile.*make it smaller"):
         seconds(trials, kind, value)
     assert not running()
     assert seconds(trials, "regex", "ab*") < 1, "and the next one is tried as ever"
@@ -64,7 +65,7 @@ def test_what_overflows_ends_the_trial_and_not_us(trials: FormTrials, monkeypatc
     assert seconds(trials, "regex", "a") < 1
     (process,) = trials._waiting
     monkeypatch.setattr(process, "_exchange", lambda line: process._process.send_signal(signal.SIGSEGV) or "")
-    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than there is"):
+    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than there is to compile"):
         seconds(trials, "regex", "b")
     assert seconds(trials, "regex", "b") < 1
 
@@ -75,6 +76,21 @@ def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: 
     process._process.kill()
     process._process.wait()
     assert seconds(trials, "regex", "b") < 1
+
+
+def test_a_machine_that_is_too_busy_is_no_fault_of_a_form(running: Callable[[], set[int]]) -> None:
+    with pytest.raises(OverloadedError, match=r"could not be compiled in 0\.1 s.*send it again later") as caught:
+        seconds(FormTrials(WORDS, cpu_seconds=60, wall_seconds=0.1), *SLOW[0])
+    assert caught.value.retry_after_s == 0.1 and not running()
+
+
+def test_time_counts_only_while_a_form_is_tried(running: Callable[[], set[int]]) -> None:
+    trials = FormTrials(WORDS, cpu_seconds=60, wall_seconds=0.5)
+    seconds(trials, "regex", "a")
+    time.sleep(0.8)
+    assert len(running()) == 1
+    (process,) = trials._waiting
+    process.end()
 
 
 def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
