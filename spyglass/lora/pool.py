@@ -110,10 +110,17 @@ class AdapterPool:
 
 
 def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> None:
-    """Copy every pair into the bank of its module. All was judged before; only memory can be missing."""
+    """Copy every pair that adds something into the bank of its module.
+
+    All was judged before; only memory can be missing. Pairs of zeros, as before the first step of training, are left
+    out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the bits of the
+    base.
+    """
     experts: dict[str, dict[str, dict[int, LowRank]]] = {}
     try:
         for name, pair in adapter.modules.items():
+            if not (pair.a_RI.any() and pair.b_OR.any()):
+                continue
             expert = split_expert(name)
             if expert is not None:
                 experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair

@@ -5,6 +5,7 @@ The dense-merged model (fp32, plain numerics) is the oracle for every group of m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,9 +172,15 @@ def test_base_and_adapters_in_turn_leave_no_trace(world: Small, prompt: Prompt, 
     assert moved(replies[1], base) and moved(replies[3], base) and moved(replies[1], replies[3])
 
 
-def test_an_adapter_of_zeros_gives_exactly_the_base(world: Small, prompt: Prompt, base: torch.Tensor) -> None:
-    """B = 0, as before the first step of training: fp32 sums of the experts may be ordered otherwise, nothing else."""
-    adapter = random_adapter(world.shapes, [g for g in groups_of(world) if g != "experts"], rank=4, size=0.0)
-    assert torch.equal(run(world, world.model(), prompt, adapter), base)
-    experts = random_adapter(world.shapes, ["experts"], rank=4, size=0.0)
-    assert torch.equal(run(world, world.model(), prompt, experts), base)
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_an_adapter_of_zeros_gives_exactly_the_base(world: Small, prompt: Prompt, place: Any) -> None:
+    """B = 0, as before the first step of training, or A = 0; plain numerics, where the order of a sum shows."""
+    ops, dtype = place
+    model = world.model(dtype=dtype, ops=bind_ops("cpu", str(dtype).removeprefix("torch."), ops))
+    base = run(world, model, prompt)
+    adapter = random_adapter(world.shapes, groups_of(world), rank=4, size=0.0)
+    assert torch.equal(run(world, model, prompt, adapter), base)
+    full = random_adapter(world.shapes, groups_of(world), rank=4)
+    none = {name: dataclasses.replace(pair, a_RI=torch.zeros_like(pair.a_RI)) for name, pair in full.modules.items()}
+    assert torch.equal(run(world, model, prompt, AdapterFile(modules=none)), base)
+    assert moved(run(world, model, prompt, full), base)

@@ -30,6 +30,7 @@ ON_LLM = "tests/unit/engine/test_llm_adapters.py"
 GOLDEN = "tests/golden/test_lora.py"
 
 LORA_ROWS: list[Mutant] = [
+    Mutant(POOL, "if not (pair.a_RI.any() and pair.b_OR.any()):", "if False:", LAWS, "experts with pairs of zeros leave the fused op"),
     Mutant(ADAPTED, '_product(experts, delta, "w3", expert, x, slot)', '_product(experts, delta, "w1", expert, x, slot)',
            LAWS, "w1 for w3"),
     Mutant(ADAPTED, ".float().clamp(max=limit)", ".float()", LAWS, "gate not clamped"),
