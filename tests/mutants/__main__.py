@@ -53,15 +53,27 @@ def link_kernels(cache: Path) -> None:
         (cache / "spyglass" / library.name).symlink_to(library)
 
 
+def environment_of(root: Path) -> dict[str, str]:
+    """Where the tree at `root` is what `spyglass` and `tests` mean."""
+    own = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(root.parent / "cache")}
+    return {**os.environ, **own}
+
+
+def build_kernels(root: Path) -> None:
+    """Build the CPU kernels of the tree: what that takes must not count as a test that hangs."""
+    command = [sys.executable, "-m", "spyglass.ops.build"]
+    run = subprocess.run(command, cwd=root, env=environment_of(root), capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ValueError(run.stderr[-2000:])
+
+
 def run_tests(root: Path, selection: str, seconds: float) -> tuple[int, str]:
     """Pytest's exit code (HUNG: no end in time) and the end of its output, for the tree at `root`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(selection)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["XDG_CACHE_HOME"] = str(root.parent / "cache")
     with subprocess.Popen(
         command,
         cwd=root,
-        env=environment,
+        env=environment_of(root),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,8 +92,12 @@ def try_mutant(mutant: Mutant, trees: SimpleQueue[Path], seconds: float) -> str:
     root = trees.get()
     try:
         sound = mutant.plant(root)
-        code, output = run_tests(root, mutant.tests, seconds)
-        (root / mutant.file).write_text(sound, encoding="utf-8")
+        try:
+            if mutant.file.endswith((".cpp", ".h")):
+                build_kernels(root)
+            code, output = run_tests(root, mutant.tests, seconds)
+        finally:
+            (root / mutant.file).write_text(sound, encoding="utf-8")
     except (ValueError, SyntaxError, OSError) as error:
         code, output = FAILED + 1, str(error)
     finally:

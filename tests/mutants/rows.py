@@ -7,6 +7,7 @@ from tests.mutants.config_rows import CONFIG_ROWS
 from tests.mutants.edge_rows import EDGE_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
 from tests.mutants.full_training_rows import FULL_TRAINING_ROWS
+from tests.mutants.kernel_rows import KERNEL_ROWS
 from tests.mutants.lora_rows import LORA_ROWS
 from tests.mutants.mutant import Mutant
 from tests.mutants.op_rows import OP_ROWS
@@ -27,6 +28,7 @@ ROWS: list[Mutant] = [
     *EDGE_ROWS,
     *ENGINE_ROWS,
     *FULL_TRAINING_ROWS,
+    *KERNEL_ROWS,
     *LORA_ROWS,
     *OP_ROWS,
     *PROMPT_ROWS,

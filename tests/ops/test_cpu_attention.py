@@ -138,10 +138,15 @@ def test_probabilities_are_rounded_and_their_sum_is_not(isa: str) -> None:
     rows[1:, 0] = -(2.0**-10)
     rows[:, 1] = torch.where(torch.arange(256) < 130, 1.0, 1 + 2.0**-7)
     pages = Paged([rows.bfloat16()], 16)
-    q = torch.tensor([[[1.0, 0.0]]], dtype=torch.bfloat16)
-    arguments = (q, pages.pages, pages.table, ints([0]), ints([0]), ints([255]), torch.full((1,), -1e4))
-    for run in (attention_reference.sparse_attention, partial(attention_cpu.sparse_attention, kernels=kernels(isa))):
-        assert run(*arguments, scale=1.0, window_width=256)[0, 0, 1] == 1 + 2.0**-7
+    for count in (1, 3):
+        q = torch.tensor([[[1.0, 0.0]]] * count, dtype=torch.bfloat16)
+        places = [ints([value] * count) for value in (0, 0, 255)]
+        arguments = (q, pages.pages, pages.table, *places, torch.full((1,), -1e4))
+        for run in (
+            attention_reference.sparse_attention,
+            partial(attention_cpu.sparse_attention, kernels=kernels(isa)),
+        ):
+            assert run(*arguments, scale=1.0, window_width=256)[:, 0, 1].tolist() == [1 + 2.0**-7] * count
 
 
 @every_isa
@@ -239,7 +244,7 @@ def test_equal_scores_go_to_the_lowest_entries(dtype: torch.dtype, isa: str) -> 
 @pytest.mark.parametrize(
     ("what", "q", "weights", "keys"),
     [
-        ("dot", (1 + 2.0**-7, 1.0), (1.0, -1.0), ((0.0, 0.0), (1 - 2.0**-8, 1.0))),
+        ("dot", (1 + 2.0**-7, 1.0), (1.5, -1.0), ((0.0, 0.0), (1 - 2.0**-8, 1.5))),
         ("product", (1.0, 1.0), (1 + 2.0**-7, -1.0), ((0.0, 0.0), (1 + 2.0**-7, 1 + 2.0**-6))),
         ("sum", (1.0, 1.0), (1.0, 1.0), ((1.0, 1.0), (1.0, 1 + 2.0**-7))),
     ],

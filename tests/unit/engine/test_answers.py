@@ -83,9 +83,20 @@ def test_an_answer_ends_at_max_tokens() -> None:
 
 
 def test_without_max_tokens_an_answer_ends_at_the_models_limit() -> None:
-    engine = make_engine(ScriptedModel([5] * 20), engine_config(), max_length=10)
+    config = engine_config()
+    assert make_engine(ScriptedModel([]), config, max_length=10**6).max_length == config.text.max_position_embeddings
+    for most in (None, 15):
+        output = one(make_engine(ScriptedModel([5] * 20), config, max_length=10), max_tokens=most)
+        assert (len(output.token_ids), output.finish_reason) == (7, "length")
+        assert output.prompt_logprobs is None and output.logprobs is None
+
+
+def test_without_max_tokens_an_answer_ends_where_the_memory_does() -> None:
+    engine = make_engine(ScriptedModel([5] * 4000), engine_config(), cache_bytes=400_000, max_sequences=2)
+    most = engine.blocks.most_tokens
+    assert most is not None and 3 < most < engine.max_length
     output = one(engine, max_tokens=None)
-    assert (len(output.token_ids), output.finish_reason) == (7, "length")
+    assert (len(output.token_ids), output.finish_reason) == (most - 3, "length")
 
 
 def test_max_tokens_0_only_runs_the_prompt(model: Any) -> None:

@@ -354,7 +354,7 @@ def test_stop_strings_end_a_real_answer(llm: LLM) -> None:
     whole = llm.generate("Hello", params)[0].text
     middle = whole[len(whole) // 2 :][:2]
     [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=middle))
-    assert output.finish_reason == "stop"
+    assert (output.finish_reason, output.stopped_by) == ("stop", middle)
     assert output.text == whole[: whole.find(middle)]
 
 

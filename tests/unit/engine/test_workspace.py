@@ -11,6 +11,7 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.request import SamplingParams
+from spyglass.engine.warm_up import largest_pictures
 from spyglass.engine.workspace import estimated_step, with_room
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE
@@ -70,6 +71,19 @@ def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> 
     assert estimated_step(OPTIONS, loaded(blind.config, torch.float32)) == 2 * estimated_step(OPTIONS, blind)
     longer = replace(OPTIONS, max_step_tokens=128)
     assert estimated_step(longer, sees) > 1.5 * estimated_step(OPTIONS, sees)
+
+
+def test_the_tower_counts_for_a_steps_worth_of_patches_or_one_picture_if_that_is_more() -> None:
+    sees = loaded(engine_config())
+    vision = sees.config.vision
+    largest = max(plan.vit_grid[0] * plan.vit_grid[1] for plan in largest_pictures(vision))
+
+    def tower(tokens: int) -> int:
+        options = replace(OPTIONS, max_step_tokens=tokens)
+        return estimated_step(options, sees) - estimated_step(replace(options, images=0), sees)
+
+    assert tower(1) == tower(largest // vision.downsample_ratio**2) > 0
+    assert tower(largest) == tower(1) * vision.downsample_ratio**2
 
 
 def test_the_tower_never_gets_more_than_a_steps_worth_of_pictures_at_once() -> None:
