@@ -79,6 +79,18 @@ def test_any_number_of_outputs_and_rows_is_exact(isa: str) -> None:
 
 
 @every_isa
+def test_outputs_larger_than_the_caches_are_exact(isa: str) -> None:
+    """They are written past them, from whole aligned vectors; the logits of 32 rows are such an output."""
+    for outputs in (65536, 65549):
+        values = torch.randint(-8, 9, (outputs, 32)).float()
+        x = torch.randint(-8, 9, (40, 32)).float()
+        for dtype in DTYPES:
+            w = encode(values, BF16)
+            got = block_cpu.linear_block(x.to(dtype), w, out_dtype=torch.float32, kernels=kernels(isa))
+            assert torch.equal(got, x @ values.mT), (outputs, dtype)
+
+
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_fp8_code_and_scale_decodes_exactly(dtype: torch.dtype, isa: str) -> None:
     """One-hot rows read the matrix back: all 254 finite codes (subnormals too) under scales from 2^-90 to 2^90."""

@@ -72,6 +72,7 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
         }
       }
     }
+    if (out.past_caches) settle();
   });
 }
 
@@ -103,11 +104,13 @@ extern "C" void sg_keep_memory() {
 #endif
 }
 
+constexpr i64 PAST_CACHES = 8 << 20;  // bytes of fp32 output, such as the logits of 32 rows
+
 // x [T, groups, cols] -> out [T, rows]; with groups > 1 row block g of the weight reads group g of x.
 extern "C" void sg_linear(const void* x, int x_dtype, i64 T, i64 groups, const void* data, const void* scale, int format,
                           int scale_kind, i64 rows, i64 cols, int block_rows, int block_cols, int element, int block,
                           int e4m3_scale, const float* addend, const float* bias, void* out, int out_dtype, int threads) {
   Weight w{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
   linear(w, Rows{x, cols, x_dtype}, T, groups, Quant{element, block, e4m3_scale, e4m3_scale && x_dtype == BFLOAT16},
-         Output{out, rows, out_dtype, addend, bias}, threads);
+         Output{out, rows, out_dtype, addend, bias, T * rows * 4 > PAST_CACHES}, threads);
 }

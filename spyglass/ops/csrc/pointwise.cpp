@@ -7,6 +7,7 @@
 namespace {
 
 constexpr i64 ALONE = 16384;  // elements that one thread does faster than two can meet
+constexpr i64 MEDIUM = 64;    // tokens up to which turning the matrix of a hyper-connection costs more than it gains
 
 // run(first, stop) over `rows` rows of `width` elements.
 template <class Run> void over_rows(i64 rows, i64 width, int threads, Run run) {
@@ -204,17 +205,28 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
     norm[t] = 1.0f / sqrtf(square_sum((const float*)to, E) / E + norm_eps);
   };
   Factors<Floats> factors(w, nullptr);
+  // `few` tokens from t0 on, widened into x, times rows first .. stop of the matrix
+  auto widen = [&](auto few, i64 t0, u32* x) {
+    for (i64 t = 0; t < few.value; t++) t0 + t < T ? widen_row(t0 + t, x + t * words) : (void)memset(x + t * words, 0, words * 4);
+  };
+  auto multiply = [&](auto few, i64 t0, const u32* x, i64 first, i64 stop) {
+    dot_rows<Floats, F32, few.value>(w, first, stop, factors, (const V*)x, words / VL, [&](i64 row, int t, float value) {
+      if (t0 + t < T) m[(t0 + t) * J + row] = value;
+    });
+  };
   if (T <= 4) {  // the matrix is what takes time: its rows are shared out
     with_few(T, [&](auto few) {
       constexpr int N = few.value <= 4 ? few.value : 4;
       u32* x = rows_memory.get<u32>(N * words);
-      for (i64 t = 0; t < N; t++) t < T ? widen_row(t, x + t * words) : (void)memset(x + t * words, 0, words * 4);
-      parallel(threads, (J + 3) / 4, [&](i64 task) {
-        dot_rows<Floats, F32, N>(w, task * 4, task * 4 + 4 < J ? task * 4 + 4 : J, factors, (const V*)x, words / VL,
-                                 [&](i64 row, int t, float value) {
-                                   if (t < T) m[t * J + row] = value;
-                                 });
-      });
+      widen(SIZE(N), 0, x);
+      parallel(threads, (J + 3) / 4, [&](i64 task) { multiply(SIZE(N), 0, x, task * 4, task * 4 + 4 < J ? task * 4 + 4 : J); });
+    });
+  } else if (T <= MEDIUM) {  // the matrix stays in a cache: four tokens at a time walk it
+    parallel(T * E * J < ((i64)1 << 19) ? 1 : threads, (T + 3) / 4, [&](i64 task) {
+      SCRATCH(x_memory);
+      u32* x = x_memory.get<u32>(4 * words);
+      widen(SIZE(4), task * 4, x);
+      multiply(SIZE(4), task * 4, x, 0, J);
     });
   } else {
     // tokens are broadcast and the J outputs lie in lanes, so that wide rows stay in the nearest cache

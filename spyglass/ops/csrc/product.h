@@ -301,22 +301,26 @@ INLINE u32* word_of_row(u32* rows, i64 cap, i64 row, i64 word) { return rows + (
 template <class M, int F>
 static void decode_rows(const Weight& w, i64 first, i64 n, Factors<M>& factors, u32* rows, i64 cap) {
   typedef Chunk<M, F> C;
+  constexpr i64 WORDS = C::VECS * VL;
   i64 whole = w.cols / C::COLS, rest = w.cols % C::COLS;
   for (i64 row = 0; row < n; row++) {
     const u8* data = w.data + (first + row) * w.row_bytes();
     const typename M::Factor* scale = factors.of(first + row);
-    auto step = [&](i64 c, const u8* p) __attribute__((always_inline)) {
+    auto step = [&](i64 c, const u8* p, u32* out) __attribute__((always_inline)) {
       V value[C::VECS];
       C::decode(p, scale + c * C::COLS / GROUP, value);
-      u32* out = word_of_row(rows, cap, row, c * C::VECS * VL);
 #pragma GCC unroll 4
       for (int v = 0; v < C::VECS; v++) store(out + v * VL, value[v]);
     };
-    for (i64 c = 0; c < whole; c++) step(c, data + c * C::BYTES);
+    for (i64 c = 0; c < whole; c += KB / WORDS) {
+      u32* out = word_of_row(rows, cap, row, c * WORDS);
+      i64 stop = c + KB / WORDS < whole ? c + KB / WORDS : whole;
+      for (i64 i = c; i < stop; i++, out += WORDS) step(i, data + i * C::BYTES, out);
+    }
     if (rest) {
       u8 last[C::BYTES] = {};
       memcpy(last, data + whole * C::BYTES, w.row_bytes() - whole * C::BYTES);
-      step(whole, last);
+      step(whole, last, word_of_row(rows, cap, row, whole * WORDS));
     }
   }
 }

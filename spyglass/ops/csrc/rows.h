@@ -58,9 +58,12 @@ struct Output {
   int dtype;
   const float* addend;
   const float* bias;
+  bool past_caches = false;  // more than they hold
   template <class T> void put_block(T* to, i64 row, i64 first, i64 n, V value) const {
     if (bias) value += load_n(bias + first, n);
     if (addend) value += load_n(addend + row * stride + first, n);
+    if constexpr (sizeof(T) == 4)
+      if (past_caches && n >= VL) return store_past(to + row * stride + first, value);
     store_n(to + row * stride + first, value, n);
   }
   void put_vector(i64 row, i64 first, i64 n, V value) const {

@@ -82,6 +82,20 @@ INLINE V load_v(const float* p) { return load<V>(p); }
 INLINE V load_v(const bf16* p) { return widen(load<VH>(p)); }
 INLINE void store_v(float* p, V v) { store(p, v); }
 INLINE void store_v(bf16* p, V v) { store(p, narrow(v)); }
+// To memory that no cache need hold: lines are not read first, to be written over. Before others may read, `settle`.
+INLINE void store_past(float* p, V v) {
+#if defined(__AVX512F__)
+  if ((uintptr_t)p % 64 == 0) return _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  if ((uintptr_t)p % 32 == 0) return _mm256_stream_ps(p, (__m256)v);
+#endif
+  store(p, v);
+}
+INLINE void settle() {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
 template <class T> INLINE V load_n(const T* p, i64 n) {
   if (n >= VL) return load_v(p);
   T part[VL] = {};
