@@ -31,11 +31,13 @@ from scripts.tiny.feed import Feed, Source
 from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
 from scripts.tiny.pairs import weights_of
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
+from scripts.tiny.untaught import set_apart
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
 from spyglass.engram import classes_of_tokenizer
 from spyglass.errors import DeviceError
 from spyglass.model import find_device
+from spyglass.quant.codec import decode, encode
 from spyglass.tiny_world.corpus import all_texts
 from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
@@ -161,13 +163,15 @@ class Run:
         self.model_folder = options.folder / NAMES[options.family]
         prepare(self.model_folder, options.family, options.start)
         state = load_state(options.folder / "state")
-        facts = {"elapsed": 0.0, "drawn": 0} if state is None else dict(state.facts)
+        facts = {"elapsed": 0.0, "drawn": 0, "taught": []} if state is None else dict(state.facts)
         self.elapsed, self.step_number = float(facts["elapsed"]), 0 if state is None else state.step
         self.feeds = self._start_feeds(int(facts["drawn"]))
         place = torch.device(options.device)
         torch._dynamo.config.recompile_limit = 64  # one function, many shapes: each is compiled once
         torch.backends.cuda.matmul.allow_tf32 = True
         config = read_model_config(self.model_folder)
+        self.taught_V = torch.zeros(config.text.vocab_size, dtype=torch.bool)
+        self.taught_V[facts["taught"]] = True
         drawn = partial(initial_value, seed=options.seed)
         self.trainer = WholeTrainer(
             config,
@@ -265,7 +269,10 @@ class Run:
         if found is None:
             return None
         slot, _, _ = found
-        place = self.kept.add(feed.tensors(slot))
+        tensors = feed.tensors(slot)
+        targets_R = tensors["targets_R"].long()
+        self.taught_V[targets_R[targets_R != IGNORED]] = True
+        place = self.kept.add(tensors)
         feed.give_back(slot)
         return place
 
@@ -322,10 +329,11 @@ class Run:
     def save(self) -> None:
         """The state, and the packed checkpoint."""
         folder, trainer = self.options.folder, self.trainer
-        facts = {"elapsed": self.elapsed, "drawn": self.feeds["train"].drawn}
+        taught = self.taught_V.nonzero()[:, 0].tolist()
+        facts = {"elapsed": self.elapsed, "drawn": self.feeds["train"].drawn, "taught": taught}
         tensors = {name: tensor.detach().cpu() for name, tensor in trainer.state_tensors().items()}
         save_state(folder / "state", State(step=self.step_number, tensors=tensors, facts=facts))
-        write_checkpoint(trainer, self.model_folder)
+        write_checkpoint(trainer, self.model_folder, self.taught_V)
 
     def end(self) -> None:
         """Stop the other processes."""
@@ -338,9 +346,11 @@ def _numbers(outcome: Outcome) -> torch.Tensor:
     return torch.stack([part.float() for part in parts])
 
 
-def write_checkpoint(trainer: WholeTrainer, folder: Path) -> None:
+def write_checkpoint(trainer: WholeTrainer, folder: Path, taught_V: torch.Tensor) -> None:
     """The weights of the masters, packed; config and tokenizer are there."""
     packed = trainer.masters.packed()
+    head = packed["head"]
+    packed["head"] = encode(set_apart(decode(head), taught_V), head.format)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     items = [
