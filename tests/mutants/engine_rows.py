@@ -40,6 +40,7 @@ ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_REFUSALS = f"{UNIT}/test_refusals.py"
 ON_PREEMPTION = "tests/laws/test_preemption.py"
 ON_ROOM = f"{UNIT}/test_workspace.py"
+ON_WARM_UP = f"{UNIT}/test_warm_up.py"
 ON_LLM = f"{UNIT}/test_llm.py"
 
 ENGINE_ROWS: list[Mutant] = [
@@ -337,4 +338,22 @@ ENGINE_ROWS: list[Mutant] = [
            ON_LOOP, "a token too many"),
     Mutant(ENGINE, "self._finish(sequence, \"length\", (), \"\") for sequence in closed", "self._finish(sequence, \"stop\", (), \"\") for sequence in closed",
            ON_LOOP, "no tokens asked for is a stop"),
+    Mutant(ENGINE, "secrets.randbits(64) if params.seed is None else params.seed", "0 if params.seed is None else params.seed",
+           ON_LOOP, "every answer without a seed is the same"),
+    Mutant(ENGINE, "            self._counted = counted\n", "",
+           ON_WARM_UP, "warming up is counted"),
+    Mutant(ENGINE, "            self.prefixes.clear()\n            self.pictures.clear()\n            self._counted", "            self._counted",
+           ON_WARM_UP, "warming up leaves snapshots"),
+    Mutant(ENGINE, "                if wrong:\n                    raise SpyglassError", "                if False:\n                    raise SpyglassError",
+           ON_WARM_UP, "a model that gives no sound answer is warm"),
+    Mutant(ENGINE, "counted.computed_tokens += sum([chunk.stop - chunk.start for chunk in chunks])", "counted.computed_tokens += sum([chunk.stop for chunk in chunks])",
+           ON_LOOP, "computed tokens counted again and again"),
+    Mutant(ENGINE, "counted.generated_tokens += sum([len(delta.token_ids) for delta in deltas])", "counted.generated_tokens += len(deltas)",
+           ON_LOOP, "ends count as tokens"),
+    Mutant(ENGINE, "        self._counted.prompt_tokens += len(prompt)\n", "",
+           ON_LOOP, "prompt tokens not counted"),
+    Mutant(ENGINE, "        except Exception as error:\n            _LOG", "        except FloatingPointError as error:\n            _LOG",
+           ON_LOOP, "a fault of one answer ends the step"),
+    Mutant(ENGINE, "if wrong is not None:", "if False:",
+           ON_LOOP + " " + ON_FORMS, "an answer goes on outside its form"),
 ]  # fmt: skip

@@ -104,6 +104,17 @@ def test_max_tokens_0_only_runs_the_prompt(model: Any) -> None:
     assert (output.token_ids, output.finish_reason) == ((), "length")
 
 
+def test_counters_tell_what_was_asked_computed_and_drawn(model: Any) -> None:
+    """The prompt of 50 takes two steps; a request without an answer ends without a token."""
+    engine = make_engine(model, model.config, step=40)
+    for length, most in ((50, 3), (9, 3), (4, 0)):
+        engine.add(make_prompt(model.config, [length]), replace(GREEDY, max_tokens=most))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens) == (63, 6, 63 + 4)
+
+
 class ConstantModel(ScriptedModel):
     """The same logits at every position: 3.0 for id 5, 2.6 for 6, 2.2 for 7, 0 for the rest."""
 
