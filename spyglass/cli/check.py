@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spyglass.cli.options import note_bases
+
 if TYPE_CHECKING:
     from spyglass.config import ModelConfig
 
@@ -41,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     directory = str(find_model(args.directory))
     report: dict[str, Any] = {"directory": directory, "would_load": False, "faults": []}
     try:
+        note_bases({name: name for name in args.lora}, Path(directory))
         _examine(directory, report, args.lora)
     except SpyglassError as error:
         report["faults"].append(str(error))

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
     parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")
-    parser.add_argument("--sheet", metavar="FILE", type=Path, help="write a contact sheet of right and wrong answers")
+    parser.add_argument("--sheet", metavar="FILE", type=Path, help="draw a contact sheet (PNG) of right and wrong answers")
     add_engine_options(parser)
 
 
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it is at least 1")
     if args.sheet is not None and not args.sheet.parent.is_dir():
         raise ConfigError(f"--sheet {args.sheet}: there is no folder {args.sheet.parent}")
+    if args.sheet is not None and args.sheet.is_dir():
+        raise ConfigError(f"--sheet {args.sheet} is a folder; name the file to write")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
     from spyglass.engine import LLM
@@ -93,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         progress=True,
     )
+    print(report.table(), flush=True)  # before the sheet: a disk that is full by now costs no answers
     if args.sheet is not None:
         contact_sheet(report.verdicts).save(args.sheet, format="PNG")
-    print(report.table())
     return 0
 
 

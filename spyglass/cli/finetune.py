@@ -18,7 +18,7 @@ _NAMED = ("model", "data", "output", "targets")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: one per `TrainConfig` field."""
     parser.usage = "spyglass finetune MODEL --data FILE --output DIR [options]"
-    parser.epilog = "The manual, with examples and what memory a run takes, is docs/training.md."
+    parser.epilog = "The manual, with examples, is docs/training.md."
     parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder or shipped model")
     parser.add_argument(
         "--data",

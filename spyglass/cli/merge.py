@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from spyglass.cli.options import note_bases
+
 HELP = "Write a checkpoint with an adapter merged into its weights, and say what the stored format loses of it."
 
 
@@ -30,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from spyglass.lora.peft import read_adapter
 
     model = find_model(args.model)
+    note_bases({"merged": args.lora}, model)
     adapter = read_adapter(find_adapter(args.lora, model))
     with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
         report = merge(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)

@@ -133,4 +133,5 @@ def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerC
             group.add_argument(option, action="append", metavar="TEXT", help=text)
         else:
             is_text = types[item.name] is str
-            group.add_argument(option, type=str if is_text else integer, metavar=None if is_text else "N", help=text)
+            metavar = item.name.rpartition("_")[2].upper() if is_text else "N"
+            group.add_argument(option, type=str if is_text else integer, metavar=metavar, help=text)

@@ -35,6 +35,8 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
         raise ConfigError(named + (f", or the name of a shipped model ({shipped})" if shipped else ""))
     official, reference = path / "config.json", path / "inference" / "config.json"
     found = official if os.path.lexists(official) or not os.path.lexists(reference) else reference
+    if not os.path.lexists(found) and os.path.lexists(path / "adapter_config.json"):
+        raise ConfigError(f"{path} is an adapter and no checkpoint; name the model it was made for, and it with --lora")
     return parse_model_config(read_json_object(found), str(found))
 
 

@@ -136,8 +136,10 @@ def read_chats(
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f'{path} is no text (UTF-8); it needs lines of the form {{"messages": [...]}}') from None
     chats, faults = [], []
     for number, text in enumerate(tqdm(lines, desc="checking", unit="line", disable=None if progress else True), 1):
         if not text.strip():

@@ -103,9 +103,10 @@ def test_an_adapter_is_judged_and_counted(stranger: bool, tmp_path: Path, capsys
     name = f"layers.{9 if stranger else 1}.attn.wq_a"
     pair = LowRank(a_RI=torch.ones(7, 128), b_OR=torch.ones(128, 7), alpha=1.0)
     new_checkpoint(tmp_path / "tiny", "tiny", headers_only=True)
-    write_adapter(tmp_path / "own", AdapterFile(modules={name: pair}))
+    write_adapter(tmp_path / "own", AdapterFile(modules={name: pair}), base_model="Other" if stranger else "tiny")
     code = main(["check", str(tmp_path / "tiny"), "--lora", str(tmp_path / "own"), "--lora", str(tmp_path / "own")])
-    text = capsys.readouterr().out
+    text, err = capsys.readouterr()
+    assert ("the adapter own was made for 'Other', this is 'tiny'" in err) == stranger
     if stranger:
         assert code == 1 and "0 of 1 modules" in text and "would load: NO" in text
     else:

@@ -142,10 +142,11 @@ def test_the_command_names_what_was_merged_pictures_included(
     """An adapter on one module of the aligner: the merged model gives the picture rows that the live one gives."""
     adapter = adapter_for(folder, ["aligner"])
     only = AdapterFile(modules={"aligner.w1": adapter.modules["aligner.w1"]})
-    write_adapter(tmp_path / "lora", only)
+    write_adapter(tmp_path / "lora", only, base_model="Other")
     out = tmp_path / "out"
     assert main(["merge", str(folder), "--lora", str(tmp_path / "lora"), "--output", str(out)]) == 0
-    told = capsys.readouterr().out
+    told, warned = capsys.readouterr()
+    assert "the adapter lora was made for 'Other'" in warned
     assert "aligner: 1 module merged" in told and "vision: 1 module\n" in told
     assert json.loads((out / "config.json").read_text()).get("quantization_config") is None
     assert main(["merge", str(folder), "--lora", str(tmp_path), "--output", str(out)]) == 2

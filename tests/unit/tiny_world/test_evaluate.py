@@ -234,6 +234,8 @@ def test_eval_runs_on_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["--num", "3", "--seed", "2", "--batch", "3", "--device", "cpu", "--sheet", str(sheet)]
     assert main(["eval", str(tmp_path / "tiny"), *options]) == 0
     assert re.fullmatch(r"overall +0 +3 +0\.0 %", capsys.readouterr().out.splitlines()[-1])
+    assert main(["eval", str(tmp_path / "tiny"), "--sheet", str(tmp_path)]) == 2
+    assert "is a folder; name the file" in capsys.readouterr().err
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
     assert main(["eval", str(tmp_path / "tiny"), *options[:2], "--device", "cpu", "--variant", "roman"]) == 0

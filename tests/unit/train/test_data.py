@@ -168,6 +168,9 @@ def test_a_file_without_a_single_chat_is_refused(tmp_path: Path, learner: Learne
         read_chats(lines_of(tmp_path / "a.jsonl", "", "{"), learner, most_tokens=99, skip_bad=True, progress=False)
     with pytest.raises(PromptError, match="cannot be read"):
         read_chats(tmp_path / "none.jsonl", learner, most_tokens=99, progress=False)
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(PromptError, match=r"photo\.jpg is no text .* lines of the form"):
+        read_chats(tmp_path / "photo.jpg", learner, most_tokens=99, progress=False)
 
 
 def test_every_epoch_has_every_chat_once_in_an_order_of_its_own() -> None:
