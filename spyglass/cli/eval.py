@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
     parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")
-    parser.add_argument("--sheet", metavar="FILE", type=Path, help="draw a contact sheet (PNG) of right and wrong answers")
+    parser.add_argument(
+        "--sheet", metavar="FILE", type=Path, help="draw a contact sheet (PNG) of right and wrong answers"
+    )
     add_engine_options(parser)
 
 

@@ -14,12 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", help="folder to create")
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size of the model (default: tiny)")
-    parser.add_argument("--seed", type=integer, default=0, help="every tensor depends on this and its name alone (default: 0)")
     parser.add_argument(
-        "--format", choices=("packed", "bf16"), default="packed", help="FP8/FP4 as released, or bfloat16 (default: packed)"
+        "--seed", type=integer, default=0, help="every tensor depends on this and its name alone (default: 0)"
     )
     parser.add_argument(
-        "--names", choices=("native", "hf"), default="native", help="tensor names: official, or those of Transformers (default: native)"
+        "--format",
+        choices=("packed", "bf16"),
+        default="packed",
+        help="FP8/FP4 as released, or bfloat16 (default: packed)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=("native", "hf"),
+        default="native",
+        help="tensor names: official, or those of Transformers (default: native)",
     )
     parser.add_argument(
         "--headers-only", action="store_true", help="exact headers, no values: sparse files for planning"

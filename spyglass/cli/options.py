@@ -77,7 +77,9 @@ def adapters_by_name(stated: Sequence[str], models: Collection[str]) -> dict[str
     for text in stated:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
-            raise ConfigError(f"--lora is {text!r}, expected NAME=DIR")
+            raise ConfigError(
+                f"--lora is {text!r}, expected NAME=DIR: what requests call it, then its folder or shipped name"
+            )
         if adapter_name(name, models) in found:
             raise ConfigError(f"--lora names {name!r} twice; give each adapter a name of its own")
         found[name] = folder

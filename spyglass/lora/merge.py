@@ -177,7 +177,8 @@ class _Merge:
         if share > MOST_UNCHANGED and not self._force:
             raise AdapterError(
                 f"{share:.1%} of the values the adapter touches would stay as they are: its change is smaller than the "
-                f"steps of the stored format; merge to bfloat16 (--format bf16), use the adapter unmerged, or insist (--force).\n{self.report}"
+                "steps of the stored format; merge to bfloat16 (--format bf16), use the adapter unmerged, or insist "
+                f"(--force).\n{self.report}"
             )
 
 
