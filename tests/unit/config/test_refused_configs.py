@@ -278,7 +278,7 @@ def test_a_missing_folder_or_file_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         read_model_config(tmp_path)
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match="is an adapter and no checkpoint.*--lora"):
+    with pytest.raises(ConfigError, match=r"is an adapter and no checkpoint.*--lora"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match="no such file"):
