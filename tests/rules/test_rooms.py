@@ -48,6 +48,7 @@ ROOMS |= {
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
     "__init__": {"engine", "config", "train"},
+    "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
 NO_TORCH = {"errors", "config", "prompt"}  # rooms that a front end without torch can load

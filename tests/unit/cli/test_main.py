@@ -165,3 +165,9 @@ def test_a_fault_of_the_system_that_names_no_file_is_not_hidden(monkeypatch: pyt
     use(monkeypatch, raising(OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         frame.main(["run"])
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    asked = [sys.executable, "-m", "spyglass", "nonsense"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "nonsense" in done.stderr and "Traceback" not in done.stderr
