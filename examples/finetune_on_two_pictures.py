@@ -27,9 +27,9 @@ with TemporaryDirectory() as folder:
         data=data,
         output=output,
         targets=("shared", "aligner"),
-        steps=2,  # some dozens learn two pictures by heart
+        steps=60,  # enough to learn two pictures by heart
         batch_tokens=1024,
-        lr=1e-3,
+        lr=5e-3,
     )
     finetune(config, tell=print)
     llm = LLM(model, adapters={"mine": output})
