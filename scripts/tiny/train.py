@@ -350,7 +350,7 @@ def write_checkpoint(trainer: WholeTrainer, folder: Path, taught_V: torch.Tensor
     """The weights of the masters, packed; config and tokenizer are there."""
     packed = trainer.masters.packed()
     head = packed["head"]
-    packed["head"] = encode(set_apart(decode(head), taught_V), head.format)
+    packed["head"] = encode(set_apart(decode(head, torch.float32), taught_V), head.format)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     items = [

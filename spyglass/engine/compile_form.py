@@ -126,10 +126,8 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
         stdout.flush()
 
     tokens, silent, ends, limits = json.loads(stdin.readline())
-    vocabulary, starting = (
-        Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary(),
-        threading.Lock(),
-    )
+    vocabulary = Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary()
+    starting = threading.Lock()
     tell("ready")
     for line in stdin:
         _limit(*limits)
