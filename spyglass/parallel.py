@@ -76,17 +76,19 @@ class Processes:
         """Spread `tensors`, which `module` needs while it runs, over the processes; the result are the parts, by name.
 
         Whenever the module is called, `bind` gets the whole tensors first. Its first input must be a tensor. See
-        `sum_gradients` for the gradients.
+        `sum_gradients` for the gradients. The part of an integer tensor is one of its bits (`_as_floats`).
         """
         assert self.mesh is not None
         names = {name: f"shard_{number}" for number, name in enumerate(tensors)}
+        integers = {name: (t.shape, t.dtype) for name, t in tensors.items() if not t.is_floating_point()}
         for name, tensor in tensors.items():
-            module.register_parameter(names[name], nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+            held = _as_floats(tensor) if name in integers else tensor.detach()
+            module.register_parameter(names[name], nn.Parameter(held, requires_grad=tensor.requires_grad))
         fully_shard(module, mesh=self.mesh)
 
         def gathered(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            whole = {name: module.get_parameter(place) for name, place in names.items()}
-            bind(whole)
+            whole: dict[str, torch.Tensor] = {name: module.get_parameter(place) for name, place in names.items()}
+            bind(whole | {name: _from_floats(whole[name], *kind) for name, kind in integers.items()})
             trained = [tensor for tensor in whole.values() if tensor.requires_grad]
             touched = _Touch.apply(inputs[0], *trained)  # type: ignore[no-untyped-call]
             return touched, *inputs[1:]
@@ -107,6 +109,23 @@ class _Touch(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
         return grads[0], *zeros
+
+
+def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """An integer tensor's bits as float32 [bytes / 4, rounded up]; a view if they fill it and lie on its boundaries.
+
+    FSDP2 of torch 2.11 takes no integers. float32, as gloo gathers no float8, and foreach copies on GPUs compute in
+    float32: those of narrower formats round, which does not keep every NaN's bits.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if len(flat) % 4 or flat.storage_offset() % 4:
+        flat = nn.functional.pad(flat, (0, -len(flat) % 4))
+    return flat.view(torch.float32)
+
+
+def _from_floats(floats: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The integer tensor whose bits `_as_floats` gave, as a view."""
+    return floats.detach().view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
