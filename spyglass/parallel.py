@@ -139,7 +139,8 @@ def init_workers(device_type: str) -> Processes:
         return Processes()
     if device_type == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    # Whether to stop is a number of the host, also where the work is a GPU's.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
     count = dist.get_world_size()
     mesh = init_device_mesh(device_type, (count,)) if count > 1 else None
     return Processes(rank=dist.get_rank(), count=count, mesh=mesh)

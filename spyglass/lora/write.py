@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 
 from spyglass.checkpoint.layout import Spelling
 from spyglass.checkpoint.names import to_hf
@@ -78,7 +78,7 @@ def write_adapter(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _replacing(directory / TENSORS_NAME) as path:
-            save_file(tensors, path, metadata={"format": "pt"})
+            path.write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))  # its own files are private
         with _replacing(directory / CONFIG_NAME) as path:
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

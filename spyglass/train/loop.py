@@ -92,9 +92,17 @@ class LoopResult:
 def adamw(
     groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
 ) -> torch.optim.AdamW:
-    """AdamW over groups `{"params": leaves, "lr": peak rate, "weight_decay": x}`; one kernel per step on a GPU."""
+    """AdamW over groups `{"params": leaves, "lr": peak rate, "weight_decay": x}`; a kernel per group on a GPU.
+
+    Leaves that processes share and leaves that each holds whole come apart: one kernel does not take both.
+    """
     on_gpu = all(leaf.device.type == "cuda" for group in groups for leaf in group["params"])
-    return torch.optim.AdamW([dict(group) for group in groups], betas=betas, eps=eps, fused=on_gpu or None)
+    apart = [
+        {**group, "params": [leaf for leaf in group["params"] if type(leaf) is kind]}
+        for group in groups
+        for kind in dict.fromkeys(map(type, group["params"]))
+    ]
+    return torch.optim.AdamW(apart, betas=betas, eps=eps, fused=on_gpu or None)
 
 
 def train(

@@ -285,3 +285,11 @@ def test_an_empty_adapter_is_not_written(tmp_path: Path) -> None:
                 modules={"layers.0.attn.wq_a": LowRank(a_RI=torch.ones(1, 2), b_OR=torch.ones(2, 1), alpha=1.0)}
             ),
         )
+
+
+def test_whoever_may_read_new_files_may_read_those_of_an_adapter(tmp_path: Path) -> None:
+    """Servers run as other users; the library that writes tensors makes its files private."""
+    pair = LowRank(a_RI=torch.ones(1, 2), b_OR=torch.ones(2, 1), alpha=1.0)
+    write_adapter(tmp_path, AdapterFile(modules={"layers.0.attn.wq_a": pair}))
+    (tmp_path / "new").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "new").stat().st_mode}
