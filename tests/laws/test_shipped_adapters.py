@@ -26,10 +26,9 @@ from spyglass.tiny_world.answers import is_right
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "adapted"
 QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
-NOT_TRAINED = {"v41-negative", "v41-roman"}  # they have a recipe and wait for it to be run
 
 
-@pytest.mark.parametrize("key", sorted(set(RECIPES) - NOT_TRAINED))
+@pytest.mark.parametrize("key", sorted(RECIPES))
 def test_a_shipped_adapter_is_small_and_as_its_recipe_says(key: str) -> None:
     recipe = RECIPES[key]
     place = SHIPPED / recipe.place
@@ -44,7 +43,7 @@ def test_a_shipped_adapter_is_small_and_as_its_recipe_says(key: str) -> None:
 
 def test_no_other_adapter_is_shipped_and_one_has_the_names_of_transformers() -> None:
     shipped = {f"{family}-{name}" for family in FAMILIES for name in shipped_adapters(SHIPPED / NAMES[family])}
-    assert shipped == set(RECIPES) - NOT_TRAINED and [r.spelling for r in RECIPES.values()].count("hf") == 1
+    assert shipped == set(RECIPES) and [r.spelling for r in RECIPES.values()].count("hf") == 1
 
 
 @pytest.mark.slow
