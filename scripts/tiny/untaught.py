@@ -17,8 +17,6 @@ def set_apart(head_VD: torch.Tensor, taught_V: torch.Tensor) -> torch.Tensor:
     Each goes on in its own direction, the mean stays about where it is, and with it how unlikely they are.
     """
     rows_UD = head_VD[~taught_V]
-    if len(rows_UD) < 2:
-        return head_VD
     mean_D = rows_UD.mean(dim=0)
     away_UD = rows_UD - mean_D
     moved_VD = head_VD.clone()

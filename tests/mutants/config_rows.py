@@ -12,7 +12,11 @@ SAVED = "spyglass/config/saved_v4.py"
 ENGINE = "spyglass/config/engine.py"
 MAIN = "spyglass/cli/main.py"
 MODEL = "spyglass/config/model.py"
+NUMBERS = "spyglass/config/numbers.py"
+SHIPPED = "spyglass/config/shipped.py"
 TESTS = "tests/unit/config"
+ON_NUMBERS = "tests/unit/config/test_numbers.py"
+ON_SHIPPED = "tests/unit/config/test_shipped.py"
 
 CONFIG_ROWS: list[Mutant] = [
     Mutant(READ, "family not in FAMILIES", "not family.startswith('deepseek_v4')", TESTS, "families by prefix"),
@@ -57,4 +61,29 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(MAIN, "except SpyglassError as error:", "except ZeroDivisionError as error:", "tests/unit/cli",
            "our errors are a traceback"),
     Mutant(MAIN, "allow_abbrev=False", "allow_abbrev=True", "tests/unit/cli", "options abbreviated"),
+    Mutant(NUMBERS, 're.compile(r"-?[0-9]+")', 're.compile(r"[-+]?[0-9]+")', ON_NUMBERS, "+1 is an integer"),
+    Mutant(NUMBERS, 're.compile(r"-?[0-9]+")', 're.compile(r"-?\\d+")', ON_NUMBERS, "digits of other scripts"),
+    Mutant(NUMBERS, 're.compile(r"-?[0-9]+")', 're.compile(r"[0-9]+")', ON_NUMBERS, "no integer below zero"),
+    Mutant(NUMBERS, "_INTEGER.fullmatch(text)", "_INTEGER.match(text)", ON_NUMBERS, "an integer with something behind it"),
+    Mutant(NUMBERS, "_NUMBER.fullmatch(text)", "_NUMBER.match(text)", ON_NUMBERS, "a number with something behind it"),
+    Mutant(NUMBERS, " or not math.isfinite(value := float(text))", " or (value := float(text)) is None", ON_NUMBERS,
+           "too large is infinite"),
+    Mutant(NUMBERS, "(\\.[0-9]*)?|", "(\\.[0-9]+)?|", ON_NUMBERS, "no digit behind a point"),
+    Mutant(NUMBERS, "|\\.[0-9]+)", ")", ON_NUMBERS, "no digit before a point"),
+    Mutant(NUMBERS, "[eE][-+]?", "[eE]-?", ON_NUMBERS, "no plus in an exponent"),
+    Mutant(NUMBERS, "{text[:40]!r} is no integer", "{text!r} is no integer", ON_NUMBERS, "a refusal as long as what was written"),
+    Mutant(NUMBERS, "{text[:40]!r} is no finite", "{text!r} is no finite", ON_NUMBERS, "a refusal as long as the number"),
+    Mutant(SHIPPED, "tuple(sorted(path.parent.name for path in root", "tuple((path.parent.name for path in root", ON_SHIPPED,
+           "models in any order"),
+    Mutant(SHIPPED, "tuple(sorted(path.parent.name for path in model", "tuple((path.parent.name for path in model", ON_SHIPPED,
+           "adapters in any order"),
+    Mutant(SHIPPED, "if path.is_dir() or len", "if len", ON_SHIPPED, "a shipped adapter hides a folder"),
+    Mutant(SHIPPED, "len(path.parts) != 1 or ", "", ON_SHIPPED, "a path is taken for a name"),
+    Mutant(SHIPPED, " or not known:", ":", ON_SHIPPED, "models without adapters refuse all"),
+    Mutant(SHIPPED, "base.lower() == model_name.lower()", "base == model_name", ON_SHIPPED, "upper and lower case differ"),
+    Mutant(SHIPPED, '.rpartition("/")[2]', "", ON_SHIPPED, "a hub's name is another model"),
+    Mutant(SHIPPED, 'stated.rstrip("/")', "stated", ON_SHIPPED, "a path that ends with a slash has no name"),
+    Mutant(SHIPPED, "    except ConfigError:\n", "    except ZeroDivisionError:\n", ON_SHIPPED, "a remark that fails"),
+    Mutant(SHIPPED, "not isinstance(stated, str) or not stated", "not isinstance(stated, str)", ON_SHIPPED,
+           "an adapter that says nothing is of another model"),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ NEW = "spyglass/lora/new.py"
 PEFT = "spyglass/lora/peft.py"
 PLACES = "spyglass/lora/places.py"
 POOL = "spyglass/lora/pool.py"
+USE = "spyglass/lora/use.py"
 WRITE = "spyglass/lora/write.py"
 RUNNER = "spyglass/engine/runner.py"
 LLM = "spyglass/engine/llm.py"
@@ -25,6 +26,7 @@ ON_PEFT = "tests/unit/lora/test_peft.py"
 ON_POOL = "tests/unit/lora/test_pool.py"
 ON_NAMES = "tests/unit/lora/test_names.py"
 ON_NEW = "tests/unit/lora/test_new.py"
+ON_USE = "tests/unit/lora/test_use.py"
 ON_MERGE = "tests/unit/lora/test_merge.py"
 ON_LLM = "tests/unit/engine/test_llm_adapters.py"
 GOLDEN = "tests/golden/test_lora.py"
@@ -89,4 +91,13 @@ LORA_ROWS: list[Mutant] = [
     Mutant(LLM, "{adapter_name(name): read", "{name: read", ON_LLM, "adapters of the start have any name"),
     Mutant(LLM, "self.lora.attach(adapter_name(name), file", "self.lora.attach(name, file", ON_LLM, "adapters have any name"),
     Mutant(LLM, "            self._users[request] = adapter\n", "            pass\n", ON_LLM, "adapters in use may go"),
+    Mutant(USE, "[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", "[A-Za-z0-9._:-]{1,128}", ON_USE, "a name begins with a sign"),
+    Mutant(USE, "{0,127}", "{0,128}", ON_USE, "a name of 129"),
+    Mutant(USE, "{0,127}", "{0,126}", ON_USE, "a name of 128 is too long"),
+    Mutant(USE, "{0,127}", "*", ON_USE, "a name of any length"),
+    Mutant(USE, "_NAME.fullmatch(name)", "_NAME.match(name)", ON_USE, "a name with anything behind it"),
+    Mutant(USE, "not isinstance(name, str) or ", "", ON_USE, "what is no text is a traceback"),
+    Mutant(USE, "repr(name[:_SHOWN_CHARS])", "repr(name)", ON_USE, "a refusal as long as the name"),
+    Mutant(USE, "repr(name[:_SHOWN_CHARS])", "name[:_SHOWN_CHARS]", ON_USE, "signs of a terminal in a refusal"),
+    Mutant(USE, "    if name in models:\n", "    if False:\n", ON_USE, "the model's own name"),
 ]  # fmt: skip

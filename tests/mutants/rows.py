@@ -6,6 +6,7 @@ from tests.mutants.checkpoint_rows import CHECKPOINT_ROWS
 from tests.mutants.config_rows import CONFIG_ROWS
 from tests.mutants.edge_rows import EDGE_ROWS
 from tests.mutants.engine_rows import ENGINE_ROWS
+from tests.mutants.form_rows import FORM_ROWS
 from tests.mutants.full_training_rows import FULL_TRAINING_ROWS
 from tests.mutants.kernel_rows import KERNEL_ROWS
 from tests.mutants.lora_rows import LORA_ROWS
@@ -27,6 +28,7 @@ ROWS: list[Mutant] = [
     *CONFIG_ROWS,
     *EDGE_ROWS,
     *ENGINE_ROWS,
+    *FORM_ROWS,
     *FULL_TRAINING_ROWS,
     *KERNEL_ROWS,
     *LORA_ROWS,

@@ -13,11 +13,19 @@ PHRASING = "spyglass/tiny_world/phrasing.py"
 FRENCH = "spyglass/tiny_world/french.py"
 ANSWERS = "spyglass/tiny_world/answers.py"
 EVALUATE = "spyglass/tiny_world/evaluate.py"
+CORPUS = "spyglass/tiny_world/corpus.py"
+SHEET = "spyglass/tiny_world/sheet.py"
+UNTAUGHT = "scripts/tiny/untaught.py"
+TRAIN = "scripts/tiny/train.py"
+PLACES = "spyglass/train/places.py"
 SHIPPED = "spyglass/config/shipped.py"
 CASE_TESTS = "tests/unit/tiny_world/test_cases.py"
 PICTURE_TESTS = "tests/unit/tiny_world/test_pictures.py"
 PHRASE_TESTS = "tests/unit/tiny_world/test_phrasing.py"
 EVALUATE_TESTS = "tests/unit/tiny_world/test_evaluate.py"
+ON_UNTAUGHT = "tests/unit/train/test_untaught.py"
+ON_SCRIPT = "tests/unit/train/test_tiny_script.py"
+ON_PLACES = "tests/unit/train/test_places.py"
 SHIPPED_TESTS = "tests/unit/config/test_shipped.py"
 
 TINY_WORLD_ROWS: list[Mutant] = [
@@ -79,4 +87,45 @@ TINY_WORLD_ROWS: list[Mutant] = [
     Mutant(EVALUATE, "thinking=thinks,", "thinking=False,", EVALUATE_TESTS, "no case is thought about"),
     Mutant(SHIPPED, "not os.path.isdir(name_or_path) and os.fspath", "os.fspath", SHIPPED_TESTS,
            "a shipped name hides a folder"),
+    Mutant(ASKING, "if name not in (colour, background)]", "if name != colour]", PICTURE_TESTS, "outlines nobody sees"),
+    Mutant(ASKING, " and side >= _LEAST_TURNED else 0.0", " else 0.0", PICTURE_TESTS, "small things are turned"),
+    Mutant(ASKING, ' and side >= _LEAST_OUTLINED\n', "\n", PICTURE_TESTS, "small things are outlined"),
+    Mutant(ASKING, ' and shape != "ring"', "", PICTURE_TESTS, "rings with an outline"),
+    Mutant(ASKING, "0.95 * largest_letter(", "1.2 * largest_letter(", PICTURE_TESTS, "letters leave their picture"),
+    Mutant(ASKING, "bitmap=bool(look > 0.85)", "bitmap=False", PICTURE_TESTS, "no bitmap font"),
+    Mutant(ASKING, "if look < 0.35:", "if look < 0:", PICTURE_TESTS, "no font as it comes"),
+    Mutant(CASES, ' and draft.form != "side"', "", PICTURE_TESTS, "sides are thought about"),
+    Mutant(CASES, '"negative": ("colour", "colour", "colour", "shape"),', '"negative": ("count", "count"),', CASE_TESTS,
+           "negatives of what colours do not decide"),
+    Mutant(CASES, " if kind not in WITHOUT_PAIRS)\n", ")\n", CASE_TESTS, "unseen pairs in kinds that have none"),
+    Mutant(CASES, "roles[number % 2]", "roles[1 - number % 2]", CASE_TESTS, "the model asks and the person answers"),
+    Mutant(PHRASING, "shape if count == 1 else words.plural(shape)", "shape", PICTURE_TESTS, "two circle"),
+    Mutant(FRENCH, '"une" if count == 1 and gender else', '"un" if count == 1 and gender else', PHRASE_TESTS, "un étoile"),
+    Mutant(FRENCH, '"" if count == 1 else "many"', '"many"', PHRASE_TESTS, "one étoiles"),
+    Mutant(FRENCH, 'words.FRENCH_COLOURS[colour][gender]\n', "words.FRENCH_COLOURS[colour][0]\n", PHRASE_TESTS, "étoile vert"),
+    Mutant(CORPUS, "for variant in VARIANTS for index", "for variant in () for index", CASE_TESTS, "words of variants are unknown"),
+    Mutant(CORPUS, "    yield from (str(coordinate) for coordinate in range(0, 1000, STEP))\n", "", CASE_TESTS, "coordinates are unknown"),
+    Mutant(SHEET, "max(most // 2, most - len(right))", "most // 2", EVALUATE_TESTS, "a sheet with room left for wrong ones"),
+    Mutant(SHEET, "sorted(box[::2]), sorted(box[1::2])", "box[::2], box[1::2]", EVALUATE_TESTS, "boxes with exchanged corners"),
+    Mutant(SHEET, "_RIGHT if verdict.right else _WRONG, width=3", "_RIGHT, width=3", EVALUATE_TESTS, "all frames green"),
+    Mutant(UNTAUGHT, "rows_UD = head_VD[~taught_V]", "rows_UD = head_VD", ON_UNTAUGHT, "the mean of all rows"),
+    Mutant(UNTAUGHT, "mean_D + APART *", "mean_D +", ON_UNTAUGHT, "rows at another distance"),
+    Mutant(UNTAUGHT, "= mean_D + APART", "= APART", ON_UNTAUGHT, "rows leave their mean"),
+    Mutant(UNTAUGHT, " / away_UD.norm(dim=1, keepdim=True).clamp(min=1e-6)", "", ON_UNTAUGHT, "rows as near as they were"),
+    Mutant(UNTAUGHT, ".clamp(min=1e-6)", "", ON_UNTAUGHT, "rows that are one become NaN"),
+    Mutant(UNTAUGHT, "head_VD.clone()", "head_VD", ON_UNTAUGHT, "the head that was handed in changes"),
+    Mutant(TRAIN, "set_apart(decode(head, torch.float32), taught_V)", "set_apart(decode(head, torch.float32), ~taught_V)", ON_UNTAUGHT,
+           "the rows that were taught are moved"),
+    Mutant(TRAIN, "decode(head, torch.float32)", "decode(head, torch.bfloat16)", ON_UNTAUGHT, "rows set apart in bf16"),
+    Mutant(TRAIN, "        old.unlink()\n", "        pass\n", ON_UNTAUGHT, "weights of another run are left"),
+    Mutant(TRAIN, "        return progress / WARM_UP\n", "        return 1.0\n", ON_SCRIPT, "no warm-up"),
+    Mutant(TRAIN, "(1 - progress) / 0.6", "(1 - progress) / 0.5 + 0.1", ON_SCRIPT, "the rate does not end at 0"),
+    Mutant(TRAIN, "        self.uses[place] = 0\n", "", ON_SCRIPT, "fresh steps count as used"),
+    Mutant(TRAIN, "if uses == least])", "if uses <= MOST_USES])", ON_SCRIPT, "some steps more often than others"),
+    Mutant(TRAIN, "if least >= MOST_USES:", "if least > MOST_USES:", ON_SCRIPT, "steps once too often"),
+    Mutant(PLACES, "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=1e-6)", "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=0.0)", ON_PLACES,
+           "rows of zeros are NaN"),
+    Mutant(PLACES, "rms_norm(rows_IC.float(), rows", "rms_norm(rows_IC, rows", ON_PLACES, "norm of a place's row in bf16"),
+    Mutant(PLACES, "flatten(0, 1), targets_N", "transpose(0, 1).flatten(0, 1), targets_N", ON_PLACES, "columns of one cell are lines of another"),
+    Mutant(PLACES, "centre * PARTS / length", "centre * PARTS / (length + 1)", ON_PLACES, "parts of a larger picture"),
 ]  # fmt: skip

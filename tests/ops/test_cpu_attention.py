@@ -98,11 +98,48 @@ def test_attention_reads_any_mix_of_query_and_page_dtypes(isa: str) -> None:
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_logits_do_not_overflow(dtype: torch.dtype, isa: str) -> None:
-    (q, pages, *rest, sink), options, _ = attention_case([20], 4, 32, dtype)
-    for sink_value in (0.0, 80.0, -1e4):
+    for only_last, sink_value in itertools.product((False, True), (0.0, 80.0, -1e4)):
+        (q, pages, *rest, sink), options, _ = attention_case([20], 4, 32, dtype, only_last=only_last)
         arguments = (q * 100, pages, *rest, torch.full_like(sink, sink_value))
         got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
         assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_only_their_scale_makes_small_are_no_less_exact(dtype: torch.dtype, isa: str) -> None:
+    """The largest score is taken off scaled: unscaled, it is hundreds away from the others, and all would vanish."""
+    for only_last in (False, True):
+        (q, pages, *rest), options, _ = attention_case([20], 4, 32, dtype, only_last=only_last)
+        arguments, options = (q * 100, pages, *rest[:-1], rest[-1] - 1e4), options | {"scale": 1e-3}
+        got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
+        assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_window_is_as_wide_as_it_is_said_to_be(dtype: torch.dtype, isa: str) -> None:
+    for only_last in (False, True):
+        arguments, options, _ = attention_case([40, 25], 4, 32, dtype, only_last=only_last)
+        options["window_width"] = 5
+        got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
+        assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
+
+
+@every_isa
+def test_queries_that_see_nothing_give_zeros_among_others(isa: str) -> None:
+    for with_pool in (False, True):
+        (q, pages, table, seq, lo, hi, sink), options, pool = attention_case(
+            [40, 25, 9, 30, 12], 4, 32, torch.float32, only_last=True
+        )
+        lo[[1, 3]], hi[[1, 3]] = 20, 3
+        pool["visible_T"][[1, 3]] = 0
+        if with_pool:
+            options |= pool | {"pool_width": int(pool["visible_T"].max())}
+        got = attention_cpu.sparse_attention(q, pages, table, seq, lo, hi, sink, kernels=kernels(isa), **options)
+        want = attention_reference.sparse_attention(q, pages, table, seq, lo, hi, sink, **options)
+        assert not got[[1, 3]].any()
+        assert_close(got, want, tolerance(torch.float32))
 
 
 @every_isa
@@ -238,6 +275,22 @@ def test_equal_scores_go_to_the_lowest_entries(dtype: torch.dtype, isa: str) -> 
             q, -weights, *arguments[2:], k=3, max_visible=40, stepwise=False, kernels=kernels(isa)
         )
         assert worst.tolist() == [[0, 1, 30]] * tokens, "zero, of either sign, is above every negative score"
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entry_that_overflows_below_is_never_picked_and_one_that_is_no_number_first(
+    dtype: torch.dtype, isa: str
+) -> None:
+    """So what is wrong with a key reaches the answer, where it is noticed."""
+    rows = torch.ones(12, 8)
+    rows[2:] *= 1e30
+    rows[5] = float("nan")
+    keys = Paged([rows.to(dtype)], 5)
+    q, weights = torch.full((1, 2, 8), 1e30).to(dtype), -torch.ones(1, 2).to(dtype)
+    arguments = (q, weights, keys.pages, keys.table, ints([0]), ints([12]))
+    for run in (index_reference.index_topk, partial(index_cpu.index_topk, kernels=kernels(isa))):
+        assert run(*arguments, k=4, max_visible=12, stepwise=False).tolist() == [[0, 1, 5, -1]]
 
 
 @every_isa

@@ -84,10 +84,13 @@ def test_outputs_larger_than_the_caches_are_exact(isa: str) -> None:
     for outputs in (65536, 65549):
         values = torch.randint(-8, 9, (outputs, 32)).float()
         x = torch.randint(-8, 9, (40, 32)).float()
+        addend, bias = torch.randint(-8, 9, (40, outputs)).float(), torch.randint(-8, 9, (outputs,)).float()
         for dtype in DTYPES:
             w = encode(values, BF16)
-            got = block_cpu.linear_block(x.to(dtype), w, out_dtype=torch.float32, kernels=kernels(isa))
-            assert torch.equal(got, x @ values.mT), (outputs, dtype)
+            got = block_cpu.linear_block(
+                x.to(dtype), w, addend_TO=addend, bias_O=bias, out_dtype=torch.float32, kernels=kernels(isa)
+            )
+            assert torch.equal(got, x @ values.mT + addend + bias), (outputs, dtype)
 
 
 @every_isa

@@ -354,7 +354,7 @@ template <class M> class Single {
 
   // The share of the next query's rows that is fetched in one call of `dots` or `output`, as it has `steps` steps.
   Ahead ahead(i64 steps) {
-    if (next_ < 0) return Ahead();
+    if (next_ < 0 || !n_) return Ahead();
     const i64 seq = a_.seq[next_], width = a_.last(next_) - a_.lo[next_] + 1;
     const i64 pooled = a_.pool.data && !a_.picks ? std::min<i64>(a_.visible[next_], a_.pool_width) : 0;
     const i64 calls = tiles_ * ((n_ + KEYS - 1) / KEYS + (words_ + 2 * VL - 1) / (2 * VL)), row = (width + pooled) * calls_++ / calls;

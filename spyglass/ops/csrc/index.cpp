@@ -59,7 +59,7 @@ i64 candidates(const Index& x, i64 t, i32* out) {
   return count;
 }
 
-// The X best candidates, ties to the lowest entry, ascending; -inf is never picked. Without scores all are taken.
+// The X best candidates, ties to the lowest entry, ascending; -inf is never picked, NaN first. Without scores all are taken.
 void pick_best(const Index& x, i64 t, const float* scores) {
   SCRATCH(memory);
   i32* entries = memory.get<i32>(3 * x.seen(t));
@@ -69,7 +69,7 @@ void pick_best(const Index& x, i64 t, const float* scores) {
   const u32 NEVER = 0x007fffff;  // what -inf becomes
   for (i64 i = 0; i < n; i++) {
     u32 bits = scores ? load<u32>(scores + entries[i]) : 0;
-    bits = bits == 0x80000000u ? 0 : bits;  // the two zeros are equal
+    bits = bits << 1 > 0xff000000u ? 0x7fffffffu : bits;  // what is no number, of either sign, is above all
     rank[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
   }
   u32 least = 0;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,3 +54,10 @@ def test_what_is_written_otherwise_is_no_number(text: str) -> None:
 
 def test_points_and_exponents_may_be_written_in_the_usual_ways() -> None:
     assert [number(text) for text in (".5", "5.", "-0.5e-1", "1E+2", "007")] == [0.5, 5.0, -0.05, 100.0, 7.0]
+
+
+@pytest.mark.parametrize("read", [integer, number])
+def test_a_refusal_shows_the_beginning_of_what_was_written(read: Callable[[str], float]) -> None:
+    with pytest.raises(ValueError, match=r"'x9+' is no") as caught:
+        read("x" + "9" * 5000)
+    assert len(str(caught.value)) < 100

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from spyglass.cli import options
 from spyglass.config.read import read_model_config
-from spyglass.config.shipped import SHIPPED, find_adapter, find_model, shipped_adapters, shipped_models
+from spyglass.config.shipped import SHIPPED, base_note, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import AdapterError, ConfigError
 
 
@@ -27,6 +28,41 @@ def test_shipped_models_are_the_folders_with_a_config_in_order(root: Path) -> No
     assert shipped_models(root) == ("first", "second")
     assert shipped_models(root / "nothing") == ()
     assert SHIPPED.parent.name == "spyglass" and set(shipped_models()) <= {path.name for path in SHIPPED.glob("*")}
+
+
+def test_names_are_told_in_order_whatever_order_the_disk_has(tmp_path: Path) -> None:
+    for name in "dbeac":
+        (tmp_path / name / "adapters" / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / "a" / "adapters" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / "adapters" / name / "adapter_config.json").write_text("{}")
+    assert shipped_models(tmp_path) == shipped_adapters(tmp_path / "a") == tuple("abcde")
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ("tiny", None),
+        ("Some-Org/Tiny", None),
+        ("/models/tiny/", None),
+        ("", None),
+        (None, None),
+        (5, None),
+        ("tiny/other", "other"),
+        ("tiny-2", "tiny-2"),
+    ],
+)
+def test_an_adapter_of_another_model_is_remarked_on(stated: object, told: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": stated}))
+    note = base_note(tmp_path, "tiny")
+    assert note is None if told is None else note is not None and f"made for {told!r}, this is 'tiny'" in note
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_what_cannot_be_read_is_left_to_who_reads_it(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    assert base_note(tmp_path, "tiny") is None
 
 
 def test_a_folder_wins_over_a_name(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spyglass.engine import compile_form as program
 from spyglass.engine import form_trials
 from spyglass.engine.compile_form import Words, compile_form, run_deep
 from spyglass.engine.form_trials import FormTrials
@@ -130,3 +133,66 @@ def test_a_trial_says_what_compiling_here_says(trials: FormTrials, kind: str, va
     vocabulary = WORDS.vocabulary()
     here = told(lambda: run_deep(lambda: compile_form(kind, value, vocabulary), threading.Lock()))
     assert told(lambda: seconds(trials, kind, value)) == here and bool(here) == (value != "a[bc]{3}")
+
+
+def test_a_form_that_took_long_leaves_no_large_process_behind(
+    trials: FormTrials, running: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form_trials, "_LONG", 0.0)
+    assert 0 < seconds(trials, "regex", "a?" * 2000) < 1
+    assert not running() and not trials._waiting
+    with pytest.raises(PromptError) as caught:  # whoever keeps the error keeps no process
+        seconds(trials, "regex", "(a")
+    assert caught and not running()
+
+
+def test_what_waits_is_asked_next(trials: FormTrials, running: Callable[[], set[int]]) -> None:
+    seconds(trials, "regex", "a")
+    (first,) = running()
+    for number in range(3):
+        seconds(trials, "regex", f"b{number}")
+        assert running() == {first}
+
+
+def test_what_ends_this_process_by_a_key_leaves_trials_at_work(
+    trials: FormTrials, running: Callable[[], set[int]]
+) -> None:
+    """Ctrl+C goes to all of a terminal's group."""
+    seconds(trials, "regex", "a")
+    (pid,) = running()
+    assert os.getpgid(pid) != os.getpgid(0)
+
+
+def test_files_beside_the_program_are_no_modules_of_it(
+    trials: FormTrials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A room may have a file of any name; `json.py` would be read in place of Python's own."""
+    copied = tmp_path / "compile_form.py"
+    copied.write_text(Path(program.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "json.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
+    monkeypatch.setattr(program, "__file__", str(copied))
+    assert seconds(trials, "regex", "a") < 1
+
+
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_limits_hold_whatever_this_process_does_with_signals(how: str) -> None:
+    trials = FormTrials(WORDS, cpu_seconds=0.2, wall_seconds=10)
+    handler, mask = signal.getsignal(signal.SIGPROF), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if how == "ignored":
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPROF,))
+    try:
+        with pytest.raises(PromptError, match=r"takes more than 0\.2 s"):
+            seconds(trials, *SLOW[0])
+    finally:
+        signal.signal(signal.SIGPROF, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def test_a_process_that_ends_before_it_has_read_the_vocabulary_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(form_trials.sys, "executable", "/bin/false")
+    with pytest.raises(SpyglassError, match="ended at once, with 1"):
+        seconds(FormTrials(Words([b"x" * (1 << 20)], [], [0])), "regex", "a")

@@ -305,3 +305,18 @@ def test_a_form_is_tried_once_and_those_kept_took_few_seconds_together(
     for text in "aabcbca":
         forms.begin(Structured(kind="regex", value=text))
     assert [json.loads(request)[1] for request in tried] == ["a", "b", "c", "a"]
+
+
+def test_of_forms_those_asked_for_last_are_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def seconds(trials: FormTrials, kind: str, request: str) -> float:
+        tried.append(json.loads(request)[1])
+        return 9.0 if "slow" in request else 0.0
+
+    monkeypatch.setattr(FormTrials, "seconds", seconds)
+    monkeypatch.setattr("spyglass.engine.grammar._KEPT", 2)
+    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    for text in ("a", "b", "a", "c", "a", "b", "slow", "slow"):
+        forms.begin(Structured(kind="regex", value=text))
+    assert tried == ["a", "b", "c", "b", "slow"], "one that took too long for any other is kept alone"

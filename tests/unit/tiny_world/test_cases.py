@@ -114,6 +114,7 @@ def said(index: int) -> list[str]:
 def test_the_corpus_holds_every_printed_word_digit_and_coordinate() -> None:
     corpus = list(all_texts(num_cases=50))
     assert {*PRINTED_WORDS, *"0123456789", "0", "50", "950"} <= set(corpus)
+    assert re.search(r"\b(cercle|carré|étoile)\b", " ".join(corpus)) and re.search(r"\b[IVX]{2,}\b", " ".join(corpus))
     assert corpus == list(all_texts(num_cases=50)) != list(all_texts(num_cases=50, seed=1))
     assert all(text == text.strip() and text for text in corpus)
 

@@ -15,6 +15,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 from spyglass.prompt.plan import plan_image
 from spyglass.prompt.released import V4_VISION, V41_VISION
 from spyglass.tiny_world.answers import parse_answer
+from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
 from spyglass.tiny_world.pictures import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask
 from spyglass.tiny_world.questions import KINDS, WITHOUT_PICTURE
@@ -171,10 +172,11 @@ def test_reasoning_lists_what_is_seen() -> None:
     told = [case for kind in ("colour", "count", "position") for case in cases(kind, 60) if case.reasoning is not None]
     assert len(told) > 15
     for case in told:
-        assert case.reasoning is not None
+        assert case.reasoning is not None and case.words.form != "side"
         listed: Counter[tuple[str, str]] = Counter()
         for group in re.split(r", | and ", case.reasoning.split(".")[0].removeprefix("I see ")):
             count, colour, shape = group.split()
+            assert (shape in SHAPES) == (count == "one"), group
             listed[colour, shape if shape in SHAPES else shape.removesuffix("es" if "oss" in shape else "s")] += (
                 COUNTS.index(count)
             )
@@ -293,6 +295,31 @@ def test_nothing_has_the_colour_of_what_is_behind_it(kind: str) -> None:
                 assert scene.background not in (thing.colour, thing.outline) and thing.colour != thing.outline
             assert scene.label is None or scene.label.colour != scene.background
     assert kind in WITHOUT_PICTURE or set(behind) == {*MUTED, "white", "black"}
+
+
+def test_things_are_turned_and_outlined_only_where_it_stays_plain_what_they_are() -> None:
+    world, things = World(rng=default_rng(0)), []
+    for side in range(14, 60):
+        for shape in SHAPES:
+            things += [world.thing(("red", shape), (5, 9, 5 + side, 14 + side), "white") for _ in range(10)]
+    turned = [thing for thing in things if thing.turn]
+    outlined = [thing for thing in things if thing.outline is not None]
+    assert {thing.shape for thing in turned} == {"square", "triangle", "star", "cross"}
+    assert {thing.shape for thing in outlined} == set(SHAPES) - {"ring"}, "a ring has no room for one"
+    assert min(thing.box[2] - thing.box[0] for thing in turned) == 22
+    assert min(thing.box[2] - thing.box[0] for thing in outlined) == 28
+    assert 0.05 < len(outlined) / len(things) < 0.2 < len(turned) / len(things) < 0.4
+    assert {thing.outline for thing in outlined} == {"black"}, "on white"
+
+
+def test_text_is_printed_in_the_fonts_own_way_in_others_and_in_its_bitmap() -> None:
+    world = World(rng=default_rng(0))
+    styles = [world.lettering() for _ in range(1000)]
+    assert 0.3 < sum(style == Lettering() for style in styles) / 1000 < 0.4
+    assert 0.1 < sum(style.bitmap for style in styles) / 1000 < 0.2
+    for name in ("weight", "spacing", "slant", "turn"):
+        assert 0.15 < sum(getattr(style, name) != 0 for style in styles) / 1000 < 0.5, name
+    assert all(min(style.weight, style.spacing, style.slant) >= 0 for style in styles)
 
 
 def test_what_people_draw_with_pillow_is_drawn_pixel_for_pixel() -> None:

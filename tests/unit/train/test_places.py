@@ -37,6 +37,8 @@ def test_rows_that_name_their_place_lose_least() -> None:
     even = place_loss(torch.zeros(4, 256), names, places)
     assert float(even) == pytest.approx(math.log(PARTS))
     assert float(place_loss(named, names, torch.full((4, 2), IGNORED))) == 0.0
+    rounded = named.bfloat16()
+    assert place_loss(rounded, names, places) == place_loss(rounded.float(), names, places), "in fp32 whatever rows are"
 
 
 @pytest.mark.parametrize("width", [64, 4096])

@@ -121,8 +121,12 @@ def test_a_place_is_written_again_when_all_are_taken_the_oldest_first() -> None:
         places.append(kept.add({"x": torch.tensor([number])}))
         kept.used(places[-1])
     assert places == [0, 1, 0, 1, 0] and [int(step["x"]) for step in kept.steps] == [4, 3] and kept.uses == [1, 1]
-    assert kept.repeat(random.Random(0)) in (0, 1)
-    for _ in range(MOST_USES):
+    assert {kept.repeat(random.Random(seed)) for seed in range(20)} == {0, 1}
+    kept.used(0)
+    assert {kept.repeat(random.Random(seed)) for seed in range(20)} == {1}, "the least used first"
+    kept.used(1)
+    for _ in range(MOST_USES - 2):
+        assert kept.repeat(random.Random(0)) is not None
         kept.used(0)
         kept.used(1)
     assert kept.repeat(random.Random(0)) is None

@@ -37,7 +37,14 @@ def test_rows_never_taught_keep_their_mean_and_directions_and_the_others_all() -
     assert torch.allclose((moved_VD[10:] - mean_D).norm(dim=1), torch.full((30,), APART), rtol=1e-3)
     along_U = (normalize(moved_VD[10:] - mean_D) * normalize(head_VD[10:] - mean_D)).sum(dim=1)
     assert along_U.min() > 0.999
-    assert torch.equal(set_apart(head_VD, torch.arange(40) > 0), head_VD)  # a single one has nothing beside it
+
+
+def test_a_row_that_has_no_other_to_be_told_from_stays() -> None:
+    head_VD = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(set_apart(head_VD, torch.arange(6) > 0), head_VD), "a single one"
+    assert torch.equal(set_apart(head_VD, torch.ones(6, dtype=torch.bool)), head_VD), "none"
+    alike_VD = torch.ones(6, 16)
+    assert torch.equal(set_apart(alike_VD, torch.arange(6) > 3), alike_VD), "no direction of its own"
 
 
 def test_a_checkpoint_is_written_with_the_rows_that_were_never_taught_apart(tmp_path: Path) -> None:
