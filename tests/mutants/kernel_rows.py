@@ -166,8 +166,6 @@ KERNEL_ROWS: list[Mutant] = [
            ON_ATTENTION, "attention: a single query's absent picks are the first row"),
     Mutant(ATTENTION, "return std::min<i64>(hi[t], lo[t] + window_width - 1);", "return hi[t];",
            ON_ATTENTION, "attention: a window of any width"),
-    Mutant(ATTENTION, "std::max<i64>(a_.last(t) - a_.lo[t] + 1, 0) + (a_.pool.data ?", "(a_.last(t) - a_.lo[t] + 1) + (a_.pool.data ?",
-           ON_ATTENTION, "attention: a single query that sees nothing has less than no room"),
     Mutant(ATTENTION, "if (size * M::per_word != 4 || size * a_.D != words_ * 4) {", "if (false) {",
            ON_ATTENTION, "attention: rows of another type or width are read as they lie"),
     Mutant(ATTENTION, "store_v(p + i, a_.dtype == BFLOAT16 ? round_bf16(value) : value);", "store_v(p + i, value);",

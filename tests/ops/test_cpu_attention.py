@@ -174,8 +174,8 @@ def test_probabilities_are_rounded_and_their_sum_is_not(isa: str) -> None:
     rows = torch.zeros(256, 2)
     rows[1:, 0] = -(2.0**-10)
     rows[:, 1] = torch.where(torch.arange(256) < 130, 1.0, 1 + 2.0**-7)
-    pages = Paged([rows.bfloat16()], 16)
-    for count in (1, 3):
+    for count, page_dtype in itertools.product((1, 3), DTYPES):
+        pages = Paged([rows.to(page_dtype)], 16)
         q = torch.tensor([[[1.0, 0.0]]] * count, dtype=torch.bfloat16)
         places = [ints([value] * count) for value in (0, 0, 255)]
         arguments = (q, pages.pages, pages.table, *places, torch.full((1,), -1e4))
@@ -291,6 +291,8 @@ def test_an_entry_that_overflows_below_is_never_picked_and_one_that_is_no_number
     arguments = (q, weights, keys.pages, keys.table, ints([0]), ints([12]))
     for run in (index_reference.index_topk, partial(index_cpu.index_topk, kernels=kernels(isa))):
         assert run(*arguments, k=4, max_visible=12, stepwise=False).tolist() == [[0, 1, 5, -1]]
+        positive = (q, -weights, *arguments[2:])
+        assert run(*positive, k=1, max_visible=12, stepwise=False).tolist() == [[5]]
 
 
 @every_isa
