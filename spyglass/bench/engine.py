@@ -1,9 +1,16 @@
 """Many requests at once through the step loop: what a step costs besides the model, and how near the machine's bound.
 
-"host" is the time of a decode step outside the model's parts and sampling. The bound of a decode step of R rows is the
-longer of two times: to read its weights once (every expert that some row is expected to choose) at the rate of the best
-matrix-vector product measured here, and to do its multiplications at the rate of the best large product. One request at
-a time stands beside it as the baseline.
+"host" is the time of a decode step outside the model's parts and sampling. The bound is a roofline: a decode step of R
+rows takes at least the longer of two times, and both are printed.
+
+- Memory: every weight that the step needs once (of the experts those that some row is expected to choose) and every
+  row that attention reads, at the rate of the best matrix-vector product measured here. Logits are not counted: all
+  rows are greedy, so only the largest is wanted, and that needs no memory. Nor is the indexer, which has nothing to
+  choose while all rows may be attended, nor what is written.
+- Arithmetic: every weight matrix times every row (of the experts those that a row chooses) and the two products of
+  attention, at the rate of the best large product measured here, bf16 or fp32, torch's or ours.
+
+One request at a time stands beside it as the baseline.
 """
 
 from __future__ import annotations
@@ -12,8 +19,9 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +29,14 @@ import torch
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.model import (
+    ATTENDED,
+    CHOOSERS,
     CONTEXT,
     PLAIN_READ,
     TimedParts,
     WeightFormat,
+    attended_rows,
+    best_seconds,
     checkpoint_folder,
     make_engine,
     make_prompt,
@@ -32,13 +44,17 @@ from spyglass.bench.model import (
     step_bytes,
 )
 from spyglass.checkpoint.presets import PRESETS
+from spyglass.config.cache import cache_plans
 from spyglass.engine.request import SamplingParams
 from spyglass.model import LoadedModel, load_model
+from spyglass.ops.table import bind_ops
+from spyglass.quant.formats import BF16
+from spyglass.quant.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Decoding of `requests` at once. `bound` is tokens per second; times are medians of a step."""
+    """Decoding of `requests` at once. Bounds are tokens per second, `bound` the lower; times are medians of a step."""
 
     preset: str
     requests: int
@@ -46,6 +62,8 @@ class Load:
     step_ms: float
     host_ms: float
     sampling_ms: float
+    memory_bound: float
+    arithmetic_bound: float
     bound: float
     bound_by: str
     share: float
@@ -76,8 +94,8 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
         for requests in args.requests:
             bounds = {
-                "memory": bandwidth / step_bytes(folder, loaded.config.text, requests),
-                "arithmetic": multiplications / step_products(loaded, requests),
+                "memory": requests * bandwidth / step_bytes(folder, loaded.config.text, requests),
+                "arithmetic": requests * multiplications / step_products(loaded, requests),
             }
             results.append(measure(loaded, folder, preset, requests, args.steps, bounds))
             print(_line(results[-1]), flush=True)
@@ -89,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
 def measure(
     loaded: LoadedModel, folder: Path, preset: str, requests: int, steps: int, bounds: Mapping[str, float]
 ) -> Load:
-    """Decode `requests` prompts of CONTEXT tokens together; `bounds` are the most steps per second, by what sets it."""
+    """Decode `requests` prompts of CONTEXT tokens together; `bounds` in tokens per second, by what sets it."""
     timed = TimedParts(loaded.model)
     engine = make_engine(timed, loaded, folder)
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
@@ -107,7 +125,7 @@ def measure(
         times.append((seconds, sampling, seconds - timed.seconds - sampling))
     step, sampling, host = (statistics.median(column) for column in zip(*times, strict=True))
     bound_by = min(bounds, key=bounds.__getitem__)
-    bound = requests * bounds[bound_by]
+    bound = bounds[bound_by]
     rate = requests * steps / sum(seconds for seconds, _, _ in times)
     return Load(
         preset=preset,
@@ -116,6 +134,8 @@ def measure(
         step_ms=step * 1e3,
         host_ms=host * 1e3,
         sampling_ms=sampling * 1e3,
+        memory_bound=bounds["memory"],
+        arithmetic_bound=bounds["arithmetic"],
         bound=bound,
         bound_by=bound_by,
         share=rate / bound,
@@ -123,35 +143,40 @@ def measure(
 
 
 def step_products(loaded: LoadedModel, requests: int) -> float:
-    """Multiply-adds of one decode step: every weight matrix once per row, of the experts those that a row chooses."""
+    """Multiply-adds of one decode step in a context of CONTEXT tokens, as the module counts them."""
     text = loaded.config.text
     dense = experts = 0
     for slot in loaded.model.slots():
         if slot.kind != "matrix" or slot.name == "embed" or slot.name.startswith(("vision.", "aligner.")):
             continue
+        if slot.name.endswith(CHOOSERS):
+            continue
         if ".ffn.experts." in slot.name:
             experts += math.prod(slot.shape)
         else:
             dense += math.prod(slot.shape)
-    return requests * (dense + experts * text.num_experts_per_tok / text.n_routed_experts)
+    attended = sum(attended_rows(plan) for plan in cache_plans(text) if plan.kind in ATTENDED)
+    keys_and_values = 2 * text.num_attention_heads * text.head_dim * attended
+    return requests * (dense + keys_and_values + experts * text.num_experts_per_tok / text.n_routed_experts)
 
 
-def measure_products(width: int = 2048, rounds: int = 5) -> float:
-    """Multiply-adds per second of torch's best large product, bf16 or fp32."""
+def measure_products(width: int = 2048, rows: int = 512, rounds: int = 20) -> float:
+    """Multiply-adds per second of the best large product: torch's in bf16 and fp32, and ours in bf16."""
+    ours = bind_ops("cpu", "bfloat16").linear_block
     best = 0.0
     for dtype in (torch.bfloat16, torch.float32):
-        x, weight = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
-        torch.nn.functional.linear(x, weight)
-        for _ in range(rounds):
-            started = time.perf_counter()
-            torch.nn.functional.linear(x, weight)
-            best = max(best, width**3 / (time.perf_counter() - started))
+        x, weight = torch.randn(rows, width).to(dtype), torch.randn(width, width).to(dtype)
+        cases: list[Callable[[], object]] = [partial(torch.nn.functional.linear, x, weight)]
+        if dtype == torch.bfloat16:
+            cases.append(partial(ours, x, Packed(BF16, weight, None, (width, width))))
+        best = max(best, *(rows * width**2 / best_seconds(case, rounds) for case in cases))
     return best
 
 
 def _line(load: Load) -> str:
     return (
-        f"{load.preset:>6}  {load.requests:>3} at once: {load.tokens_per_second:8.1f} tok/s, bound {load.bound:8.1f} "
-        f"({load.bound_by}), share {load.share:4.0%}; a step {load.step_ms:.2f} ms, of it sampling "
+        f"{load.preset:>6}  {load.requests:>3} at once: {load.tokens_per_second:8.1f} tok/s, memory allows "
+        f"{load.memory_bound:.0f}, arithmetic {load.arithmetic_bound:.0f}: {load.share:4.0%} of what {load.bound_by} "
+        f"allows; a step {load.step_ms:.2f} ms, of it sampling "
         f"{load.sampling_ms:.2f}, host {load.host_ms:.2f}"
     )

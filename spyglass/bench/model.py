@@ -25,7 +25,7 @@ from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.checkpoint.presets import PRESETS, Preset
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.config.cache import cache_plans
+from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import TextConfig
 from spyglass.engine.engine import Engine
@@ -47,6 +47,8 @@ PROMPTS = (512, 2048, 6000)
 BASELINE_PROMPTS = (512,)
 BASELINE_STEPS = 2  # the reference decodes every weight anew in every step
 PLAIN_READ = "plain read"
+ATTENDED = ("window", "pool")  # rows that attention reads
+CHOOSERS = (".indexer.wq_b", ".indexer.weights_proj")  # matrices that only serve a choice among compressed rows
 MEMORY_PROMPTS = (2048, 8192, 32768)
 OTHERS = {"decode, batch 1": 26.0, "decode, batch 4": 79.3, "prefill of 2,048": 876.0}  # best known at this size
 
@@ -261,12 +263,15 @@ def report_memory(folder: Path, tokens: str, threads: str) -> None:
 def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
     """Bytes that one decode step of `batch` rows reads: weights as stored, and rows of a context of CONTEXT tokens.
 
-    Experts count by the expected number of distinct choices, E (1 - (1 - K / E) ** batch).
+    Experts count by the expected number of distinct choices, E (1 - (1 - K / E) ** batch). In a context of that length
+    all compressed rows are attended, so nothing of the indexer is read but what makes its keys.
     """
     dense = experts = 0
     table_rows = 0 if text.engram is None else batch * text.engram.columns
     for name, tensor in open_checkpoint(folder).tensors.items():
         if not name.startswith(("layers.", "head.", "norm.", "hc_head")) or name.endswith("tid2eid"):
+            continue
+        if name.removesuffix(".weight").removesuffix(".scale").endswith(CHOOSERS):
             continue
         if ".engram.embed" in name:
             dense += table_rows * tensor.nbytes // tensor.shape[0]
@@ -275,12 +280,13 @@ def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
         else:
             dense += tensor.nbytes
     chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
-    rows = sum(
-        plan.row_dim * 2 * min(CONTEXT, text.sliding_window) // plan.tokens_per_row
-        for plan in cache_plans(text)
-        if plan.kind in ("window", "pool", "index")
-    )
+    rows = sum(2 * plan.row_dim * attended_rows(plan) for plan in cache_plans(text) if plan.kind in ATTENDED)
     return int(dense + experts * chosen + batch * rows)
+
+
+def attended_rows(plan: CachePlan) -> int:
+    """Rows of one tensor that a query behind CONTEXT tokens attends."""
+    return min(CONTEXT, CONTEXT if plan.retention is None else plan.retention + 1) // plan.tokens_per_row
 
 
 def measure_bandwidths(megabytes: int = 1024, rounds: int = 5) -> dict[str, float]:
@@ -299,10 +305,11 @@ def measure_bandwidths(megabytes: int = 1024, rounds: int = 5) -> dict[str, floa
         "GEMV fp32": lambda: [torch.nn.functional.linear(x, weight) for weight in wide],
         PLAIN_READ: flat.sum,
     }
-    return {name: flat.nbytes / _best_seconds(case, rounds) for name, case in cases.items()}
+    return {name: flat.nbytes / best_seconds(case, rounds) for name, case in cases.items()}
 
 
-def _best_seconds(case: Callable[[], object], rounds: int) -> float:
+def best_seconds(case: Callable[[], object], rounds: int) -> float:
+    """The shortest of `rounds` runs."""
     best = float("inf")
     for _ in range(rounds):
         started = time.perf_counter()
