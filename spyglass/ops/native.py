@@ -24,12 +24,14 @@ _CODES: Mapping[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": cty
 # One letter per argument: pointer, 64-bit integer, int, float.
 _SIGNATURES = {
     "sg_keep_memory": "",
+    "sg_replay": "pl",
     "sg_linear": "pillppiilliiiiippp" + "ii",
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
-    "sg_router": "pill" + "pill" + "f" + "pppp" + "ppi",
+    "sg_router": "pill" + "pill" + "f" + "ppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
     "sg_index_topk": "pipi" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
-    "sg_compress_pool": "ppp" + "llli" + "pi",
+    "sg_compress_pool": "ppp" + "llli" + "pii",
+    "sg_compress_rows": "pppp" + "ll" + "pi",
     "sg_hyper_mix": "pilll" + "ppp" + "ffl" + "pppi",
     "sg_hyper_collapse": "pilll" + "ppi",
     "sg_hyper_expand": "ppilll" + "pppi",
@@ -38,7 +40,10 @@ _SIGNATURES = {
     "sg_fake_quant": "pill" + "liiii" + "pi",
     "sg_hadamard": "pill" + "pi",
     "sg_cache_write": "pipill" + "pi",
+    "sg_swiglu": "ppill" + "f" + "pi",
+    "sg_add_shared": "ppill" + "pi",
 }
+_NOT_ON_TAPE = ("sg_keep_memory", "sg_replay")
 Function = Callable[..., None]
 NO_QUANT = (0, 0, 0)
 PAIR_ISA = "avx512_bf16"  # the one that multiplies bf16 pairs
@@ -49,15 +54,22 @@ _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of one library; `isa` is what it was compiled for."""
+    """The functions of one library; `isa` is what it was compiled for.
+
+    `replay` makes many calls at once (see `tape.py`), by what `on_tape` knows of each function: the address of the form
+    that takes words, and the letters of its arguments.
+    """
 
     isa: str
+    on_tape: Mapping[str, tuple[int, str]]
+    replay: Function
     linear: Function
     experts: Function
     router: Function
     attention: Function
     index_topk: Function
     compress_pool: Function
+    compress_rows: Function
     hyper_mix: Function
     hyper_collapse: Function
     hyper_expand: Function
@@ -66,6 +78,8 @@ class Kernels:
     fake_quant: Function
     hadamard: Function
     cache_write: Function
+    swiglu: Function
+    add_shared: Function
 
 
 @cache
@@ -83,13 +97,18 @@ def kernels_for(isa: str) -> Kernels:
     except OSError as error:
         raise DeviceError(f"the CPU kernels in {path} cannot be loaded: {error}; use ops='reference'") from error
     functions: dict[str, Function] = {}
+    on_tape: dict[str, tuple[int, str]] = {}
     for name, letters in _SIGNATURES.items():
         function = library[name]
         function.argtypes = [_CODES[letter] for letter in letters]
         function.restype = None
         functions[name.removeprefix("sg_")] = function
+        if name not in _NOT_ON_TAPE:
+            address_of = ctypes.cast(library[f"{name}_on_tape"], ctypes.c_void_p).value
+            assert address_of is not None
+            on_tape[name.removeprefix("sg_")] = address_of, letters
     functions.pop("keep_memory")()
-    return Kernels(isa, **functions)
+    return Kernels(isa, on_tape=on_tape, **functions)
 
 
 @cache

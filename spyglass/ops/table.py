@@ -13,10 +13,14 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from spyglass.errors import DeviceError
 from spyglass.ops.build import prepare, usable, why_not
+
+if TYPE_CHECKING:
+    from spyglass.ops.tape import Recorder
 
 OPS = (
     "linear_block",
@@ -28,6 +32,7 @@ OPS = (
     "index_topk",
     "index_blocks",
     "compress_pool",
+    "compress_rows",
     "hyper_mix",
     "hyper_collapse",
     "hyper_expand",
@@ -38,6 +43,8 @@ OPS = (
     "fake_quant",
     "hadamard",
     "cache_write",
+    "swiglu",
+    "add_shared",
     "vit_attention",
 )
 # Device type -> implementation files, best first. `varlen` is torch's own variable-length attention, `cublas` its bf16
@@ -50,7 +57,10 @@ GRAPHABLE_ATTENTION = ("triton", "varlen")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each."""
+    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each.
+
+    `recorder` hears the calls of the compiled CPU kernels; None where others run.
+    """
 
     linear_block: Callable[..., Any]
     linear_grouped: Callable[..., Any]
@@ -61,6 +71,7 @@ class Ops:
     index_topk: Callable[..., Any]
     index_blocks: Callable[..., Any]
     compress_pool: Callable[..., Any]
+    compress_rows: Callable[..., Any]
     hyper_mix: Callable[..., Any]
     hyper_collapse: Callable[..., Any]
     hyper_expand: Callable[..., Any]
@@ -71,8 +82,11 @@ class Ops:
     fake_quant: Callable[..., Any]
     hadamard: Callable[..., Any]
     cache_write: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    add_shared: Callable[..., Any]
     vit_attention: Callable[..., Any]
     chosen: Mapping[str, str]
+    recorder: Recorder | None = None
 
 
 def describe(device_type: str, dtype: str, which: Which = "auto") -> dict[str, str]:
@@ -96,7 +110,13 @@ def bind_ops(device_type: str, dtype: str, which: Which = "auto") -> Ops:
         logging.getLogger(__name__).warning("the slow reference ops run here: %s", why_not() or "the build failed")
     chosen = describe(device_type, dtype, which)
     bound = {op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()}
-    return Ops(**bound, chosen=chosen)
+    if "cpu" not in chosen.values():
+        return Ops(**bound, chosen=chosen)
+    from spyglass.ops import native, tape  # need torch, which `describe` does without
+
+    recorder = tape.Recorder(native.best())
+    heard = {op: partial(bound[op], kernels=recorder.kernels) for op, name in chosen.items() if name == "cpu"}
+    return Ops(**{**bound, **heard}, chosen=chosen, recorder=recorder)
 
 
 def _choose(op: str, device_type: str, dtype: str) -> str:

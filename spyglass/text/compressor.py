@@ -93,15 +93,16 @@ class Compressor(nn.Module):
         kv_TE: torch.Tensor = self.wkv(x_TC, slot_T)
         if self.wgate is None:
             return kv_TE
-        gate_TE = self.wgate(x_TC, slot_T)
-        if self.ape is not None:
-            gate_TE = gate_TE + self.ape.tensor().index_select(0, pool.phase_T)
-        return torch.cat([kv_TE, gate_TE], dim=-1)
+        ape_BE = None if self.ape is None else self.ape.tensor()
+        rows_TE: torch.Tensor = self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
+        return rows_TE
 
     def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: PoolStep) -> torch.Tensor:
         """New entries [P, D] in the activation dtype; a group of one row is that row."""
         if self.wgate is None:
             return rows_TE.index_select(0, pool.sources_PB[:, 0])
         past = None if state is None else state.flatten(0, 1)
-        pooled_PD: torch.Tensor = self._ops.compress_pool(rows_TE, past, pool.sources_PB, overlap=self._overlap)
-        return pooled_PD.to(self._dtype)
+        pooled_PD: torch.Tensor = self._ops.compress_pool(
+            rows_TE, past, pool.sources_PB, overlap=self._overlap, out_dtype=self._dtype
+        )
+        return pooled_PD

@@ -33,12 +33,12 @@ class SharedExpert(nn.Module):
         self.w3 = linear("w3", hidden, width, "rows")
         self.w2 = linear("w2", width, hidden, "columns")
         self._limit = text.swiglu_limit
+        self._swiglu = build.ops.swiglu
 
     def forward(self, x_TC: torch.Tensor, slot_T: torch.Tensor | None) -> torch.Tensor:
         """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2."""
-        gate = self.w1(x_TC, slot_T).float().clamp(max=self._limit)
-        up = self.w3(x_TC, slot_T).float().clamp(-self._limit, self._limit)
-        out: torch.Tensor = self.w2((nn.functional.silu(gate) * up).to(x_TC.dtype), slot_T)
+        z_TF = self._swiglu(self.w1(x_TC, slot_T), self.w3(x_TC, slot_T), limit=self._limit)
+        out: torch.Tensor = self.w2(z_TF, slot_T)
         return out
 
 
@@ -60,9 +60,11 @@ class FeedForward(nn.Module):
         )
         self.experts = Experts(spec, parts.build)
         self.shared_experts = SharedExpert(f"{name}.shared_experts", parts)
+        self._add_shared = parts.build.ops.add_shared
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
         ids_TK, weights_TK = self.gate(x_TC, step)
         routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        return (routed_TC + self.shared_experts(x_TC, step.batch.slot_T)).to(x_TC.dtype)
+        out: torch.Tensor = self._add_shared(routed_TC, self.shared_experts(x_TC, step.batch.slot_T))
+        return out

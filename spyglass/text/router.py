@@ -43,7 +43,7 @@ class Gate(nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen experts int32 [T, K] and their weights fp32 [T, K], the scaling factor included."""
-        forced = None if self.tid2eid is None else self.tid2eid.tensor().index_select(0, step.ids_T)
+        forced = None if self.tid2eid is None else self.tid2eid.tensor()
         picture_bias = None if self.bias_vl is None or step.picture_T is None else self.bias_vl.tensor()
         out: tuple[torch.Tensor, torch.Tensor] = self._choose(
             x_TC,
@@ -54,5 +54,6 @@ class Gate(nn.Module):
             bias_picture_E=picture_bias,
             picture_T=step.picture_T,
             forced_TK=forced,
+            forced_row_T=None if forced is None else step.ids_T,
         )
         return out

@@ -52,7 +52,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
     round_to = StraightThrough(fused(fake_quant_reference.fake_quant))
     linear = Linears(round_to, fused(_gated))
     small = ("rms_norm", "rope_partial", "rope_half", "silu_mul", "hyper_collapse", "hyper_expand")
-    changed: dict[str, Callable[..., Any]] = {name: fused(getattr(reference, name)) for name in small}
+    changed: dict[str, Any] = {name: fused(getattr(reference, name)) for name in small}
     changed |= {
         "linear_block": linear.linear_block,
         "linear_grouped": linear_grouped,
@@ -253,20 +253,25 @@ def _attend(
 
 
 def compress_pool(
-    rows_TE: torch.Tensor, state_NE: torch.Tensor | None, sources_PB: torch.Tensor, *, overlap: bool
+    rows_TE: torch.Tensor,
+    state_NE: torch.Tensor | None,
+    sources_PB: torch.Tensor,
+    *,
+    overlap: bool,
+    out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """See the reference; each column is gathered once, so that the gradient is one sum per row."""
     assert state_NE is None, "training sequences are whole: there are no rows of earlier steps"
     kv_TE, gate_TE = rows_TE.chunk(2, dim=-1)
     if not overlap:
-        return _pool(_gather(kv_TE, sources_PB), _gather(gate_TE, sources_PB), sources_PB)
+        return _pool(_gather(kv_TE, sources_PB), _gather(gate_TE, sources_PB), sources_PB).to(out_dtype)
     half = sources_PB.shape[1] // 2
     index = sources_PB[:, :half], sources_PB[:, half:]
     kv, gate = (
         torch.cat([_gather(part, places) for part, places in zip(both.chunk(2, dim=-1), index, strict=True)], dim=1)
         for both in (kv_TE, gate_TE)
     )
-    return _pool(kv, gate, sources_PB)
+    return _pool(kv, gate, sources_PB).to(out_dtype)
 
 
 def _gather(rows_TD: torch.Tensor, index_PB: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,19 @@ def silu_mul(source: Source) -> Call:
     return Call(args=(source.normal(ROWS, 2 * 1100, scale=3.0),), options={})
 
 
+def swiglu(source: Source) -> Call:
+    return Call(args=(source.normal(ROWS, 72, scale=3.0), source.normal(ROWS, 72, scale=3.0)), options={"limit": 2.0})
+
+
+def add_shared(source: Source) -> Call:
+    return Call(args=(source.normal(ROWS, 72, dtype=torch.float32), source.normal(ROWS, 72)), options={})
+
+
+def compress_rows(source: Source) -> Call:
+    kv, gate, ape = (source.normal(rows, 40, dtype=torch.float32) for rows in (ROWS, ROWS, 4))
+    return Call(args=(kv, gate, ape, torch.arange(ROWS) % 4), options={}, exact=True)
+
+
 def rms_norm(source: Source) -> Call:
     return Call(args=(source.normal(ROWS, 96), source.normal(96, dtype=torch.float32)), options={"eps": 1e-6})
 
@@ -228,6 +241,9 @@ CASES: dict[tuple[str, str], Builder] = {
     ("rope_partial", "inverse"): lambda source: rope_partial(source, inverse=True),
     ("rope_half", "all"): rope_half,
     ("silu_mul", "all"): silu_mul,
+    ("swiglu", "all"): swiglu,
+    ("add_shared", "all"): add_shared,
+    ("compress_rows", "all"): compress_rows,
     ("rms_norm", "weight"): rms_norm,
     ("fake_quant", "e4m3"): lambda source: fake_quant(source, FakeQuant(element="e4m3", block=64)),
     ("fake_quant", "e2m1"): lambda source: fake_quant(source, FakeQuant(element="e2m1", block=32)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+TAPE = "tests/ops/test_tape.py"
+
 
 def _op(op: str, old: str, new: str, fault: str, tests: str = "") -> Mutant:
     return Mutant(f"spyglass/ops/{op}/reference.py", old, new, tests or f"tests/ops/test_{op}.py", f"{op}: {fault}")
@@ -174,6 +176,20 @@ OP_ROWS: list[Mutant] = [
         "tests/ops/test_linear.py",
     ),
     _op("linear_grouped", "out_TGO = out_TGO + addend_TGO", "pass", "addend dropped", "tests/ops/test_linear.py"),
+    _op("swiglu", ".clamp(max=limit)", "", "gate not clamped"),
+    _op("swiglu", ".clamp(-limit, limit)", "", "factor not clamped"),
+    _op("swiglu", "torch.nn.functional.silu(gate) * up", "torch.nn.functional.silu(gate)", "factor dropped"),
+    _op("add_shared", "routed_TC + shared_TC", "routed_TC.to(shared_TC.dtype) + shared_TC", "rounded twice"),
+    _op("add_shared", "routed_TC + shared_TC", "routed_TC", "shared dropped"),
+    _op("compress_rows", "index_select(0, phase_T)", "index_select(0, phase_T * 0)", "bias of the first place"),
+    _op("compress_pool", ".sum(dim=1).to(out_dtype)", ".sum(dim=1)", "not rounded", "tests/ops/test_cpu_rows.py"),
+    Mutant("spyglass/ops/tape.py", "if at + size <= start:", "if True:", TAPE, "results overlap"),
+    Mutant("spyglass/ops/tape.py", "uses[other][1] >= first", "uses[other][1] > first", TAPE, "read while written"),
+    Mutant("spyglass/ops/tape.py", "[self._which] + self._offsets", "[self._which]", TAPE, "parts of inputs"),
+    Mutant("spyglass/ops/tape.py", "base + starts[result] + offset", "base + starts[result]", TAPE, "parts of results"),
+    Mutant("spyglass/ops/tape.py", "threading.get_ident() == self._thread", "True", TAPE, "calls of other threads"),
+    Mutant("spyglass/ops/tape.py", "None if watch.strange else ", "", TAPE, "operations of torch are forgotten"),
+    Mutant("spyglass/ops/tape.py", "func._schema.is_mutable or ", "", TAPE, "changes in place are views"),
     _op("cache_write", "write_T >= 0", "write_T >= -1", "padding is written"),
     Mutant(
         "spyglass/ops/native.py",

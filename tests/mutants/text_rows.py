@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 LAYERS, TEXT, MODEL = "spyglass/layers/", "spyglass/text/", "spyglass/model.py"
 ASSEMBLE = "spyglass/batch/assemble.py"
+KEPT = "tests/unit/text/test_kept.py"
 INDEPENDENT = "tests/unit/text/test_independent.py"
 MODEL_TESTS = "tests/unit/text/test_model.py"
 STEPS = "tests/laws/test_steps.py"
@@ -114,24 +115,28 @@ TEXT_ROWS: list[Mutant] = [
         INDEPENDENT,
         "bias dropped",
     ),
-    Mutant(TEXT + "experts.py", ".clamp(max=self._limit)", "", INDEPENDENT, "gate of the shared expert not clamped"),
-    Mutant(
-        TEXT + "experts.py", ".clamp(-self._limit, self._limit)", "", INDEPENDENT, "up of the shared expert not clamped"
-    ),
     Mutant(
         TEXT + "experts.py",
-        "routed_TC + self.shared_experts(x_TC, step.batch.slot_T)",
-        "routed_TC",
+        "self._add_shared(routed_TC, self.shared_experts(x_TC, step.batch.slot_T))",
+        "routed_TC.to(x_TC.dtype)",
         INDEPENDENT,
         "shared expert dropped",
     ),
     Mutant(
         TEXT + "experts.py",
-        "routed_TC + self.shared_experts(x_TC, step.batch.slot_T)",
-        "routed_TC.to(x_TC.dtype) + self.shared_experts(x_TC, step.batch.slot_T)",
+        "self._add_shared(routed_TC,",
+        "self._add_shared(routed_TC.to(x_TC.dtype),",
         INDEPENDENT,
         "routed sum rounded by itself",
     ),
+    # kept steps
+    Mutant(TEXT + "kept.py", "absent in (0, rows)", "True", KEPT, "entries that close are part of a shape"),
+    Mutant(TEXT + "kept.py", "(absent,), -1)", "(absent,), 0)", KEPT, "entries of open groups are written"),
+    Mutant(TEXT + "kept.py", "-(-pool.max_visible // _BOUND) * _BOUND", "pool.max_visible", KEPT, "bounds not widened"),
+    Mutant(TEXT + "kept.py", "batch.slot_T is None", "True", KEPT, "adapters are kept"),
+    Mutant(TEXT + "kept.py", "len(batch.seq_len_S) == rows <= _MOST_ROWS", "True", KEPT, "chunks of prompts are kept"),
+    Mutant(TEXT + "kept.py", "(part.shape, part.dtype, part.is_contiguous())", "()", KEPT, "a tape for every shape"),
+    Mutant(TEXT + "kept.py", "self._tapes.popitem(last=False)", "self._tapes.popitem()", KEPT, "the newest tape goes"),
     # attention
     Mutant(TEXT + "attention.py", "tables, inverse=True)", "tables)", INDEPENDENT, "output turned forward"),
     Mutant(TEXT + "attention.py", "if self._q_head_norm:", "if False:", INDEPENDENT, "head norm dropped"),
@@ -193,8 +198,8 @@ TEXT_ROWS: list[Mutant] = [
     # compressor
     Mutant(
         TEXT + "compressor.py",
-        "gate_TE = gate_TE + self.ape.tensor().index_select(0, pool.phase_T)",
-        "pass",
+        "ape_BE = None if self.ape is None else self.ape.tensor()",
+        "ape_BE = None",
         INDEPENDENT,
         "ape dropped",
     ),
@@ -207,8 +212,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         TEXT + "compressor.py",
-        "return pooled_PD.to(self._dtype)",
-        "return pooled_PD",
+        "out_dtype=self._dtype\n",
+        "out_dtype=torch.float32\n",
         INDEPENDENT,
         "entries normed before the cast",
     ),

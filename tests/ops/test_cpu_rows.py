@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from spyglass.errors import DeviceError
+from spyglass.ops.add_shared import cpu as shared_cpu
+from spyglass.ops.add_shared import reference as shared_reference
 from spyglass.ops.cache_write import cpu as cache_cpu
 from spyglass.ops.cache_write import reference as cache_reference
 from spyglass.ops.compress_pool import cpu as pool_cpu
 from spyglass.ops.compress_pool import reference as pool_reference
+from spyglass.ops.compress_rows import cpu as rows_cpu
+from spyglass.ops.compress_rows import reference as rows_reference
 from spyglass.ops.fake_quant import cpu as quant_cpu
 from spyglass.ops.fake_quant import reference as quant_reference
 from spyglass.ops.hadamard import cpu as hadamard_cpu
@@ -28,6 +32,8 @@ from spyglass.ops.rope_partial import cpu as rope_cpu
 from spyglass.ops.rope_partial import reference as rope_reference
 from spyglass.ops.router_topk import cpu as router_cpu
 from spyglass.ops.router_topk import reference as router_reference
+from spyglass.ops.swiglu import cpu as swiglu_cpu
+from spyglass.ops.swiglu import reference as swiglu_reference
 from spyglass.quant.formats import FakeQuant
 from tests.ops.cpu_kernels import DTYPES, ROWS, every_isa, kernels, tolerance
 from tests.tolerance import OP_FLOAT32, assert_close
@@ -155,8 +161,38 @@ def test_pooling_is_the_reference(overlap: bool, isa: str) -> None:
         got = pool_cpu.compress_pool(rows, state, sources.int(), overlap=overlap, kernels=library)
         want = pool_reference.compress_pool(rows, state, sources.int(), overlap=overlap)
         assert_close(got, want, OP_FLOAT32, f"{entries} {group} {dim}")
+        narrow = pool_cpu.compress_pool(
+            rows, state, sources.int(), overlap=overlap, out_dtype=torch.bfloat16, kernels=library
+        )
+        assert torch.equal(narrow, got.bfloat16()), f"{entries} {group} {dim}"
     alone = pool_cpu.compress_pool(rows, None, torch.full((1, 4), 2), overlap=overlap, kernels=library)
     assert_close(alone, pool_reference.compress_pool(rows, None, torch.full((1, 4), 2), overlap=overlap), OP_FLOAT32)
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_units_and_their_sums_are_the_reference(dtype: torch.dtype, isa: str) -> None:
+    library = kernels(isa)
+    for rows, width in itertools.product((0, 1, 5, 300), (1, 33, 128)):
+        gate, up = (torch.randn(rows, width).to(dtype) * 4 for _ in range(2))
+        got = swiglu_cpu.swiglu(gate, up, limit=2.5, kernels=library)
+        assert_close(got, swiglu_reference.swiglu(gate, up, limit=2.5), tolerance(dtype), f"{rows} {width}")
+        routed = torch.randn(rows, width)
+        got = shared_cpu.add_shared(routed, up, kernels=library)
+        assert got.dtype == dtype and torch.equal(got, shared_reference.add_shared(routed, up)), f"{rows} {width}"
+    odd = torch.tensor([[float("nan"), -200.0, 300.0]], dtype=dtype)
+    got = swiglu_cpu.swiglu(odd, odd.flip(1), limit=2.5, kernels=library)
+    assert torch.isnan(got[0, [0, 2]]).all() and abs(got[0, 1]) < 1e-30
+
+
+@every_isa
+def test_rows_kept_for_a_group_have_the_bits_of_the_reference(isa: str) -> None:
+    for rows, width in itertools.product((0, 1, 5, 300), (1, 33, 128)):
+        kv, gate, ape = torch.randn(rows, width), torch.randn(rows, width), torch.randn(4, width)
+        phase = torch.randint(0, 4, (rows,))
+        for bias in (ape, None):
+            got = rows_cpu.compress_rows(kv, gate, bias, phase, kernels=kernels(isa))
+            assert torch.equal(got, rows_reference.compress_rows(kv, gate, bias, phase)), f"{rows} {width}"
 
 
 @every_isa
@@ -173,7 +209,7 @@ def test_rows_are_written_where_they_belong_and_nowhere_else(isa: str) -> None:
 
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["bias", "no bias", "pictures", "forced", "forced pictures"])
+@pytest.mark.parametrize("case", ["bias", "no bias", "pictures", "forced", "forced pictures", "forced table"])
 def test_routing_is_the_reference(case: str, dtype: torch.dtype, isa: str) -> None:
     library = kernels(isa)
     for rows, (experts, width, k), weight_dtype in itertools.product(ROWS, [(64, 256, 6), (5, 40, 2)], DTYPES):
@@ -183,6 +219,8 @@ def test_routing_is_the_reference(case: str, dtype: torch.dtype, isa: str) -> No
             options |= {"picture_T": torch.rand(rows) < 0.5, "bias_picture_E": torch.randn(experts)}
         if "forced" in case:
             options["forced_TK"] = torch.stack([torch.randperm(experts)[:k] for _ in range(rows)])
+        if case == "forced table":
+            options["forced_row_T"] = torch.randint(0, rows, (rows,))
         ids, weights = router_cpu.router_topk(x, weight, kernels=library, **options)
         want_ids, want_weights = router_reference.router_topk(x, weight, **options)
         assert torch.equal(ids, want_ids) and ids.dtype == torch.int32

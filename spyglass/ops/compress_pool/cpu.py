@@ -18,6 +18,7 @@ def compress_pool(
     sources_PB: torch.Tensor,
     *,
     overlap: bool,
+    out_dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. An entry without any source is zero.
@@ -33,7 +34,7 @@ def compress_pool(
     if state_NE is not None:
         state_NE = state_NE.contiguous()
     entries, width = sources_PB.shape[0], rows_TE.shape[1]
-    out_PD = torch.empty((entries, width // 4 if overlap else width // 2))
+    out_PD = torch.empty((entries, width // 4 if overlap else width // 2), dtype=out_dtype)
     (kernels or native.best()).compress_pool(
         rows_TE.data_ptr(),
         native.address(state_NE),
@@ -43,6 +44,7 @@ def compress_pool(
         width,
         overlap,
         out_PD.data_ptr(),
+        native.dtype_code("compress_pool", out_PD),
         torch.get_num_threads(),
     )
     return out_PD

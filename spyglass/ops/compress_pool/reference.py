@@ -6,9 +6,14 @@ import torch
 
 
 def compress_pool(
-    rows_TE: torch.Tensor, state_NE: torch.Tensor | None, sources_PB: torch.Tensor, *, overlap: bool
+    rows_TE: torch.Tensor,
+    state_NE: torch.Tensor | None,
+    sources_PB: torch.Tensor,
+    *,
+    overlap: bool,
+    out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """out_PD (fp32) = Σ_b softmax_b(gate_PBD) · kv_PBD.
+    """out_PD = Σ_b softmax_b(gate_PBD) · kv_PBD, fp32 inside, one rounding to `out_dtype`.
 
     A row of E = 2 · c · D fp32 holds kv (c · D) and then gate (c · D, positional bias already added). With `overlap`
     c = 2: the first half of the B sources (previous group) gives its first D channels, the second half its last D;
@@ -26,4 +31,4 @@ def compress_pool(
         gate_PBE = torch.cat([gate_PBE[:, :half, :dim], gate_PBE[:, half:, dim:]], dim=1)
     absent = (index == -1)[..., None]
     weight_PBD = gate_PBE.masked_fill(absent, float("-inf")).softmax(dim=1)
-    return (weight_PBD * kv_PBE.masked_fill(absent, 0.0)).sum(dim=1)
+    return (weight_PBD * kv_PBE.masked_fill(absent, 0.0)).sum(dim=1).to(out_dtype)

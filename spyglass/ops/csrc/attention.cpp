@@ -508,3 +508,5 @@ extern "C" void sg_attention(const void* q, int dtype, i64 T, i64 H, i64 D, cons
 #endif
   attention<Floats>(a, threads);
 }
+
+ON_TAPE(sg_attention)

@@ -287,3 +287,5 @@ extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* id
     }
   });
 }
+
+ON_TAPE(sg_experts)

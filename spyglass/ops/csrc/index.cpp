@@ -156,3 +156,5 @@ extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, i
 #endif
   index_topk<Floats>(x, threads);
 }
+
+ON_TAPE(sg_index_topk)

@@ -114,3 +114,5 @@ extern "C" void sg_linear(const void* x, int x_dtype, i64 T, i64 groups, const v
   linear(w, Rows{x, cols, x_dtype}, T, groups, Quant{element, block, e4m3_scale, e4m3_scale && x_dtype == BFLOAT16},
          Output{out, rows, out_dtype, addend, bias, T * rows * 4 > PAST_CACHES}, threads);
 }
+
+ON_TAPE(sg_linear)

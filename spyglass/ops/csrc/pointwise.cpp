@@ -323,10 +323,10 @@ extern "C" void sg_hyper_expand(const void* z, const void* streams, int dtype, i
   });
 }
 
-// out [P, D] fp32: softmax over the sources of a row, channel by channel (spec v4 5.1). rows [T, E], state [N, E],
+// out [P, D]: softmax over the sources of a row, channel by channel (spec v4 5.1). rows [T, E], state [N, E],
 // E = 2 c D holds kv, then gate; with overlap c = 2 and the first half of the sources gives its first D channels.
 extern "C" void sg_compress_pool(const float* rows, const float* state, const i32* sources, i64 P, i64 B, i64 E, int overlap,
-                                 float* out, int threads) {
+                                 void* out, int dtype, int threads) {
   i64 D = overlap ? E / 4 : E / 2;
   over_rows(P, B * D * 4, threads, [&](i64 first, i64 stop) {
     SCRATCH(memory);
@@ -347,9 +347,51 @@ extern "C" void sg_compress_pool(const float* rows, const float* state, const i3
           total += weight;
           value += weight * load_n(kv[i] + d, left);
         }
-        store_n(out + p * D + d, n ? value / total : V{}, left);
+        V pooled = n ? value / total : V{};
+        dtype == FLOAT32 ? store_n((float*)out + p * D + d, pooled, left) : store_n((bf16*)out + p * D + d, pooled, left);
       });
     }
+  });
+}
+
+// out [T, 2 E] fp32: kv, then gate + ape[phase[t]]; ape [ratio, E] may be null.
+extern "C" void sg_compress_rows(const float* kv, const float* gate, const float* ape, const i64* phase, i64 T, i64 E, float* out, int threads) {
+  over_rows(T, 2 * E, threads, [&](i64 first, i64 stop) {
+    for (i64 t = first; t < stop; t++) {
+      memcpy(out + t * 2 * E, kv + t * E, E * 4);
+      vectors(E, [&](i64 e, auto left) {
+        V value = load_n(gate + t * E + e, left);
+        store_n(out + (t * 2 + 1) * E + e, ape ? value + load_n(ape + phase[t] * E + e, left) : value, left);
+      });
+    }
+  });
+}
+
+// out [N, F] = silu(min(gate, limit)) * clamp(up, limit), one rounding.
+extern "C" void sg_swiglu(const void* gate_, const void* up_, int dtype, i64 N, i64 F, float limit, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(N, F, threads, [&](i64 first, i64 stop) {
+      vectors((stop - first) * F, [&](i64 i, auto left) {
+        V gate = load_n((const T*)gate_ + first * F + i, left), up = load_n((const T*)up_ + first * F + i, left);
+        gate = gate > limit ? splat(limit) : gate;
+        up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+        store_n((T*)out_ + first * F + i, gate * vsigmoid(gate) * up, left);
+      });
+    });
+  });
+}
+
+// out [N, C] = routed (fp32) + shared, in the dtype of `shared`.
+extern "C" void sg_add_shared(const float* routed, const void* shared, int dtype, i64 N, i64 C, void* out, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(N, C, threads, [&](i64 first, i64 stop) {
+      vectors((stop - first) * C, [&](i64 i, auto left) {
+        i64 at = first * C + i;
+        store_n((T*)out + at, load_n(routed + at, left) + load_n((const T*)shared + at, left), left);
+      });
+    });
   });
 }
 
@@ -383,9 +425,9 @@ INLINE V root_of_softplus(V z) {
   return value;
 }
 
-// s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or `forced`), weights [T, K] = scale * s / sum s.
+// s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or row `row[t]` of `forced`, row t without `row`), weights [T, K] = scale * s / sum s.
 extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* weight, int weight_dtype, i64 E, i64 K, float scale,
-                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, i32* ids,
+                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, const i64* row, i32* ids,
                           float* weights, int threads) {
   SCRATCH(memory);
   float* scores = memory.get<float>(T * E);
@@ -406,7 +448,7 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
       float total = 0;
       for (i64 k = 0; k < K; k++) {
         i64 best = -1;
-        if (forced && !is_picture) best = forced[t * K + k];
+        if (forced && !is_picture) best = forced[(row ? row[t] : t) * K + k];
         else {
           for (i64 e = 0; e < E; e++)
             if (rank[e] == rank[e] && (best < 0 || rank[e] > rank[best])) best = e;  // a taken one is NaN
@@ -420,3 +462,17 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
     }
   });
 }
+
+ON_TAPE(sg_router)
+ON_TAPE(sg_compress_pool)
+ON_TAPE(sg_compress_rows)
+ON_TAPE(sg_hyper_mix)
+ON_TAPE(sg_hyper_collapse)
+ON_TAPE(sg_hyper_expand)
+ON_TAPE(sg_rope)
+ON_TAPE(sg_rms_norm)
+ON_TAPE(sg_fake_quant)
+ON_TAPE(sg_hadamard)
+ON_TAPE(sg_cache_write)
+ON_TAPE(sg_swiglu)
+ON_TAPE(sg_add_shared)

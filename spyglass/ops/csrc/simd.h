@@ -7,6 +7,7 @@
 #include <cstring>
 #include <omp.h>
 #include <type_traits>
+#include <utility>
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -29,6 +30,7 @@ typedef uint16_t bf16;  // the upper half of an fp32
 typedef uint32_t u32;
 typedef int32_t i32;
 typedef int64_t i64;
+typedef uint64_t u64;
 typedef float V __attribute__((vector_size(4 * VL)));
 typedef u32 VU __attribute__((vector_size(4 * VL)));
 typedef i32 VI __attribute__((vector_size(4 * VL)));
@@ -242,3 +244,12 @@ INLINE void transpose(VU* v) {
   transpose_round<2>(v);
   transpose_round<1>(v);
 }
+
+// A kernel whose arguments are 64-bit words, as they stand on a tape (`tape.cpp`): what it takes lies in the low bytes.
+template <class X> INLINE X of_word(u64 word) { return load<X>(&word); }
+template <class... A, size_t... I> INLINE void call(void (*kernel)(A...), const u64* words, std::index_sequence<I...>) {
+  kernel(of_word<A>(words[I])...);
+}
+template <class... A> INLINE void call(void (*kernel)(A...), const u64* words) { call(kernel, words, std::index_sequence_for<A...>()); }
+#define ON_TAPE(kernel) \
+  extern "C" void kernel##_on_tape(const u64* words) { call(kernel, words); }

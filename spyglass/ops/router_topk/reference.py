@@ -15,11 +15,13 @@ def router_topk(
     bias_picture_E: torch.Tensor | None = None,
     picture_T: torch.Tensor | None = None,
     forced_TK: torch.Tensor | None = None,
+    forced_row_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s_TE = sqrt(softplus(x · Wᵀ)) in full fp32; ids_TK int32 = top-k of s + bias; weights_TK fp32 = scale · s / Σ s.
 
     Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
-    take `forced_TK` when it is given (hash layers); weights come from s in every case. Ties go to the lowest expert id.
+    take `forced_TK` when it is given (hash layers), or row `forced_row_T` (int64) of it where it is a table; weights
+    come from s in every case. Ties go to the lowest expert id.
     """
     square_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT)
     # the root has no gradient at 0, where a very negative product underflows to
@@ -30,7 +32,7 @@ def router_topk(
         ranked_TE = torch.where(picture_T[:, None], scores_TE + bias_picture_E, ranked_TE)
     ids_TK = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     if forced_TK is not None:
-        forced_TK = forced_TK.to(ids_TK.dtype)
+        forced_TK = (forced_TK if forced_row_T is None else forced_TK.index_select(0, forced_row_T)).to(ids_TK.dtype)
         ids_TK = forced_TK if picture_T is None else torch.where(picture_T[:, None], ids_TK, forced_TK)
     weights_TK = scores_TE.gather(1, ids_TK)
     weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True) * scale
