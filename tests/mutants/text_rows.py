@@ -373,8 +373,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         "spyglass/text/router.py",
-        "index_select(0, step.ids_T)",
-        "index_select(0, step.batch.positions_T.long())",
+        "None if forced is None else step.ids_T",
+        "None if forced is None else step.batch.positions_T.long()",
         INDEPENDENT,
         "hash layers choose by position",
     ),
