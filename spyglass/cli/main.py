@@ -10,13 +10,15 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol
 
 from spyglass import __version__
-from spyglass.errors import SpyglassError
+from spyglass.errors import ConfigError, SpyglassError
 
 VERBS = {
     "run": "ask a checkpoint about pictures, or just talk to it; the answer streams to the terminal",
@@ -31,6 +33,7 @@ VERBS = {
 }
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
+_OPTION_WITHOUT_VALUE = re.compile(r"(--?[A-Za-z][\w-]*)=")
 
 
 class Verb(Protocol):
@@ -70,12 +73,44 @@ def build_parser(name: str, verb: Verb) -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_empty(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Refuse a text or path that is empty, most often a shell variable that is not set.
+
+    Left alone, a path without letters is the folder one stands in, and a name without letters reads as none given.
+    Numbers and choices are left to their own readers.
+
+    Raises:
+        ConfigError: one is; the message says which, and what belongs there.
+    """
+    for before, text in zip(("", *arguments), arguments, strict=False):
+        written = _OPTION_WITHOUT_VALUE.fullmatch(text)
+        if text and not written:
+            continue
+        option = written[1] if written else before
+        action = _taker(parser, option)
+        if action is None:
+            raise ConfigError("an argument is empty; state what is meant, or leave it out")
+        if action.choices is None and action.type in (None, str, Path):
+            what = option if option in action.option_strings else f"the argument {action.metavar or action.dest}"
+            raise ConfigError(f"{what} is empty; --help says of it: {action.help}")
+
+
+def _taker(parser: argparse.ArgumentParser, option: str) -> argparse.Action | None:
+    """Who takes the argument after `option`: that option, if it takes one, or the only argument that has no option."""
+    for action in parser._actions:
+        if option in action.option_strings and action.nargs != 0:
+            return action
+    placed = [action for action in parser._actions if not action.option_strings]
+    return placed[0] if len(placed) == 1 else None
+
+
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Run one verb; our own errors become one line on stderr and exit code 2."""
     verb = load_verb(name)
-    args = build_parser(name, verb).parse_args(arguments)
+    parser = build_parser(name, verb)
     try:
-        return verb.run(args)
+        refuse_empty(parser, arguments)
+        return verb.run(parser.parse_args(arguments))
     except SpyglassError as error:
         print(f"spyglass: error: {error}", file=sys.stderr)
         return USER_FAULT

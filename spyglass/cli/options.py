@@ -32,7 +32,7 @@ def model_folder(stated: str | None, option: str = "--model DIR") -> Path:
     Raises:
         ConfigError: none was named, and the default one is not there; `option` is how to name one.
     """
-    folder = find_model(stated or default_model())
+    folder = find_model(default_model() if stated is None else stated)
     if stated is None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} here; name a checkpoint folder with {option}")
     return folder

@@ -20,7 +20,15 @@ def shipped_models(root: Path = SHIPPED) -> tuple[str, ...]:
 
 
 def find_model(name_or_path: str | os.PathLike[str], root: Path = SHIPPED) -> Path:
-    """The folder of a shipped model by its name; anything else is a path and comes back as it is."""
+    """The folder of a shipped model by its name; anything else is a path and comes back as it is.
+
+    Raises:
+        ConfigError: the text is empty, which as a path would be the folder one stands in.
+    """
+    if not os.fspath(name_or_path):
+        raise ConfigError(
+            f"the model's name is empty; give a checkpoint folder{_or(shipped_models(root))} ('.' is the folder here)"
+        )
     if not os.path.isdir(name_or_path) and os.fspath(name_or_path) in shipped_models(root):
         return root / name_or_path
     return Path(name_or_path)
@@ -31,21 +39,33 @@ def shipped_adapters(model: Path) -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in model.glob("adapters/*/adapter_config.json")))
 
 
-def find_adapter(name_or_path: str | os.PathLike[str], model: Path) -> Path:
+def find_adapter(name_or_path: str | os.PathLike[str], model: Path, root: Path = SHIPPED) -> Path:
     """The folder of an adapter that comes with the model in the folder `model`, by its name; else the path as it is.
 
     Raises:
-        AdapterError: a name that is neither a folder nor one of the adapters that come with the model.
+        AdapterError: nothing but an empty text, or a name that is neither a folder nor one of the adapters that come
+            with the model, while this or another shipped model has some; the message says which.
     """
     path, known = Path(name_or_path), shipped_adapters(model)
-    if path.is_dir() or len(path.parts) != 1 or not known:
+    if not os.fspath(name_or_path):
+        raise AdapterError(f"an adapter's folder is empty; give a PEFT folder{_or(known)} ('.' is the folder here)")
+    if path.is_dir() or len(path.parts) != 1:
         return path
     if path.name in known:
         return model / "adapters" / path.name
+    having = [name for name in shipped_models(root) if path.name in shipped_adapters(root / name)]
+    if not known and not having:
+        return path
+    elsewhere = f"; {path} comes with {' and '.join(having)}" if having else ""
     raise AdapterError(
-        f"there is no folder {path} here, and {model.name} comes with the adapters {', '.join(known)}; "
-        "name one of them or the folder that PEFT saved"
+        f"there is no folder {path} here, and {model.resolve().name} comes with "
+        f"{'the adapters ' + ', '.join(known) if known else 'no adapters'}{elsewhere}; "
+        f"name {'one of them or ' if known else ''}the folder that PEFT saved{', or run that model' if having else ''}"
     )
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return f" or {', '.join(names)}" if names else ""
 
 
 def base_note(adapter: Path, model_name: str) -> str | None:

@@ -105,6 +105,8 @@ def folder_below(root: Path, stated: str) -> Path:
         AdapterError: it lies elsewhere, or is no path.
         NotServedError: there is no such folder.
     """
+    if not stated:
+        raise AdapterError("lora_path is empty; name a folder below the one that adapters are loaded from")
     try:
         folder = (root / stated).resolve()
         found = folder.is_dir()

@@ -11,6 +11,7 @@ JSON = "spyglass/config/json_file.py"
 SAVED = "spyglass/config/saved_v4.py"
 ENGINE = "spyglass/config/engine.py"
 MAIN = "spyglass/cli/main.py"
+SHIPPED = "spyglass/config/shipped.py"
 MODEL = "spyglass/config/model.py"
 NUMBERS = "spyglass/config/numbers.py"
 SHIPPED = "spyglass/config/shipped.py"
@@ -60,6 +61,15 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(MAIN, "return INTERRUPTED", "return 0", "tests/unit/cli", "a key press looks like success"),
     Mutant(MAIN, "except SpyglassError as error:", "except ZeroDivisionError as error:", "tests/unit/cli",
            "our errors are a traceback"),
+    Mutant(MAIN, "        refuse_empty(parser, arguments)\n", "", "tests/unit/cli/test_main.py",
+           "an empty path is the folder here"),
+    Mutant(MAIN, "if text and not written:", "if text:", "tests/unit/cli/test_main.py", "--lora= is the folder here"),
+    Mutant(SHIPPED, "if path.name in shipped_adapters(root / name)]", "if False]", TESTS,
+           "nobody says which model has the adapter"),
+    Mutant(SHIPPED, "    if not os.fspath(name_or_path):\n        raise ConfigError(", "    if False:\n        raise ConfigError(", TESTS,
+           "a model without a name is the folder here"),
+    Mutant(SHIPPED, "    if not os.fspath(name_or_path):\n        raise AdapterError(", "    if False:\n        raise AdapterError(", TESTS,
+           "an adapter without a name is the folder here"),
     Mutant(MAIN, "allow_abbrev=False", "allow_abbrev=True", "tests/unit/cli", "options abbreviated"),
     Mutant(NUMBERS, 're.compile(r"-?[0-9]+")', 're.compile(r"[-+]?[0-9]+")', ON_NUMBERS, "+1 is an integer"),
     Mutant(NUMBERS, 're.compile(r"-?[0-9]+")', 're.compile(r"-?\\d+")', ON_NUMBERS, "digits of other scripts"),

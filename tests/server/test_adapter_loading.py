@@ -151,6 +151,7 @@ def test_a_name_means_what_was_loaded_last_under_it(server: Live, root: Path, mo
         ("x", "bogus", 400, "9"),
         ("x", "absent", 404, "no folder 'absent'"),
         ("x", ".", 400, "no adapter"),
+        ("x", "", 400, "lora_path is empty"),
         ("x", "../elsewhere", 400, "not below"),
         ("x", "link", 400, "not below"),
         ("x", "/etc", 400, "not below"),

@@ -77,6 +77,47 @@ def test_a_verb_decides_the_exit_code_and_sees_its_options(monkeypatch: pytest.M
     assert frame.main(["check", "--times", "3"]) == 3
 
 
+def text_options(name: str) -> list[str]:
+    """Options of a verb that take a text or a path."""
+    return [
+        action.option_strings[-1]
+        for action in frame.build_parser(name, frame.load_verb(name))._actions
+        if action.option_strings and action.nargs != 0 and not action.choices and action.type in (None, str, Path)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in frame.VERBS if name != "bench"])
+def test_an_empty_text_is_refused_and_never_read_as_the_folder_here_or_as_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option in text_options(name):
+        for words in ([option, ""], [f"{option}="] if option.startswith("--") else [option, ""]):
+            assert frame.main([name, "x", *words]) == 2
+            assert f"error: {option} is empty; --help says of it: " in capsys.readouterr().err
+    for words in ([""], ["--", ""]):
+        assert frame.main([name, *words]) == 2
+        assert "error: the argument " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_that_name_models_adapters_and_files_take_texts() -> None:
+    """What the rule above goes through."""
+    assert {"--model", "--lora", "--image", "--batch", "--output"} <= set(text_options("run"))
+    assert {"--lora", "--adapter-root", "--model-name", "--api-key"} <= set(text_options("serve"))
+    assert {"--lora", "--sheet"} <= set(text_options("eval"))
+    assert {"--data", "--output"} <= set(text_options("finetune")) and "--lora" in text_options("merge")
+
+
+def test_an_empty_number_choice_or_benchmark_option_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["run", "--seed", ""], ["run", "--thinking="]):
+        with pytest.raises(SystemExit):
+            frame.main([*words, "hi"])
+        assert f"argument {words[1].rstrip('=')}" in capsys.readouterr().err
+    assert frame.main(["bench", "load", ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
+
+
 def test_options_may_not_be_abbreviated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch, lambda args: 0)
     with pytest.raises(SystemExit) as caught:

@@ -33,8 +33,9 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--port", "70000"], "port is 70000"),
         (["--max-waiting", "-1"], "max_waiting is -1"),
-        (["--api-key", ""], "api_key is"),
-        (["--host", ""], "host is"),
+        (["--api-key", " "], "api_key is"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--host", ""], "--host is empty"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--host", "192.0.2.1"], "choose another --host"),
         (["--lora", "folder"], "expected NAME=DIR"),

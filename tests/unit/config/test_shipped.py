@@ -86,6 +86,28 @@ def test_adapters_are_found_beside_their_model(root: Path, tmp_path: Path, monke
     assert find_adapter("roman", root / "first") == Path("roman")
 
 
+def test_a_name_of_another_shipped_models_adapter_is_answered_with_that_model(root: Path) -> None:
+    only = root / "second" / "adapters" / "greek"
+    only.mkdir()
+    (only / "adapter_config.json").write_text("{}")
+    told = r"no folder greek.*first comes with the adapters french, roman; greek comes with second; name one.*run that"
+    with pytest.raises(AdapterError, match=told):
+        find_adapter("greek", root / "first", root)
+    (root / "bare").mkdir()
+    with pytest.raises(AdapterError, match="bare comes with no adapters; roman comes with first and second; name the"):
+        find_adapter("roman", root / "bare", root)
+    assert find_adapter("nothing", root / "bare", root) == Path("nothing"), "its own error names the file it lacks"
+
+
+def test_an_empty_name_is_no_folder(root: Path) -> None:
+    """As a path it would be the folder that one stands in."""
+    with pytest.raises(ConfigError, match=r"name is empty; give a checkpoint folder or first, second \('\.'"):
+        find_model("", root)
+    with pytest.raises(AdapterError, match=r"folder is empty; give a PEFT folder or french, roman \('\.'"):
+        find_adapter("", root / "first")
+    assert find_model(".", root) == Path(".") and find_adapter(".", root / "first") == Path(".")
+
+
 def test_what_is_no_folder_is_answered_with_the_names_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spyglass.config.read.shipped_models", lambda: ("first", "second"))
     with pytest.raises(ConfigError, match=r"frist: not a folder.*\(first, second\)"):

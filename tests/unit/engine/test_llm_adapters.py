@@ -11,7 +11,7 @@ import torch
 import spyglass.engine.llm
 from spyglass import LLM, SamplingParams
 from spyglass.checkpoint.random import new_checkpoint
-from spyglass.errors import AdapterError
+from spyglass.errors import AdapterError, ConfigError
 from spyglass.layers.linear import Linear
 from spyglass.lora.write import write_adapter
 from tests.adapter_parts import random_adapter, shapes_of
@@ -55,6 +55,22 @@ def test_each_prompt_of_a_list_has_its_own_adapter(llm: LLM) -> None:
         assert llm.chat(chat, GREEDY, adapter=name).token_ids == llm.chat([chat], GREEDY, adapter=[name])[0].token_ids
     assert llm.adapters == ("a", "b")
     assert (llm.logits(PROMPT, adapter="a") - llm.logits(PROMPT)).abs().max() > 0.1
+
+
+def test_an_empty_path_is_refused_and_not_the_folder_here(
+    llm: LLM, folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="model's name is empty"):
+        LLM("", **OPTIONS)
+    monkeypatch.chdir(adapters["a"])
+    with pytest.raises(AdapterError, match="folder is empty"):
+        LLM(folder, adapters={"x": ""}, **OPTIONS)
+    with pytest.raises(AdapterError, match="folder is empty"):
+        llm.add_adapter("x", "")
+    with pytest.raises(AdapterError, match="''"):
+        llm.generate(PROMPT, GREEDY, adapter="")
+    assert llm.adapters == ("a", "b")
 
 
 def test_rows_take_their_memory_after_the_adapters_have_theirs(
