@@ -35,7 +35,7 @@ from scripts.tiny.untaught import set_apart
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
 from spyglass.engram import classes_of_tokenizer
-from spyglass.errors import DeviceError
+from spyglass.errors import CheckpointError, DeviceError
 from spyglass.model import find_device
 from spyglass.quant.codec import decode, encode
 from spyglass.tiny_world.corpus import all_texts
@@ -155,15 +155,35 @@ class Kept:
         return source.choice([place for place, uses in enumerate(self.uses) if uses == least])
 
 
+def facts_of(state: State | None, options: Options) -> dict[str, Any]:
+    """Seconds learnt, steps drawn and token ids taught up to a state; None = a run that begins.
+
+    Raises:
+        CheckpointError: the state does not say all of it. Which tokens were taught cannot be seen in the weights, and
+            without it the head's rows of taught tokens would be moved as if they never had been.
+    """
+    facts = {"elapsed": 0.0, "drawn": 0, "taught": []}
+    if state is None:
+        return facts
+    missing = [name for name in facts if name not in state.facts]
+    if missing:
+        raise CheckpointError(
+            f"the state in {options.folder} was saved by an earlier version and does not say {', '.join(missing)}, so "
+            "this run cannot go on; begin one in another --folder, from the weights of this one with "
+            f"--start {options.folder / NAMES[options.family]}"
+        )
+    return dict(state.facts)
+
+
 class Run:
     """One call of the script."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.model_folder = options.folder / NAMES[options.family]
-        prepare(self.model_folder, options.family, options.start)
         state = load_state(options.folder / "state")
-        facts = {"elapsed": 0.0, "drawn": 0, "taught": []} if state is None else dict(state.facts)
+        facts = facts_of(state, options)
+        prepare(self.model_folder, options.family, options.start)
         self.elapsed, self.step_number = float(facts["elapsed"]), 0 if state is None else state.step
         self.feeds = self._start_feeds(int(facts["drawn"]))
         place = torch.device(options.device)
@@ -380,7 +400,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         find_device(given["device"])
     except DeviceError as error:
         raise SystemExit(f"{error}; the captured step needs a GPU with about 60 GB free") from None
-    run = Run(Options(**given, capacity=CAPACITY))
+    try:
+        run = Run(Options(**given, capacity=CAPACITY))
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from None
     try:
         run.learn()
         run.save()

@@ -9,6 +9,8 @@ from spyglass.cli.options import note_bases
 
 HELP = "Write a checkpoint with an adapter merged into its weights, and say what the stored format loses of it."
 
+_STORED = {"bf16": "matrices in bfloat16", "same": "each matrix in the format it had"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -37,8 +39,11 @@ def run(args: argparse.Namespace) -> int:
     with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
         report = merge(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
     print(report)
+    if len(report.groups) > 1:
+        every = sum(loss.modules for loss in report.groups.values())
+        print(f"in all: {_modules(every)} merged, {report.unchanged_share:.1%} of values unchanged")
     print(f"vision: {_modules(sum(report.groups[g].modules for g in ('tower', 'aligner') if g in report.groups))}")
-    print(f"{args.output}: {args.format}, {report.unchanged_share:.1%} of the touched values unchanged")
+    print(f"{args.output} written: {_STORED[args.format]}")
     return 0
 
 

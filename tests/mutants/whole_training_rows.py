@@ -15,6 +15,7 @@ LOSS = "spyglass/train/loss.py"
 PLACES = "spyglass/train/places.py"
 WHOLE = "spyglass/train/whole.py"
 FEED = "scripts/tiny/feed.py"
+TINY_TRAIN = "scripts/tiny/train.py"
 PAIRS = "scripts/tiny/pairs.py"
 PACK_TESTS = "tests/unit/train/test_packing.py"
 WHOLE_TESTS = "tests/unit/train/test_whole.py"
@@ -23,6 +24,9 @@ SCRIPT_TESTS = "tests/unit/train/test_tiny_script.py"
 ADAPTER_TESTS = "tests/unit/train/test_tiny_adapters.py"
 
 WHOLE_TRAINING_ROWS: list[Mutant] = [
+    Mutant(
+        TINY_TRAIN, "    if missing:\n", "    if False:\n", SCRIPT_TESTS, "a state without taught tokens is a KeyError"
+    ),
     Mutant(
         PACKING,
         "prompt.image_row_T + cells, -1)",

@@ -136,6 +136,23 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
         merge(folder, stacked, tmp_path / "out")
 
 
+def test_each_printed_line_says_something_new(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A share stands once: by group, and over all only where there is more than one."""
+    for groups, format, kept in (
+        (["attention"], "bf16", "matrices in bfloat16"),
+        (["attention", "shared"], "same", "had"),
+    ):
+        lora, out = tmp_path / f"lora-{format}", tmp_path / format
+        write_adapter(lora, adapter_for(folder, groups))
+        command = ["merge", str(folder), "--lora", str(lora), "--output", str(out), "--format", format]
+        assert main(command) == 0
+        *told, vision, last = capsys.readouterr().out.splitlines()
+        heads = [*groups, "in all"] if len(groups) > 1 else groups
+        assert [line.partition(":")[0] for line in told] == heads and vision == "vision: 0 modules"
+        assert all(line.count("of values unchanged") == 1 for line in told) and "unchanged" not in last
+        assert last.startswith(f"{out} written: ") and last.endswith(kept)
+
+
 def test_the_command_names_what_was_merged_pictures_included(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

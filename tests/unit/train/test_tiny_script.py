@@ -19,16 +19,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.tiny import train
 from scripts.tiny.feed import Feed, Source, learner_of, make_step
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
 from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
-from scripts.tiny.train import MOST_USES, Kept, rate_at
+from scripts.tiny.train import MOST_USES, Kept, Options, rate_at
 from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config import parse_model_config
 from spyglass.config.shipped import find_model
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.tiny_world.cases import make_case
 from spyglass.train.bins import Capacity
+from spyglass.train.state import State, save_state
 
 CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, pictures=16, largest_picture=1800, targets=256)
 
@@ -112,6 +114,26 @@ os._exit(1)
             os.kill(pid, signal.SIGKILL)
             raise AssertionError("it goes on without its parent")
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("missing", ["elapsed", "drawn", "taught"])
+def test_a_state_that_does_not_say_what_was_taught_is_refused_before_anything_is_started(
+    tmp_path: Path, missing: str
+) -> None:
+    """Earlier versions kept no list of taught tokens, and it cannot be read off the weights."""
+    facts = {"elapsed": 1.5, "drawn": 7, "taught": [3, 5]}
+    save_state(tmp_path / "state", State(step=4, tensors={}, facts={k: v for k, v in facts.items() if k != missing}))
+    with pytest.raises(SystemExit, match=rf"does not say {missing}, so.*another --folder.*--start .*{NAMES['v4']}$"):
+        train.main(["v4", "--folder", str(tmp_path), "--device", "cpu"])
+    assert not multiprocessing.active_children() and [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_state_says_where_its_run_was_and_a_run_without_one_begins(tmp_path: Path) -> None:
+    options = Options(family="v4", folder=tmp_path, minutes=1, horizon=1, rate=1, start=None, seed=0, workers=1,
+                      device="cpu", compiled=False, capacity=CAPACITY)  # fmt: skip
+    facts = {"elapsed": 1.5, "drawn": 7, "taught": [3, 5]}
+    assert train.facts_of(State(step=4, tensors={}, facts=facts), options) == facts
+    assert train.facts_of(None, options) == {"elapsed": 0.0, "drawn": 0, "taught": []}
 
 
 def test_a_place_is_written_again_when_all_are_taken_the_oldest_first() -> None:
