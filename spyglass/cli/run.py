@@ -22,12 +22,13 @@ from spyglass.cli.options import (
     note_bases,
     told_adapters,
 )
+from spyglass.cli.reasoning import Unfolded, answer_of
 from spyglass.config.engine import EngineConfig
 from spyglass.config.numbers import integer, number
 from spyglass.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
-    from spyglass.engine import LLM, Delta, RequestOutput, SamplingParams
+    from spyglass.engine import LLM, RequestOutput, SamplingParams
 
 HELP = "Ask a checkpoint about pictures, or talk to it: with a question once, without one as a chat."
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
@@ -173,24 +174,22 @@ class _Talk:
             self._messages, self._params, thinking=self._thinking, effort=self._effort, adapter=adapter
         )
         times: list[float] = []
-        output = None
+        output, unfolded = None, Unfolded(reasoning=self._thinking, terminal=sys.stdout.isatty())
         for delta in deltas:
             times.append(time.perf_counter())
-            self._print(delta)
             output = delta.output
+            if self._stream:
+                print(unfolded.push(delta.text), end="", flush=True)
         assert output is not None
-        print(flush=True)
+        print(("" if self._stream else unfolded.push(output.text)) + unfolded.finish(), flush=True)
         if output.error is not None:
             _note(output.error)
+        elif unfolded.unanswered:
+            more = "; raise --max-tokens for an answer" if output.finish_reason == "length" else ""
+            _note(f"it was still reasoning when it ended ({output.finish_reason}){more}")
         _note(_numbers(output, len(images), started, times))
-        answer = output.text.rpartition("</think>")[2]  # reasoning does not belong into the next prompt
+        answer = answer_of(output.text) if self._thinking else output.text  # the next prompt takes no reasoning
         self._messages.append({"role": "assistant", "content": answer})
-
-    def _print(self, delta: Delta) -> None:
-        if self._stream:
-            print(delta.text, end="", flush=True)
-        elif delta.output is not None:
-            print(delta.output.text, end="")
 
 
 def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 BATCH = "spyglass/server/batch.py"
+CLI_RUN = "spyglass/cli/run.py"
 COUNT = "spyglass/server/count.py"
 FAULTS = "spyglass/server/faults.py"
 FIT = "spyglass/engine/fit.py"
@@ -12,6 +13,7 @@ HELD = "spyglass/server/held.py"
 INPUTS = "spyglass/engine/inputs.py"
 LOG = "spyglass/server/log.py"
 PAGE = "spyglass/server/page.py"
+REASONING = "spyglass/cli/reasoning.py"
 REQUEST = "spyglass/engine/request.py"
 RUN = "spyglass/server/run.py"
 TRAIN_LOG = "spyglass/train/log.py"
@@ -26,10 +28,18 @@ ON_LLM = "tests/unit/engine/test_llm.py"
 ON_LOG = "tests/server/test_log.py"
 ON_PAGE = "tests/server/test_playground.py -k plan"
 ON_PARAMS = "tests/unit/engine/test_request.py"
+ON_REASONING = "tests/unit/cli/test_reasoning.py"
 ON_TRAINING = "tests/unit/train/test_loop.py tests/unit/train/test_state.py"
 ON_WARM_UP = "tests/unit/engine/test_warm_up.py"
 
 EDGE_ROWS: list[Mutant] = [
+    Mutant(REASONING, "len(reasoned) - _begun(reasoned)", "len(reasoned)", ON_REASONING, "half an end tag is shown as reasoning"),
+    Mutant(REASONING, "        shown = reasoned[:known].rstrip()\n", "        shown = reasoned[:known]\n", ON_REASONING, "space around reasoning stays"),
+    Mutant(REASONING, "(self._closing if self._reasoned else \"\")", "self._closing", ON_REASONING, "empty reasoning has an end line"),
+    Mutant(REASONING, "if self._reasoned and not self._begun:", "if False:", ON_REASONING, "the answer begins with empty lines"),
+    Mutant(REASONING, "return text.partition(_END)[2].lstrip()", "return text", ON_REASONING, "reasoning goes into the next prompt"),
+    Mutant(CLI_RUN, "+ unfolded.finish(), flush", "+ \"\", flush", ON_REASONING, "the end of reasoning that was cut is not shown"),
+    Mutant(CLI_RUN, "        elif unfolded.unanswered:\n", "        elif False:\n", ON_REASONING, "nobody is told that no answer came"),
     Mutant(BATCH, "and found.custom_id in seen:", "and False:", ON_BATCH, "two requests of one name"),
     Mutant(BATCH, "        os.truncate(path, end)\n", "        pass\n", ON_BATCH, "half an answer stays in the file"),
     Mutant(BATCH, "            if not text.endswith(b\"\\n\"):\n                break\n", "", ON_BATCH, "half an answer counts"),
