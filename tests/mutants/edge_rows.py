@@ -39,6 +39,7 @@ EDGE_ROWS: list[Mutant] = [
     Mutant(REASONING, "if self._reasoned and not self._begun:", "if False:", ON_REASONING, "the answer begins with empty lines"),
     Mutant(REASONING, "return text.partition(_END)[2].lstrip()", "return text", ON_REASONING, "reasoning goes into the next prompt"),
     Mutant(CLI_RUN, "+ unfolded.finish(), flush", "+ \"\", flush", ON_REASONING, "the end of reasoning that was cut is not shown"),
+    Mutant(CLI_RUN, "answer_of(output.text) if self._thinking else output.text", "output.text", ON_REASONING, "reasoning goes into the next prompt"),
     Mutant(CLI_RUN, "        elif unfolded.unanswered:\n", "        elif False:\n", ON_REASONING, "nobody is told that no answer came"),
     Mutant(BATCH, "and found.custom_id in seen:", "and False:", ON_BATCH, "two requests of one name"),
     Mutant(BATCH, "        os.truncate(path, end)\n", "        pass\n", ON_BATCH, "half an answer stays in the file"),

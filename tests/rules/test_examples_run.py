@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from spyglass.tiny_world.questions import KINDS
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAKE_TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
@@ -86,3 +88,12 @@ def test_every_room_stands_in_the_readme_tree() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rooms = [p for p in (ROOT / "spyglass").iterdir() if p.name[0] not in "_." and (p.is_dir() or p.suffix == ".py")]
     assert not [room.name for room in rooms if f"  {room.name}" not in text]
+
+
+def test_the_readme_names_kinds_of_questions_as_they_are_printed() -> None:
+    header = re.search(
+        r"^\| \| all \| (.*) \| unseen pairs", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert header is not None
+    named = header[1].split(" | ")
+    assert len(named) >= 6 and not set(named) - set(KINDS)

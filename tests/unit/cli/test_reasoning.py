@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
+from spyglass import LLM, SamplingParams
 from spyglass.cli.main import main
 from spyglass.cli.reasoning import Unfolded, answer_of
+from spyglass.cli.run import _Talk
 from spyglass.config.shipped import find_model
+from spyglass.engine.request import Delta, RequestOutput, Usage
 
 PIECES = st.lists(st.text(" \nab<>/think", max_size=6) | st.sampled_from(["</think>", "</th", "ink>", "<think>"]))
 
@@ -62,6 +67,40 @@ def test_what_is_shown_is_not_held_longer_than_it_must_be(pieces: list[str]) -> 
             held = "".join(text.split()).removeprefix("".join(out.split()).removeprefix("<think>"))
             assert "</think>".startswith(held)
     assert unfolded.unanswered == ("</think>" not in text)
+
+
+class Answers:
+    """A model that says two things, the first of them cut inside its reasoning, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.adapters, self.texts, self.asked = (), [["so </", "th"], ["well", "</think>", "yes"]], list[Any]()
+
+    def stream(self, messages: list[dict[str, Any]], params: SamplingParams, **options: Any) -> Iterator[Delta]:
+        self.asked.append([(message["role"], message["content"]) for message in messages])
+        pieces = self.texts.pop(0)
+        usage = Usage(prompt_tokens=1, completion_tokens=len(pieces), picture_tokens=0, cached_tokens=0)
+        for number, piece in enumerate(pieces):
+            output = None
+            if number == len(pieces) - 1:
+                output = RequestOutput(
+                    request_id=0, text="".join(pieces), token_ids=(), finish_reason="length", usage=usage
+                )
+            yield Delta(request_id=0, text=piece, token_ids=(), output=output)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_all_of_a_cut_reasoning_is_shown_and_none_goes_into_the_next_prompt(
+    stream: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Answers()
+    talk = _Talk(cast("LLM", model), SamplingParams(), thinking=True, effort=None, stream=stream)
+    for question in ("one", "two"):
+        talk.ask(question, ())
+    assert capsys.readouterr().out == "<think>\nso </th\n<think>\nwell\n</think>\nyes\n"
+    assert model.asked[1][1] == ("assistant", "")
+    model.texts.append(["end"])
+    talk.ask("three", ())
+    assert model.asked[2][3] == ("assistant", "yes")
 
 
 class Terminal(io.StringIO):
