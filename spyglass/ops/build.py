@@ -1,8 +1,9 @@
 """Compiles the C++ kernels of `csrc/` for this machine's processor, once, into the user's cache.
 
 `python -m spyglass.ops.build` does it ahead of time; otherwise the first model that is built does. One library per
-instruction set, named after what went into it (sources, compiler, flags), so a stale one is never loaded. Without a
-compiler the reference ops run, and `why_not` says so.
+instruction set, named after what went into it (sources, compiler, flags), so a stale one is never loaded. It gets its
+name when it is whole; what a build leaves that is killed, the next one removes. Without a compiler the reference ops
+run, and `why_not` says so.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 from spyglass.errors import DeviceError
 
@@ -39,6 +42,9 @@ _X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 PLAIN = "plain"  # no flags: 16-byte vectors, which every 64-bit processor has
 _SOURCES = Path(__file__).with_name("csrc")
+_UNFINISHED = ".unfinished-"  # in the name of a folder, behind that of the library that is built in it
+_WORD_EVERY, _LOOK_EVERY = 15.0, 0.2  # seconds
+_LOG = logging.getLogger(__name__)
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w")
 
 
@@ -133,11 +139,12 @@ def build(isa: str) -> Path:
     if path.exists():
         return path
     # a warning, because this is shown unless somebody silenced it, and nobody likes half a minute of silence
-    logging.getLogger(__name__).warning("building the CPU kernels for this processor: once, about half a minute")
+    _LOG.warning("building the CPU kernels for this processor: once, about half a minute")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
         with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock)
             if not path.exists():
                 _compile(isa, path)
     except OSError as error:
@@ -145,6 +152,33 @@ def build(isa: str) -> Path:
             f"the CPU kernels could not be stored in {path.parent}: {error}; use ops='reference'"
         ) from error
     return path
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds left that were killed: the folders of those whose lock nobody holds any more."""
+    for left in folder.glob(f"*{_UNFINISHED}*"):
+        with (folder / f"{left.name.partition(_UNFINISHED)[0]}.lock").open("w") as lock:
+            if _take(lock):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _take(lock: TextIO) -> bool:
+    """Lock the file, if no other process has; the lock goes when the file is closed, or its owner ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Lock the file, and say from time to time that another process builds the same library."""
+    began = told = time.monotonic()
+    while not _take(lock):
+        time.sleep(_LOOK_EVERY)
+        if time.monotonic() - told >= _WORD_EVERY:
+            told = time.monotonic()
+            _LOG.warning("another process builds the CPU kernels; waited for it for %.0f s", told - began)
 
 
 def prepare() -> bool:
@@ -162,7 +196,7 @@ def _compile(isa: str, path: Path) -> None:
     compiler, runtime = _compiler(), _openmp_runtime()
     if compiler is None:
         raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=path.stem + _UNFINISHED, dir=path.parent) as folder:
         sources = sorted(_SOURCES.glob("*.cpp"))
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         commands = [
@@ -170,7 +204,7 @@ def _compile(isa: str, path: Path) -> None:
             for source, target in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = list(pool.map(_run, commands))
+            done = _results([pool.submit(_run, command) for command in commands])
         library = str(Path(folder) / path.name)
         # without -fopenmp here, the only OpenMP library it can ask for is torch's
         done.append(_run([compiler, "-shared", *objects, "-o", library, runtime or "-fopenmp"]))
@@ -180,6 +214,15 @@ def _compile(isa: str, path: Path) -> None:
             _failure_note(path).write_text(reason)
             raise DeviceError(f"{reason}; use ops='reference'")
         os.replace(library, path)
+
+
+def _results(runs: Sequence[Future[subprocess.CompletedProcess[str]]]) -> list[subprocess.CompletedProcess[str]]:
+    """What compilers said, in order; from time to time a line tells how many of them are done."""
+    began = time.monotonic()
+    while not_done := wait(runs, timeout=_WORD_EVERY).not_done:
+        done, spent = len(runs) - len(not_done), time.monotonic() - began
+        _LOG.warning("building the CPU kernels: %d of %d files after %.0f s", done, len(runs), spent)
+    return [run.result() for run in runs]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ATTENTION = "spyglass/ops/csrc/attention.cpp"
+BUILD = "spyglass/ops/build.py"
 INDEX = "spyglass/ops/csrc/index.cpp"
 PAGES = "spyglass/ops/csrc/pages.h"
 EXPERTS = "spyglass/ops/csrc/experts.cpp"
@@ -14,6 +15,7 @@ OUTPUT = "spyglass/ops/csrc/rows.h"
 SIMD = "spyglass/ops/csrc/simd.h"
 PRODUCT = "spyglass/ops/csrc/product.h"
 ON_ATTENTION = "tests/ops/test_cpu_attention.py -m 'not slow'"
+ON_BUILD = "tests/ops/test_cpu_build.py"
 ON_LINEAR = "tests/ops/test_cpu_linear.py -m 'not slow'"
 ON_ROWS = "tests/ops/test_cpu_rows.py -m 'not slow'"
 
@@ -196,4 +198,14 @@ KERNEL_ROWS: list[Mutant] = [
            ON_ROWS, "mix: the last rows of a matrix whose height is not of fours"),
     Mutant(PRODUCT, "    if (rest) {\n      u8 last[C::BYTES] = {};", "    if (false) {\n      u8 last[C::BYTES] = {};",
            ON_LINEAR, "linear: the last columns are lost where rows are decoded"),
+    Mutant(BUILD, "        _sweep(path.parent)\n", "",
+           ON_BUILD, "what killed builds left stays for ever"),
+    Mutant(BUILD, "            if _take(lock):\n", "            if True:\n",
+           ON_BUILD, "a build under way loses its folder to another"),
+    Mutant(BUILD, "            _wait_for(lock)\n", "",
+           ON_BUILD, "two processes build the same library at once"),
+    Mutant(BUILD, "wait(runs, timeout=_WORD_EVERY)", "wait(runs)",
+           ON_BUILD, "minutes of compiling without a word"),
+    Mutant(BUILD, "        if time.monotonic() - told >= _WORD_EVERY:\n", "        if False:\n",
+           ON_BUILD, "minutes of waiting for another build without a word"),
 ]  # fmt: skip
