@@ -40,9 +40,15 @@ def make_model(seed: int = 0, **changes: Any) -> Any:
 
 
 def make_engine(
-    model: ModelParts, config: ModelConfig, *, cache_bytes: int | None = None, step: int = 64, **options: Any
+    model: ModelParts,
+    config: ModelConfig,
+    *,
+    cache_bytes: int | None = None,
+    step: int = 64,
+    token_bytes: Any = None,
+    **options: Any,
 ) -> Engine:
-    """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
+    """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
     settings = {"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
     blocks = Blocks(
@@ -66,6 +72,7 @@ def make_engine(
         banned=[0],
         blocks=blocks,
         prefixes=prefixes,
+        token_bytes=token_bytes,
     )
 
 

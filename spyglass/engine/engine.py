@@ -380,7 +380,7 @@ class Engine:
         self._drop(sequence)
         if flush and sequence.detokenizer is not None:
             rest, stopped = sequence.detokenizer.finish()
-            text, reason = text + rest, "stop" if stopped else reason
+            text, reason = text + rest, "stop" if stopped and reason != "abort" else reason
         sequence.text.append(text)
         return last_delta(sequence, reason, tokens, text, error)
 

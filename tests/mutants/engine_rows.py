@@ -32,6 +32,7 @@ ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_CACHES = (
     f"{UNIT}/test_prefix.py {UNIT}/test_image_cache.py tests/laws/test_caches.py tests/laws/test_cache_limits.py"
 )
+ON_ENDS = f"{UNIT}/test_ends.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
 ON_TRIALS = f"{UNIT}/test_form_trials.py"
@@ -233,6 +234,13 @@ ENGINE_ROWS: list[Mutant] = [
            "pictures of many requests in one call of the tower"),
     Mutant(WORKSPACE, "- step - prefixes", "- prefixes", ON_ROOM, "rows take what a step works with"),
     Mutant(PAGES, "        self._untouched += fresh\n", "", ON_BLOCKS, "the same fresh pages for everyone"),
+    Mutant(ENGINE, '"stop" if stopped and reason != "abort" else reason', "reason", ON_ENDS,
+           "a stop string that the end completes is no reason"),
+    Mutant(ENGINE, '"stop" if stopped and reason != "abort" else reason', '"stop" if stopped else reason', ON_ENDS,
+           "an aborted answer has ended of itself"),
+    Mutant(ENGINE, "text + rest, ", "text, ", ON_ENDS, "what was held back at the end is lost"),
+    Mutant(ENGINE, '"stop", (token,), text, flush=False)', '"stop", (token,), text)', ON_ENDS,
+           "half a character behind a stop string"),
     Mutant(ENGINE, " and not params.ignore_eos)", ")", ON_LOOP, "ignore_eos ignored"),
     Mutant(ENGINE, "token in params.stop_token_ids or ", "", ON_LOOP, "stop ids ignored"),
     Mutant(ENGINE, "position_S=[s.length", "position_S=[0 * s.length", ON_LOOP,
