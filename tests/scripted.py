@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, Usage
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import PromptError
@@ -48,7 +49,9 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.live), steps=self.steps)
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
+    ) -> int:
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")
         if 67 in prompt.ids_T:

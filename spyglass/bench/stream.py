@@ -23,6 +23,7 @@ from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import ask_all
 from spyglass.config.numbers import number
 from spyglass.config.server import ServerConfig
+from spyglass.engine.grammar import Form
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
 from spyglass.engine.stats import EngineStats
@@ -56,7 +57,9 @@ class InstantEngine:
         """As `Engine`."""
         return EngineStats(running=len(self._live))
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
+    ) -> int:
         """As `Engine`."""
         self._next += 1
         self._live[self._next] = prompt, params.max_tokens or 1, 0

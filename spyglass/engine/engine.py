@@ -135,16 +135,19 @@ class Engine:
         sink: torch.Tensor | None = None,
         *,
         adapter: AdapterUse = NO_ADAPTER,
+        form: Form | None = None,
     ) -> int:
         """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
 
-        Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
+        `form` is what `check` gave for it, left as it is; without it a form that is asked for is compiled here, which
+        may take seconds: who has steps to run has it compiled in another thread. Without `max_tokens` the answer may be
+        as long as the model's limit and the memory allow.
 
         Raises:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
             CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
         """
-        form = self.check(prompt, params)
+        self._refuse_bad(prompt, params)
         sequence = TokenSequence(
             self._next_id,
             prompt,
@@ -156,7 +159,7 @@ class Engine:
             else Detokenizer(self._token_bytes, params.stop, params.stop_after),
             sink=sink,
             adapter=adapter,
-            form=form,
+            form=self._form(params) if form is None else form.copy(),
         )
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
@@ -167,12 +170,17 @@ class Engine:
     def check(self, prompt: Prompt, params: SamplingParams) -> Form | None:
         """What `add` refuses, but for what depends on the memory; the form that an answer to it would follow.
 
+        Any thread may ask, while steps run.
+
         Raises:
             PromptError, CapacityError: as `add`.
         """
+        self._refuse_bad(prompt, params)
+        return self._form(params)
+
+    def _refuse_bad(self, prompt: Prompt, params: SamplingParams) -> None:
         check_prompt(prompt, self._config, images=self._images)
         check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
-        return self._form(params)
 
     def _form(self, params: SamplingParams) -> Form | None:
         if params.structured is None:

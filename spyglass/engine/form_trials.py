@@ -68,7 +68,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl+C is for us, who may let answers end
+                process_group=0,  # Ctrl+C is for us, who may let answers end; in another session nice means nothing
             )
         except OSError as error:
             raise SpyglassError(f"the process that tries forms of answers cannot be started: {error}") from error

@@ -52,6 +52,10 @@ class Form:
         """What `Masks` asks for the next token's mask."""
         return self._matcher
 
+    def copy(self) -> Form:
+        """The same form for another answer, which is as far in it."""
+        return Form(self._matcher.deep_copy(), self._after)
+
     def push(self, token: int) -> str | None:
         """Take one drawn token; what went wrong, or None."""
         if self._after is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import CapacityError, OverloadedError, SpyglassError
@@ -33,7 +34,9 @@ class StepLoop(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
+    ) -> int:
         """Queue a request; returns its id."""
 
     def step(self) -> list[Delta]:
@@ -138,9 +141,10 @@ class EngineWorker:
         prompts: Prompt | Sequence[Prompt],
         params: Sequence[SamplingParams],
         adapter: AdapterUse = NO_ADAPTER,
+        form: Form | None = None,
     ) -> Submission:
         """Queue one call, an answer for each of `params`, to one prompt or to one each. Called in the event loop that
-        will read the answers.
+        will read the answers. `form` is that of each answer, compiled: the thread has steps to run.
 
         Raises:
             OverloadedError: as many answers as may be are queued or running.
@@ -151,7 +155,7 @@ class EngineWorker:
             self._require_place(len(params))
             self._live += len(params)
             each = [prompts] * len(params) if isinstance(prompts, Prompt) else prompts
-            self._order(partial(self._admit, submission, list(zip(each, params, strict=True)), adapter))
+            self._order(partial(self._admit, submission, list(zip(each, params, strict=True)), adapter, form))
         return submission
 
     def cancel(self, submission: Submission) -> None:
@@ -267,12 +271,16 @@ class EngineWorker:
             self._began = None
 
     def _admit(
-        self, submission: Submission, answers: Sequence[tuple[Prompt, SamplingParams]], adapter: AdapterUse
+        self,
+        submission: Submission,
+        answers: Sequence[tuple[Prompt, SamplingParams]],
+        adapter: AdapterUse,
+        form: Form | None,
     ) -> None:
         refusal: Exception | None = None
         try:
             for index, (prompt, params) in enumerate(answers):
-                request = self._engine.add(prompt, params, adapter=adapter)
+                request = self._engine.add(prompt, params, adapter=adapter, form=form)
                 submission.requests.append(request)
                 self._tickets[request] = submission, index
         except Exception as error:  # ours are told to the client, others are faults and told as such: nobody may hang

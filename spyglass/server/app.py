@@ -131,7 +131,7 @@ class EndpointRoute:
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
-            submission = self._service.worker.submit(call.prompts, call.params, adapter)
+            submission = self._service.worker.submit(call.prompts, call.params, adapter, call.form)
             watch = Watch(record, began, call.prompts)
             try:
                 if call.stream:

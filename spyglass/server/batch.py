@@ -21,6 +21,7 @@ from spyglass.errors import PromptError
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
+from spyglass.server.parsing import has_form, with_form
 
 _PARSERS = 2  # threads that decode pictures ahead of the engine
 _FORM = "a request is an object with custom_id, method, url and body"
@@ -129,7 +130,8 @@ class _Batch:
     def parse(self, line: BatchLine) -> Call | Immediate:
         if line.body.get("stream"):
             raise PromptError("stream has no meaning in a batch; leave it out")
-        return self._endpoints[line.url].parse(line.body, None)
+        call = self._endpoints[line.url].parse(line.body, None)
+        return with_form(call, self._engine.check) if has_form(call) else call
 
     def begin(self, line: BatchLine, parsed: Future[Call | Immediate]) -> None:
         """Queue the answers of a request, or write why there are none."""
@@ -143,7 +145,7 @@ class _Batch:
             open_call = _Open(line, call, request_id, len(call.params))
             adapter = self._adapter_use(call.adapter)
             for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
-                numbers.append(self._engine.add(prompt, params, adapter=adapter))
+                numbers.append(self._engine.add(prompt, params, adapter=adapter, form=call.form))
                 self.open[numbers[-1]] = (open_call, index)
         except Exception as error:  # the top frame here, too: a fault of ours in one line is that line's answer
             for number in numbers:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
+from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
@@ -72,7 +73,8 @@ class Reply(Protocol):
 class Call:
     """One parsed request. `params` and `prompts` one per answer, in order; `adapter` None = the base model.
 
-    `pictures` counts pictures of the request (usage and metrics); `user_fields` are request fields of no effect here
+    `form` is what each answer follows, once it is compiled. `pictures` counts pictures of the request (usage and
+    metrics); `user_fields` are request fields of no effect here
     that are safe to ignore, named once in the log, never their contents.
     """
 
@@ -82,6 +84,7 @@ class Call:
     stream: bool
     reply: Reply
     adapter: str | None = None
+    form: Form | None = None
     pictures: int = 0
     user_fields: tuple[str, ...] = ()
 

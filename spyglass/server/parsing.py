@@ -12,10 +12,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from spyglass.config.server import ServerConfig
+from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
@@ -26,6 +28,7 @@ from spyglass.server.held import Claim
 
 _UNPACKING = 4
 _COMPILING = 4
+Check = Callable[[Prompt, SamplingParams], Form | None]
 
 
 class _ElsewhereError(Exception):
@@ -35,9 +38,7 @@ class _ElsewhereError(Exception):
 class Parsers:
     """Parses for at most `most` requests at a time. `check` is what the engine refuses, before it is asked."""
 
-    def __init__(
-        self, config: ServerConfig, limits: ImageLimits, most: int, check: Callable[[Prompt, SamplingParams], object]
-    ) -> None:
+    def __init__(self, config: ServerConfig, limits: ImageLimits, most: int, check: Check) -> None:
         self._limits, self._check = limits, check
         self._seconds = config.fetch_seconds if config.remote_images else None
         self._places = threading.BoundedSemaphore(_UNPACKING)
@@ -56,9 +57,7 @@ class Parsers:
             return self._parse(endpoint, body, None if self._seconds is None else _refer_elsewhere)
 
         def check(call: Call) -> Call:
-            if not parsing.cancelled():
-                self._check(call.prompt, call.params[0])  # compiles the form here and not between two steps
-            return call
+            return call if parsing.cancelled() else with_form(call, self._check)
 
         def settle(work: Future[Any], *, checked: bool = False) -> None:
             if parsing.cancelled() or work.cancelled():
@@ -68,7 +67,7 @@ class Parsers:
                 self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
             elif error is not None:
                 parsing.set_exception(error)
-            elif not checked and _has_form(work.result()):
+            elif not checked and has_form(work.result()):
                 self._compilers.submit(check, work.result()).add_done_callback(partial(settle, checked=True))
             else:
                 parsing.set_result(work.result())
@@ -92,8 +91,18 @@ class Parsers:
         return self._parse(endpoint, body, partial(_fetch_outside, self._places, images))
 
 
-def _has_form(call: Call | Immediate) -> bool:
+def has_form(call: Call | Immediate) -> TypeGuard[Call]:
+    """Whether the answers to a call have a form, which takes time to compile."""
     return isinstance(call, Call) and call.params[0].structured is not None
+
+
+def with_form(call: Call, check: Check) -> Call:
+    """The call with its form compiled, where this is called and not between two steps of the engine.
+
+    Raises:
+        PromptError, CapacityError: the engine would refuse it; as `Engine.check`.
+    """
+    return replace(call, form=check(call.prompt, call.params[0]))
 
 
 def _refer_elsewhere(address: str) -> bytes:

@@ -15,6 +15,7 @@ SCHEDULER = "spyglass/engine/scheduler.py"
 GRAMMAR = "spyglass/engine/grammar.py"
 COMPILING = "spyglass/engine/compile_form.py"
 TRIALS = "spyglass/engine/form_trials.py"
+WORKER = "spyglass/engine/worker.py"
 FINITE = "spyglass/engine/finite.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 WORKSPACE = "spyglass/engine/workspace.py"
@@ -32,6 +33,7 @@ ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_CACHES = (
     f"{UNIT}/test_prefix.py {UNIT}/test_image_cache.py tests/laws/test_caches.py tests/laws/test_cache_limits.py"
 )
+ON_SERVED_FORMS = "tests/server/test_forms.py"
 ON_ENDS = f"{UNIT}/test_ends.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
@@ -238,6 +240,19 @@ ENGINE_ROWS: list[Mutant] = [
            "a stop string that the end completes is no reason"),
     Mutant(ENGINE, '"stop" if stopped and reason != "abort" else reason', '"stop" if stopped else reason', ON_ENDS,
            "an aborted answer has ended of itself"),
+    Mutant(ENGINE, "self._form(params) if form is None else form.copy()", "self._form(params)", ON_FORMS,
+           "a form that was checked is compiled again between steps"),
+    Mutant(ENGINE, "if form is None else form.copy()", "if form is None else form", ON_FORMS,
+           "answers of one call go through one form together"),
+    Mutant(COMPILING, "    os.nice(_NICE)\n", "", ON_TRIALS, "trials take processors from steps"),
+    Mutant(TRIALS, "process_group=0,", "start_new_session=True,", ON_TRIALS, "the niceness of trials means nothing"),
+    Mutant(WORKER, "adapter=adapter, form=form)", "adapter=adapter)", ON_SERVED_FORMS, "the thread compiles forms itself"),
+    Mutant("spyglass/server/app.py", "call.params, adapter, call.form)", "call.params, adapter)", ON_SERVED_FORMS,
+           "compiled forms do not reach the engine's thread"),
+    Mutant("spyglass/server/readiness.py", "form = await asyncio.to_thread(self._llm.engine.check, prompt, params)", "form = None",
+           ON_SERVED_FORMS, "the trial of forms at the start runs between steps"),
+    Mutant("spyglass/server/batch.py", "with_form(call, self._engine.check) if has_form(call) else call", "call",
+           "tests/server/test_batch.py", "forms of a batch are compiled between steps"),
     Mutant(ENGINE, "text + rest, ", "text, ", ON_ENDS, "what was held back at the end is lost"),
     Mutant(ENGINE, '"stop", (token,), text, flush=False)', '"stop", (token,), text)', ON_ENDS,
            "half a character behind a stop string"),

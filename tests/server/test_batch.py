@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spyglass.config.server import ServerConfig
+from spyglass.engine.grammar import Form, Forms
 from spyglass.engine.llm import LLM
-from spyglass.engine.request import SamplingParams
+from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
+from spyglass.server.app import served_by
 from spyglass.server.batch import BatchLine, answered, batch_lines, check_batch, run_batch
+from spyglass.server.endpoints import make_endpoints
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 
@@ -51,6 +56,34 @@ def test_every_line_has_the_answer_it_has_alone(llm: LLM, tmp_path: Path) -> Non
         assert answer["response"]["status_code"] == 200 and answer["error"] is None
         assert answer["response"]["body"]["answers"] == [list(alone.token_ids)] * (1 + number % 2)
     assert not llm.engine.has_work
+
+
+def test_forms_are_compiled_while_lines_are_read_and_not_between_steps(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    begin = Forms.begin
+
+    def told(forms: Forms, structured: Structured) -> Form:
+        threads.append(threading.current_thread().name)
+        return begin(forms, structured)
+
+    monkeypatch.setattr(Forms, "begin", told)
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    lines = [{**line(n, **asked, guided_regex=f"{n}[ab]"), "url": "/v1/chat/completions"} for n in range(3)]
+    lines.append({**line(3, **asked, guided_regex="("), "url": "/v1/chat/completions"})
+    endpoints = make_endpoints(served_by(llm, ServerConfig()))
+    out, path = io.StringIO(), written(tmp_path / "in.jsonl", *lines)
+    urls = [endpoint.path for endpoint in endpoints]
+    assert run_batch(llm, endpoints, batch_lines(path, urls), out, lambda fine: None) == (3, 1)
+    replies = {
+        answer["custom_id"]: answer["response"]["body"] for answer in map(json.loads, out.getvalue().splitlines())
+    }
+    for number in range(3):
+        text = replies[f"q{number}"]["choices"][0]["message"]["content"]
+        assert text in (f"{number}a", f"{number}b")
+    assert "the regex asked for" in replies["q3"]["error"]["message"]
+    assert len(threads) == 4 and all(name.startswith("parse") for name in threads)
 
 
 def test_a_line_is_answered_with_the_adapter_that_its_model_names(model_folder: Path, tmp_path: Path) -> None:

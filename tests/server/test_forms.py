@@ -11,7 +11,9 @@ import pytest
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.form_trials import FormTrials
+from spyglass.engine.grammar import Form, Forms
 from spyglass.engine.llm import LLM
+from spyglass.engine.request import Structured
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
@@ -21,6 +23,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SAY = [{"role": "user", "content": "hi"}]
 SEE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url()}}]}]
 SLOW = "a?" * 65_000
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "integer"}}}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,34 @@ def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
         assert not any(answer.done() for answer in held)
         go_on.set()
         assert {answer.result(60) for answer in held} == {200}
+
+
+def test_forms_are_compiled_in_threads_of_their_own_and_never_in_that_of_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if what was compiled is forgotten before its request is taken."""
+    threads: list[str] = []
+    begin = Forms.begin
+
+    def told(forms: Forms, structured: Structured) -> Form:
+        threads.append(threading.current_thread().name)
+        form = begin(forms, structured)
+        forms._compiled.clear()
+        return form
+
+    monkeypatch.setattr(Forms, "begin", told)
+    with running(create_app(llm, ServerConfig(grace_seconds=1))) as live:
+        for more in ({"guided_regex": "[ab]c"}, {"guided_choice": ["x", "y"], "n": 3}, {"response_format": SCHEMA}):
+            reply = live.post({"messages": SAY, "max_tokens": 4, **more}, CHAT)
+            assert reply.status_code == 200, reply.text
+        assert [choice["message"]["content"] in ("x", "y") for choice in chosen(live)] == [True, True]
+        wait_for(lambda: not live.service.readiness.starting)
+    assert sorted(name.partition("_")[0] for name in threads) == ["asyncio", *["form"] * 4], "one is tried at the start"
+
+
+def chosen(live: Live) -> list[Any]:
+    asked = {"messages": SAY, "max_tokens": 4, "guided_choice": ["x", "y"], "n": 2}
+    return list(live.post(asked, CHAT).json()["choices"])
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,15 @@ def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
     assert running() == kept, "the same ones"
 
 
+def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials: FormTrials) -> None:
+    """Where sessions share the processors between them, it must be in ours, or its niceness means nothing."""
+    seconds(trials, "regex", "a")
+    (process,) = trials._waiting
+    pid = process._process.pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+    assert os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
+
+
 def test_without_a_process_there_is_a_clear_error(trials: FormTrials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_trials.sys, "executable", "/no/such/python")
     with pytest.raises(SpyglassError, match="cannot be started"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.form_trials import FormTrials
 from spyglass.engine.grammar import Forms
+from spyglass.engine.request import Delta
 from spyglass.errors import PromptError
+from spyglass.prompt.build import prompt_from_parts
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -79,6 +82,27 @@ def no_blanks(llm: LLM) -> dict[int, float]:
     assert llm.tokenizer is not None
     spelled = ((token, llm.tokenizer.spelling(token)) for token in range(llm.config.text.vocab_size))
     return {token: -100.0 for token, text in spelled if text and set(text) <= set("ĠĊĉč")}
+
+
+def test_a_form_that_was_checked_is_followed_by_each_answer_and_not_compiled_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run where `add` is called, so nothing may be compiled there."""
+    prompt, params = prompt_from_parts([[0, 5, 6, 7]], llm.config), asked("regex", "[ab]{3}c")
+    form = llm.engine.check(prompt, params)
+    assert form is not None
+
+    def begin(forms: Forms, structured: Structured) -> None:
+        raise AssertionError("a form is compiled between two steps")
+
+    monkeypatch.setattr(Forms, "begin", begin)
+    for _ in range(2):
+        requests = [llm.engine.add(prompt, replace(params, seed=seed), form=form) for seed in range(2)]
+        deltas: list[Delta] = []
+        while llm.engine.has_work:
+            deltas += llm.engine.step()
+        outputs = {delta.request_id: delta.output for delta in deltas if delta.output is not None}
+        assert [re.fullmatch("[ab]{3}c", outputs[request].text) is not None for request in requests] == [True, True]
 
 
 def test_any_json_begins_an_object(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.worker import EngineWorker, Submission
 from spyglass.errors import CapacityError, OverloadedError, PromptError, SpyglassError
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from tests.scripted import ScriptedEngine
@@ -114,7 +114,7 @@ def test_what_the_engine_refuses_is_told_to_the_caller_and_the_other_answers_of_
 
 def test_a_call_that_is_refused_half_way_leaves_nothing_behind() -> None:
     class Second(ScriptedEngine):
-        def add(self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER) -> int:
+        def add(self, prompt: Prompt, params: SamplingParams, **more: Any) -> int:
             if self.live:
                 raise CapacityError("one at a time")
             return super().add(prompt, params)
