@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests.unit.train.samples import make_sample
 
 pytestmark = pytest.mark.slow  # they load a checkpoint from disk
 CPU = torch.device("cpu")
+RULES = ("matrix", "other")
 FIRST, SECOND, BOTH = 0, 1, 2  # numbers of micro-batches
 
 
@@ -121,3 +124,29 @@ def test_layers_that_are_computed_again_count_once(tiny_folder: Path, run: Run) 
     _, got, _ = again.step(FIRST, SECOND)
     assert any(move.any() for move in expected.values())
     assert all(torch.equal(move, expected[name]) for name, move in got.items())
+
+
+def held() -> int:
+    """Bytes of every tensor that Python can see."""
+    found = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def test_the_manual_says_what_memory_a_weight_takes(tiny_folder: Path) -> None:
+    """Master, both moments, the step's gradient, and the rounded copy that the modules read."""
+    before = held()
+    config = read_model_config(tiny_folder)
+    options = TrainConfig(model=tiny_folder, data=tiny_folder, output=tiny_folder, full=True, numerics="plain")
+    run = FullRun(config, options, CPU, progress=False)
+    task = run.task(lambda number: [make_sample(config, [12, (4, 6), 7], seed=number)], {})
+    for number in (FIRST, SECOND):
+        task.loss(number).loss.backward()
+    for leaf in task.leaves.values():  # also of what this sample did not use
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    task.optimisers[0].step()
+    taken = held() - before
+    counts = {rule: sum(stack.value.numel() for stack in run.masters.stacks if stack.rule == rule) for rule in RULES}
+    manual = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    stated = re.search(r"takes (\d+) bytes a trained weight, (\d+) of\s+embedding, head and norms", manual)
+    assert stated is not None and all(counts.values())
+    assert taken == pytest.approx(sum(int(stated[n]) * counts[rule] for n, rule in enumerate(RULES, 1)), rel=0.02)
