@@ -211,7 +211,8 @@ def _compile(isa: str, path: Path) -> None:
         wrong = next((one for one in done if one.returncode), None)
         if wrong is not None:
             reason = f"the CPU kernels did not compile ({' '.join(wrong.args)}): {wrong.stderr[-2000:]}"
-            _failure_note(path).write_text(reason)
+            note = _failure_note(path)
+            note.write_text(f"{reason.strip()}; to try once more (memory may have been short) remove {note}")
             raise DeviceError(f"{reason}; use ops='reference'")
         os.replace(library, path)
 

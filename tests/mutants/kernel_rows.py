@@ -204,6 +204,8 @@ KERNEL_ROWS: list[Mutant] = [
            ON_BUILD, "a build under way loses its folder to another"),
     Mutant(BUILD, "            _wait_for(lock)\n", "",
            ON_BUILD, "two processes build the same library at once"),
+    Mutant(BUILD, "; to try once more (memory may have been short) remove {note}", "",
+           ON_BUILD, "nobody is told how a failed build is tried again"),
     Mutant(BUILD, "wait(runs, timeout=_WORD_EVERY)", "wait(runs)",
            ON_BUILD, "minutes of compiling without a word"),
     Mutant(BUILD, "        if time.monotonic() - told >= _WORD_EVERY:\n", "        if False:\n",

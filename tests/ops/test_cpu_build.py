@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from spyglass.errors import DeviceError
 from spyglass.ops import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,3 +150,23 @@ def test_a_build_says_how_far_it_is(
     build_with(desk.compiler("slow", waits=True), monkeypatch)
     helper.join()
     assert words in caplog.text and "once, about half a minute" in caplog.text
+
+
+def test_a_build_that_failed_is_tried_again_when_its_note_is_removed_which_the_reason_says(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may have been for want of memory."""
+    compiler = desk.compiler("compiler")
+    sound, stamp = compiler.read_text(), compiler.stat().st_mtime_ns
+    compiler.write_text("#!/bin/sh\nkill -9 $$\n")
+    os.utime(compiler, ns=(stamp, stamp))
+    with pytest.raises(DeviceError, match="did not compile"):
+        build_with(compiler, monkeypatch)
+    monkeypatch.setattr(build, "isas", lambda: (build.PLAIN,))
+    reason = build.why_not()
+    assert reason is not None and desk.unfinished() == []
+    compiler.write_text(sound)
+    os.utime(compiler, ns=(stamp, stamp))
+    assert not build.prepare()
+    Path(reason.rpartition("remove ")[2]).unlink()
+    assert build.why_not() is None and build.prepare() and len(desk.libraries()) == 1
