@@ -11,7 +11,6 @@ JSON = "spyglass/config/json_file.py"
 SAVED = "spyglass/config/saved_v4.py"
 ENGINE = "spyglass/config/engine.py"
 MAIN = "spyglass/cli/main.py"
-SHIPPED = "spyglass/config/shipped.py"
 MODEL = "spyglass/config/model.py"
 NUMBERS = "spyglass/config/numbers.py"
 SHIPPED = "spyglass/config/shipped.py"
@@ -88,8 +87,8 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(SHIPPED, "tuple(sorted(path.parent.name for path in model", "tuple((path.parent.name for path in model", ON_SHIPPED,
            "adapters in any order"),
     Mutant(SHIPPED, "if path.is_dir() or len", "if len", ON_SHIPPED, "a shipped adapter hides a folder"),
-    Mutant(SHIPPED, "len(path.parts) != 1 or ", "", ON_SHIPPED, "a path is taken for a name"),
-    Mutant(SHIPPED, " or not known:", ":", ON_SHIPPED, "models without adapters refuse all"),
+    Mutant(SHIPPED, "path.is_dir() or len(path.parts) != 1:", "path.is_dir():", ON_SHIPPED, "a path is taken for a name"),
+    Mutant(SHIPPED, "if not known and not having:", "if False:", ON_SHIPPED, "models without adapters refuse all"),
     Mutant(SHIPPED, "base.lower() == model_name.lower()", "base == model_name", ON_SHIPPED, "upper and lower case differ"),
     Mutant(SHIPPED, '.rpartition("/")[2]', "", ON_SHIPPED, "a hub's name is another model"),
     Mutant(SHIPPED, 'stated.rstrip("/")', "stated", ON_SHIPPED, "a path that ends with a slash has no name"),

@@ -18,7 +18,7 @@ FORM_ROWS: list[Mutant] = [
     Mutant(TRIALS, "        if wrong is not None:\n            raise PromptError(wrong)\n", "", ON_TRIALS,
            "a form that means nothing passes its trial"),
     Mutant(TRIALS, '[sys.executable, "-P", str(', "[sys.executable, str(", ON_TRIALS, "our files hide the library's"),
-    Mutant(TRIALS, "start_new_session=True", "start_new_session=False", ON_TRIALS, "Ctrl+C ends trials"),
+    Mutant(TRIALS, "                process_group=0,", "                process_group=None,", ON_TRIALS, "Ctrl+C ends trials"),
     Mutant(TRIALS, "        except BrokenPipeError:\n", "        except ZeroDivisionError:\n", ON_TRIALS,
            "a process that ends is a traceback"),
     Mutant(TRIALS, "        except OSError as error:\n", "        except ZeroDivisionError as error:\n", ON_TRIALS,

@@ -69,7 +69,7 @@ SERVER_PROTOCOL_ROWS: list[Mutant] = [
     Mutant(COMPLETIONS, "self._echoes[index] + output.text", "self._echoes[0] + output.text", ON_CLIENTS, "the first prompt for all"),
     Mutant("spyglass/server/sampling.py", "        if token in biases:\n", "        if False:\n", ON_REQUESTS,
            "one of two biases of a token is lost"),
-    Mutant("spyglass/server/batch.py", "params, adapter=adapter)", "params)", "tests/server/test_batch.py",
+    Mutant("spyglass/server/batch.py", "params, adapter=adapter, form=call.form)", "params, form=call.form)", "tests/server/test_batch.py",
            "lines of a batch have no adapter"),
     Mutant(CONVERSATION, "if self._fetch is None:", "if False:", ON_REQUESTS, "remote pictures without permission"),
     Mutant(CONVERSATION, "if len(value) > self._limits.url_chars:", "if False:", ON_REQUESTS, "addresses of any length"),
