@@ -139,9 +139,8 @@ class Engine:
     ) -> int:
         """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
 
-        `form` is what `check` gave for it, left as it is; without it a form that is asked for is compiled here, which
-        may take seconds: who has steps to run has it compiled in another thread. Without `max_tokens` the answer may be
-        as long as the model's limit and the memory allow.
+        `form` is what `check` gave for it, left as it is; without it one is compiled here, which may take seconds.
+        Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
 
         Raises:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
@@ -168,9 +167,7 @@ class Engine:
         return sequence.request_id
 
     def check(self, prompt: Prompt, params: SamplingParams) -> Form | None:
-        """What `add` refuses, but for what depends on the memory; the form that an answer to it would follow.
-
-        Any thread may ask, while steps run.
+        """What `add` refuses, but for what depends on the memory; the form that an answer would follow. Any thread.
 
         Raises:
             PromptError, CapacityError: as `add`.
