@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import NoReturn
 
+from spyglass.config.json_text import parse_json_text
 from spyglass.errors import ConfigError
 
 MAX_BYTES = 16 << 20  # a config.json has a few kilobytes; anything near this is the wrong file
@@ -19,20 +18,8 @@ def read_json_object(path: Path) -> dict[str, object]:
             Infinity included), repeats a key, or holds something other than an object.
     """
     text = _read_text(path)
-
-    def refuse_constant(word: str) -> NoReturn:
-        raise ConfigError(f"{path}: {word} is not JSON; write a finite number")
-
-    def refuse_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        seen: dict[str, object] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ConfigError(f"{path}: {key!r} is written twice; keep one of the two values")
-            seen[key] = value
-        return seen
-
     try:
-        value = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_repeats)
+        value = parse_json_text(text)
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a configuration") from None
     except ValueError as error:

@@ -1,21 +1,21 @@
 """The body of a request: read no further than its limit, then JSON as the standard has it (RFC 8259), an object.
 
-What Python's reader lets through is refused: NaN and Infinity, numbers too large to be finite, lone surrogates, which
-no tokenizer can encode, and nesting without end.
+What Python's reader lets through is refused: NaN and Infinity, numbers too large to be finite, keys written twice, one
+of which would be lost, lone surrogates, which no tokenizer can encode, and nesting without end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from spyglass.config.json_text import parse_json_text
 from spyglass.errors import OverloadedError, PromptError
 from spyglass.server.held import Claim
 
@@ -96,10 +96,10 @@ def parse_json(body: bytes, what: str = "the body") -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise PromptError(f"{what} is not UTF-8: byte {body[error.start]:#04x} at {error.start}") from None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = parse_json_text(text)
     except RecursionError:
         raise PromptError(f"{what} is nested more than {_DEEPEST} levels deep") from None
-    except ValueError as error:  # also integers of more than 4,300 digits
+    except ValueError as error:
         raise PromptError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise PromptError(f"{what} is {_kind(value)}, expected a JSON object")
@@ -122,17 +122,6 @@ def _check_headers(request: Request) -> None:
 
 def _too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"the body is larger than the {limit} bytes that it may have; send less", _CLOSE)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is too large")
-    return value
 
 
 def _check_depth(value: object, what: str) -> None:

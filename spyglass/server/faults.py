@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -25,11 +26,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """How a request is refused. `known` False: a fault of ours, to be logged with its traceback."""
+    """How a request is refused. `field` of it is at fault, if one is. `known` False: a fault of ours, to be logged."""
 
     status: int
     message: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    field: str | None = None
     known: bool = True
 
 
@@ -38,7 +40,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, PromptError | CapacityError | AdapterError):
         return Fault(status=400, message=str(error))
     if isinstance(error, NotServedError):
-        return Fault(status=404, message=str(error))
+        return Fault(status=404, message=str(error), field="model")
     if isinstance(error, OverloadedError):
         wait = {"retry-after": str(math.ceil(error.retry_after_s))}
         return Fault(status=429, message=str(error), headers=wait)
@@ -50,6 +52,6 @@ def fault_of(error: Exception) -> Fault:
 def error_body(endpoint: Endpoint | None, fault: Fault) -> Mapping[str, Any]:
     """The JSON that tells a client: in its protocol's form, elsewhere in that of OpenAI."""
     if endpoint is not None:
-        return endpoint.error(fault.status, fault.message)
+        return endpoint.error(fault.status, fault.message, field=fault.field)
     kind = _KINDS.get(fault.status, "invalid_request_error" if fault.status < 500 else "server_error")
     return {"error": {"message": fault.message, "type": kind, "param": None, "code": None}}

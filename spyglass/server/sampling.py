@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from spyglass.config.json_text import parse_json_text
 from spyglass.config.numbers import integer
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
@@ -82,7 +82,7 @@ def _schema(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json_text(value)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is text that is not JSON: {error}") from error
 

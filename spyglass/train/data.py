@@ -7,7 +7,6 @@ URLs, or paths seen from the file's folder. Learnt are the tokens that the model
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from spyglass.config.json_text import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import PromptError
@@ -162,7 +162,7 @@ def read_chats(
 
 def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: int) -> Chat:
     try:
-        entry = json.loads(text)
+        entry = parse_json_text(text)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"not JSON: {error}") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):

@@ -7,6 +7,7 @@ Everything that can be seen to go wrong is refused before the model is loaded. S
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,7 @@ def _data_line(config: TrainConfig, chats: list[Chat], faults: list[str]) -> str
 
 def _result_line(config: TrainConfig, options: LoopOptions, result: LoopResult) -> str:
     folder = config.output / RUN_FOLDER
-    line = f"loss {result.loss:.4f} in step {result.step} of {options.steps}; result in {config.output}, "
+    loss = "nothing was left to learn" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
+    line = f"{loss} in step {result.step} of {options.steps}; result in {config.output}, "
     line += f"{CSV_NAME} and {PLOT_NAME} in {folder}"
     return line if result.finished else f"{line}\ninterrupted: --resume goes on from step {result.step}"

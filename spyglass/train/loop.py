@@ -82,7 +82,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """`step`s done; `finished` False if the run was interrupted and may be resumed. `loss` of the last step."""
+    """`step`s done; `finished` False if the run was interrupted and may be resumed. `loss` of the last step,
+    NaN if none was left to do.
+    """
 
     step: int
     finished: bool

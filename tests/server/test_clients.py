@@ -357,6 +357,16 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, claude: anthropic.Ant
         client.completions.create(model="tiny", prompt=[5] * 20_000)
 
 
+def test_only_a_model_that_is_not_served_has_the_code_of_one(client: openai.OpenAI) -> None:
+    """What is stored nowhere, as an answer by its id, is an unknown path and no unknown model."""
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model="gpt", input="a")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.retrieve("resp_1")
+    assert (caught.value.code, caught.value.param) == (None, None)
+
+
 def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     def ask(number: int) -> tuple[int, str]:
         question: Any = [{"role": "user", "content": f"Number {number % 8}?"}]

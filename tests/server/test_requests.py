@@ -202,6 +202,7 @@ UNKNOWN = {
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
         ({"structured_outputs": {"jsn": {}}}, "did you mean json"),
         ({"guided_json": "{"}, "is text that is not JSON"),
+        ({"guided_json": '{"type": "object", "type": "string"}'}, "'type' is written twice"),
     ],
     "responses": [
         ({"foo": 1}, "foo is not a known field"),

@@ -197,6 +197,19 @@ def test_the_command_ends_with_130_when_it_was_interrupted(
     assert "--resume goes on from step 1" in capsys.readouterr().out
 
 
+def test_a_run_that_is_done_has_nothing_left_when_it_is_resumed(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["finetune", str(config.model), "--data", str(config.data), "--output", str(config.output)]
+    arguments += ["--steps", "1", "--batch-tokens", "150"]
+    assert main(arguments) == 0
+    before = tensors(config.output)
+    assert "loss" in capsys.readouterr().out
+    assert main([*arguments, "--resume"]) == 0
+    assert "nothing was left to learn in step 1 of 1" in capsys.readouterr().out
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(config.output).items())
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "told"),
     [
