@@ -113,6 +113,9 @@ def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.C
 
     try:
         return protocol({**_as_json(body), "model": _MODEL}).convert(_conversion())  # type: ignore[dict-item]
+    except UnicodeEncodeError as error:
+        place = f"a text has a lone surrogate at character {error.start}"  # bytes that are no UTF-8 become such
+        raise PromptError(f"the request cannot be rendered: {place}; send valid Unicode (UTF-8)") from None
     except (deepseek_recipe.ConversionError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PromptError(f"the request cannot be rendered: {error}") from error
 

@@ -8,6 +8,7 @@ V4 = "spyglass/config/read_v4.py"
 READ = "spyglass/config/read.py"
 FIELDS = "spyglass/config/fields.py"
 JSON = "spyglass/config/json_file.py"
+JSON_TEXT = "spyglass/config/json_text.py"
 SAVED = "spyglass/config/saved_v4.py"
 ENGINE = "spyglass/config/engine.py"
 MAIN = "spyglass/cli/main.py"
@@ -49,8 +50,8 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(FIELDS, "same_kind = isinstance(got, bool) == isinstance(value, bool)", "same_kind = True", TESTS,
            "1 passes for true"),
     Mutant(FIELDS, "{self.file}: {self.prefix}{key}\"", "{self.file}: {key}\"", TESTS, "the section is not named"),
-    Mutant(JSON, "if key in seen:", "if False:", TESTS, "repeated keys pass"),
-    Mutant(JSON, "parse_constant=refuse_constant, ", "", TESTS, "NaN passes as JSON"),
+    Mutant(JSON_TEXT, "if len(value) < len(pairs):", "if False:", TESTS, "repeated keys pass"),
+    Mutant(JSON_TEXT, "parse_constant=_refuse_constant, ", "", TESTS, "NaN passes as JSON"),
     Mutant(JSON, "except RecursionError:", "except ZeroDivisionError:", TESTS, "deep nesting is a traceback"),
     Mutant(JSON, "if not path.is_file():", "if not path.exists():", TESTS, "a folder is opened as a file"),
     Mutant(SAVED, "if HASHED in words[count:]:", "if False:", TESTS, "hashed layers anywhere"),

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 WORKER = "spyglass/engine/worker.py"
 BODY = "spyglass/server/body.py"
+JSON_TEXT = "spyglass/config/json_text.py"
 GATE = "spyglass/server/gate.py"
 APP = "spyglass/server/app.py"
 FETCH = "spyglass/server/fetch.py"
@@ -60,8 +61,12 @@ SERVER_ROWS: list[Mutant] = [
            "nothing is ended after the grace period"),
     Mutant(BODY, "                    if reader.size > 2 * limit:", "                    if False:", ON_BODIES, "an endless body is read for ever"),
     Mutant(BODY, "        if self.size > self._limit:\n", "        if self.size > self._limit + 1:\n", ON_BODIES, "one byte too many"),
-    Mutant(BODY, ', parse_constant=_refuse_constant', "", ON_BODIES, "NaN is a number"),
-    Mutant(BODY, ', parse_float=_finite', "", ON_BODIES, "1e999 is a number"),
+    Mutant(JSON_TEXT, 'parse_float=_finite, ', "", ON_BODIES, "1e999 is a number"),
+    Mutant(JSON_TEXT, ', object_pairs_hook=_unique', "", ON_BODIES, "of a field written twice one is lost"),
+    Mutant("spyglass/server/sampling.py", "return parse_json_text(value)", "return __import__('json').loads(value)",
+           "tests/server/test_requests.py", "of a schema's key written twice one is lost"),
+    Mutant("spyglass/server/openai_errors.py", 'if status == 404 and field == "model":', "if status == 404:",
+           "tests/server/test_clients.py", "an unknown path is an unknown model"),
     Mutant(BODY, "        _check_surrogates(value, what)\n", "        pass\n", ON_BODIES, "half characters pass"),
     Mutant(BODY, "    _check_depth(value, what)\n", "", ON_BODIES, "depth without end"),
     Mutant(BODY, 'if media_type != "application/json":', 'if media_type and media_type != "application/json":', ON_BODIES,

@@ -218,7 +218,7 @@ BROKEN: list[tuple[Any, str]] = [
     ([{"role": "alien", "content": "x"}], "cannot be rendered: .*alien"),
     ([{"content": "x"}], "cannot be rendered"),
     ([user(None)], "cannot be rendered"),
-    ([user("\ud800")], "cannot be rendered"),
+    ([user("\ud800")], "cannot be rendered: a text has a lone surrogate at character 0"),
     ([user({1, 2})], "cannot be rendered"),
     ([user(LOOP)], "cannot be rendered"),
     ([user({1j: 2})], "cannot be rendered"),

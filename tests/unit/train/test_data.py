@@ -139,6 +139,7 @@ def test_pictures_are_paths_seen_from_the_file_or_data_urls(tmp_path: Path, lear
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
     ('{"messages": [], "messages": [1]}', "'messages' is written twice"),
+    (json.dumps({"messages": [{"role": "user", "content": "ab\ud800"}, ANSWER]}), "lone surrogate at character 2"),
     ({"message": []}, '"messages"'),
     ({"messages": [USER, ANSWER], "weight": 1}, "unknown key 'weight'"),
     ({"messages": []}, "last message must be the assistant's"),
