@@ -142,6 +142,17 @@ class VisionLanguageModel(nn.Module):
         out: torch.Tensor = self.head(hidden_TC.index_select(0, rows_R))
         return out
 
+    def largest(
+        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Id int64 [R] and value fp32 [R] of the largest of `logits` that is not banned (bool).
+
+        Its sums are those of `logits`, bit for bit. None where no kernel saves the writing of all of them.
+        """
+        if self.options.build.ops.chosen["linear_largest"] == "reference":
+            return None
+        return self.head.largest(hidden_TC.index_select(0, rows_R), banned_V)
+
     def forward(self, batch: Batch, cache: CacheView, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
         """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing in between."""
         hidden_TC, _ = self.text(self.embed(batch, image_rows_IC), batch, cache)

@@ -203,6 +203,15 @@ class TimedParts:
         self.seconds += time.perf_counter() - started
         return out
 
+    def largest(
+        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As the model's, timed."""
+        started = time.perf_counter()
+        out = self._model.largest(hidden_TC, rows_R, banned_V)
+        self.seconds += time.perf_counter() - started
+        return out
+
 
 def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tuple[float, float]:
     """Tokens per second over `steps` decode steps, and seconds per step outside the model's parts."""

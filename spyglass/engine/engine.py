@@ -26,7 +26,7 @@ from spyglass.engine.image_cache import ImageCache
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.runner import ModelParts, Runner, StepOutput
-from spyglass.engine.sampler import DrawStep, draw
+from spyglass.engine.sampler import Drawn, DrawStep, draw
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence, forms_of
 from spyglass.engine.stats import Counters, EngineStats
@@ -39,6 +39,7 @@ from spyglass.prompt.tokens import Prompt
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
 _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
+_Masking = Callable[[], torch.Tensor] | None  # next tokens of the rows whose answers follow a form, once they are known
 
 
 class Engine:
@@ -87,11 +88,11 @@ class Engine:
             prefixes = PrefixCache(self.blocks, most)
         self.prefixes, self.pictures = prefixes, ImageCache(options.image_cache_bytes)
         self._scheduler = Scheduler(self.blocks, options.max_step_tokens, prefixes)
-        self._runner = Runner(
-            model, config, self.blocks, device, prefixes=prefixes, pictures=self.pictures, engram=engram
-        )
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
+        self._runner = Runner(
+            model, config, self.blocks, device, self._banned, prefixes=prefixes, pictures=self.pictures, engram=engram
+        )
         self._forms, self._masks = forms, Masks(config.text.vocab_size, usable, config.eos_token_ids)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
@@ -293,18 +294,18 @@ class Engine:
                 if sequence.params.prompt_logprobs is not None:
                     keep_prompt_logprobs(sequence, start, logits_RV)
 
-    def _begin_masks(self, drawing: Sequence[TokenSequence]) -> Callable[[], torch.Tensor] | None:
+    def _begin_masks(self, drawing: Sequence[TokenSequence]) -> _Masking:
         forms = forms_of(drawing)
         return self._masks.begin([form for _, form in forms]) if forms else None
 
-    def _draw(
-        self,
-        drawing: Sequence[TokenSequence],
-        output: StepOutput,
-        deltas: list[Delta],
-        masks: Callable[[], torch.Tensor] | None,
-    ) -> None:
+    def _draw(self, drawing: Sequence[TokenSequence], output: StepOutput, deltas: list[Delta], masks: _Masking) -> None:
         """A token for every sequence whose tokens are all computed."""
+        plain = all(sequence.likeliest for sequence in drawing)
+        drawn = (self._runner.likeliest(output) if plain else None) or self._sample(drawing, output, masks)
+        for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
+            deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
+
+    def _sample(self, drawing: Sequence[TokenSequence], output: StepOutput, masks: _Masking) -> Drawn:
         logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
         step = DrawStep(
             params=[s.params for s in drawing],
@@ -317,8 +318,7 @@ class Engine:
         began = time.perf_counter()
         drawn = draw(logits_SV, step, self._banned)
         self._counted.sampling_seconds += time.perf_counter() - began
-        for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
-            deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
+        return drawn
 
     def _accept_alone(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
         """Take a drawn token; whatever goes wrong with the text or the form of one answer ends only that answer."""

@@ -119,6 +119,11 @@ class SamplingParams:
         """Whether the sampler must know which tokens have been used."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether each token is that of the model's largest logit, and no other logit is asked for."""
+        return self.temperature == 0 and self.logprobs is None and not (self.logit_bias or self.penalised)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:

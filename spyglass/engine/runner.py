@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import isfinite
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.blocks import Blocks
 from spyglass.engine.image_cache import ImageCache, Key
 from spyglass.engine.prefix import PrefixCache
+from spyglass.engine.sampler import Drawn
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
@@ -38,6 +40,11 @@ class ModelParts(Protocol):
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V]."""
 
+    def largest(
+        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Id int64 [R] and value [R] of the largest logit that is not banned; None where `logits` is as quick."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
@@ -49,7 +56,10 @@ class StepOutput:
 
 
 class Runner:
-    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`."""
+    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`.
+
+    `banned` int64 ids are never the likeliest.
+    """
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class Runner:
         config: ModelConfig,
         blocks: Blocks,
         device: torch.device,
+        banned: torch.Tensor,
         *,
         prefixes: PrefixCache,
         pictures: ImageCache,
@@ -64,6 +75,8 @@ class Runner:
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
         self._prefixes, self._pictures = prefixes, pictures
+        self._banned_V = torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
+        self._banned_V[banned] = True
         self._model, self._config, self._blocks, self._device = model, config, blocks, device
         self._engram = engram
 
@@ -116,6 +129,18 @@ class Runner:
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of rows of a step."""
         return self._model.logits(hidden_TC, rows_R)
+
+    def likeliest(self, output: StepOutput) -> Drawn | None:
+        """For every row that draws the token of its largest logit that is not banned.
+
+        None if the model knows no way to it that spares the other logits.
+        """
+        found = self._model.largest(output.hidden_TC, output.draw_rows, self._banned_V)
+        if found is None:
+            return None
+        ids_S, logits_S = found
+        sound = [isfinite(logit) for logit in logits_S.tolist()]
+        return Drawn(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""

@@ -53,9 +53,10 @@ class TokenCounts:
 class TokenSequence:
     """Tokens of one request. `computed` of its `length` tokens have their rows in memory.
 
-    `limit` bounds the answer. `row` is its page-table row, None while it waits. `served` is the last step that ran it.
-    `sink` float32 [T, V] receives the logits of every prompt row. `reached` is the most that was computed before it was
-    preempted, `cached` counts tokens that never were, thanks to the prefix cache, which keeps its `names` here.
+    `limit` bounds the answer. `likeliest`: each token is simply that of the largest logit. `row` is its page-table row,
+    None while it waits. `served` is the last step that ran it. `sink` float32 [T, V] receives the logits of every
+    prompt row. `reached` is the most that was computed before it was preempted, `cached` counts tokens that never were,
+    thanks to the prefix cache, which keeps its `names` here.
     """
 
     __slots__ = (
@@ -71,6 +72,7 @@ class TokenSequence:
         "form",
         "image_rows",
         "length",
+        "likeliest",
         "limit",
         "logprobs",
         "names",
@@ -101,6 +103,7 @@ class TokenSequence:
     ) -> None:
         self.adapter, self.form = adapter, form
         self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.likeliest = form is None and params.likeliest
         self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
         self.length = len(prompt)
         self.computed = self.reached = self.cached = 0

@@ -93,6 +93,15 @@ class Linear(nn.Module):
         )
         return out
 
+    def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
+
+        For a map without bias whose input is not rounded; adapters have no part in it.
+        """
+        assert self.bias_O is None and self._rounding is None
+        out: tuple[torch.Tensor, torch.Tensor] = self.build.ops.linear_largest(x_TI, self.weight, skip_O)
+        return out
+
 
 class GroupedLinear(nn.Module):
     """Block-diagonal map: group g of the output reads group g of the input (`wo_a`), which is never rounded (spec 4.6).

@@ -26,6 +26,7 @@ _SIGNATURES = {
     "sg_keep_memory": "",
     "sg_replay": "pl",
     "sg_linear": "pillppiilliiiiippp" + "ii",
+    "sg_linear_largest": "pilppiilliiiiippp" + "i",
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
     "sg_router": "pill" + "pill" + "f" + "ppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
@@ -33,6 +34,7 @@ _SIGNATURES = {
     "sg_compress_pool": "ppp" + "llli" + "pii",
     "sg_compress_rows": "pppp" + "ll" + "pi",
     "sg_hyper_mix": "pilll" + "ppp" + "ffl" + "pppi",
+    "sg_hyper_head": "pilll" + "ppp" + "ff" + "pi",
     "sg_hyper_collapse": "pilll" + "ppi",
     "sg_hyper_expand": "ppilll" + "pppi",
     "sg_rope": "pilll" + "pplipi",
@@ -64,6 +66,7 @@ class Kernels:
     on_tape: Mapping[str, tuple[int, str]]
     replay: Function
     linear: Function
+    linear_largest: Function
     experts: Function
     router: Function
     attention: Function
@@ -71,6 +74,7 @@ class Kernels:
     compress_pool: Function
     compress_rows: Function
     hyper_mix: Function
+    hyper_head: Function
     hyper_collapse: Function
     hyper_expand: Function
     rope: Function

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OPS = (
     "linear_block",
+    "linear_largest",
     "linear_grouped",
     "experts_grouped",
     "lora_delta",
@@ -34,6 +35,7 @@ OPS = (
     "compress_pool",
     "compress_rows",
     "hyper_mix",
+    "hyper_head",
     "hyper_collapse",
     "hyper_expand",
     "rope_partial",
@@ -63,6 +65,7 @@ class Ops:
     """
 
     linear_block: Callable[..., Any]
+    linear_largest: Callable[..., Any]
     linear_grouped: Callable[..., Any]
     experts_grouped: Callable[..., Any]
     lora_delta: Callable[..., Any]
@@ -73,6 +76,7 @@ class Ops:
     compress_pool: Callable[..., Any]
     compress_rows: Callable[..., Any]
     hyper_mix: Callable[..., Any]
+    hyper_head: Callable[..., Any]
     hyper_collapse: Callable[..., Any]
     hyper_expand: Callable[..., Any]
     rope_partial: Callable[..., Any]

@@ -72,8 +72,7 @@ class HyperHead(nn.Module):
 
     def forward(self, streams_TMC: torch.Tensor) -> torch.Tensor:
         """[T, C] in the streams' dtype, before the final norm."""
-        x_TE = streams_TMC.flatten(1).float()
-        m_TM = (x_TE @ self.fn.tensor().mT) * torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + self._norm_eps)
-        p_TM = torch.sigmoid(m_TM * self.scale.tensor() + self.base.tensor()) + self._hc_eps
+        weights = self.fn.value, self.scale.value, self.base.value
+        p_TM = self._ops.hyper_head(streams_TMC, *weights, norm_eps=self._norm_eps, hc_eps=self._hc_eps)
         out: torch.Tensor = self._ops.hyper_collapse(streams_TMC, p_TM)
         return out

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class KeptSteps:
     def __init__(self, recorder: Recorder, text: TextConfig) -> None:
         self._recorder, self._text = recorder, text
         self._tapes: OrderedDict[tuple[Any, ...], Tape | None] = OrderedDict()
+        self._getters: dict[type, Any] = {}
         self._one_at_a_time = threading.Lock()
         self.replays = 0  # steps that came from a tape
 
@@ -61,7 +63,7 @@ class KeptSteps:
             inputs: list[torch.Tensor] = []
             facts: list[Any] = [torch.get_num_threads()]
             for part in (streams_TMC, step, cache):
-                _take_apart(part, inputs, facts)
+                _take_apart(part, inputs, facts, self._getters)
             pointers = [tensor.data_ptr() for tensor in inputs]
             key = (*facts, *_same(pointers))
             tape = self._tapes.get(key)
@@ -96,21 +98,23 @@ def _widened(pool: PoolStep, rows: int, topk: int) -> PoolStep:
     )
 
 
-def _take_apart(part: Any, tensors: list[torch.Tensor], facts: list[Any]) -> None:
-    """All tensors of a step's data, and everything else about it."""
+def _take_apart(part: Any, tensors: list[torch.Tensor], facts: list[Any], getters: dict[type, Any]) -> None:
+    """All tensors of a step's data, and everything else about it; `getters` give the fields of known classes."""
     if isinstance(part, torch.Tensor):
         tensors.append(part)
         facts += (part.shape, part.dtype, part.is_contiguous())
     elif isinstance(part, Mapping):
-        for name, value in part.items():
-            facts.append(name)
-            _take_apart(value, tensors, facts)
+        facts += part
+        for value in part.values():
+            _take_apart(value, tensors, facts, getters)
     elif isinstance(part, tuple | list):
         for value in part:
-            _take_apart(value, tensors, facts)
+            _take_apart(value, tensors, facts, getters)
     elif is_dataclass(part):
-        for field in fields(part):
-            _take_apart(getattr(part, field.name), tensors, facts)
+        if type(part) not in getters:
+            getters[type(part)] = attrgetter(*(field.name for field in fields(part)))
+        for value in getters[type(part)](part):
+            _take_apart(value, tensors, facts, getters)
     else:
         facts.append(part)
 

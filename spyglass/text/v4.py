@@ -63,7 +63,7 @@ class V4Backbone(nn.Module):
         if self._kept is not None and self.run_layer is run_part and self._kept.fits(batch, cache):
             batch, cache = self._kept.widened(batch, cache)
             step = make_step(batch, cache, self._ropes, self._plans)
-            return self.norm(self.hc_head(self._kept.run(self._run_layers, streams_TMC, step, cache))), captured
+            return self._kept.run(self._run_all, streams_TMC, step, cache), captured
         step = make_step(batch, cache, self._ropes, self._plans)
         for index, layer in enumerate(self.layers):
             streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
@@ -71,7 +71,8 @@ class V4Backbone(nn.Module):
                 captured[index] = streams_TMC
         return self.norm(self.hc_head(streams_TMC)), captured
 
-    def _run_layers(self, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
+    def _run_all(self, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
         for layer in self.layers:
-            streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
-        return streams_TMC
+            streams_TMC = layer(streams_TMC, step, cache)
+        out: torch.Tensor = self.norm(self.hc_head(streams_TMC))
+        return out

@@ -149,6 +149,16 @@ def hyper_mix(source: Source) -> Call:
     return Call(args=(source.normal(ROWS, 4, 48), fn, scale, base), options=options)
 
 
+def hyper_head(source: Source) -> Call:
+    weights = (source.normal(*s, dtype=torch.float32, scale=0.1) for s in ((4, 4 * 48), (1,), (4,)))
+    return Call(args=(source.normal(ROWS, 4, 48), *weights), options={"norm_eps": 1e-6, "hc_eps": 1e-4})
+
+
+def linear_largest(source: Source) -> Call:
+    skip = source.below(4, 72) == 0
+    return Call(args=(source.normal(ROWS, 192), source.weight(72, 192), skip), options={})
+
+
 def hyper_collapse(source: Source) -> Call:
     return Call(args=(source.normal(ROWS, 4, 48), source.normal(ROWS, 4, dtype=torch.float32)), options={})
 
@@ -235,6 +245,8 @@ CASES: dict[tuple[str, str], Builder] = {
     ("compress_pool", "overlap"): lambda source: compress_pool(source, overlap=True),
     ("compress_pool", "plain"): lambda source: compress_pool(source, overlap=False),
     ("hyper_mix", "all"): hyper_mix,
+    ("hyper_head", "all"): hyper_head,
+    ("linear_largest", "all"): linear_largest,
     ("hyper_collapse", "all"): hyper_collapse,
     ("hyper_expand", "all"): hyper_expand,
     ("rope_partial", "forward"): lambda source: rope_partial(source, inverse=False),

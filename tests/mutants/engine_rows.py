@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+LIKELIEST = "tests/unit/engine/test_likeliest.py"
 SAMPLER = "spyglass/engine/sampler.py"
 TEXT = "spyglass/engine/detokenize.py"
 BLOCKS = "spyglass/engine/blocks.py"
@@ -379,4 +380,28 @@ ENGINE_ROWS: list[Mutant] = [
            ON_LOOP, "a fault of one answer ends the step"),
     Mutant(ENGINE, "if wrong is not None:", "if False:",
            ON_LOOP + " " + ON_FORMS, "an answer goes on outside its form"),
+    Mutant(
+        "spyglass/engine/request.py",
+        "self.temperature == 0 and self.logprobs is None",
+        "self.logprobs is None",
+        LIKELIEST,
+        "random answers take the likeliest token",
+    ),
+    Mutant(
+        "spyglass/engine/request.py",
+        "not (self.logit_bias or self.penalised)",
+        "not self.logit_bias",
+        LIKELIEST,
+        "penalties are forgotten where all are greedy",
+    ),
+    Mutant(
+        "spyglass/engine/request.py",
+        "not (self.logit_bias or self.penalised)",
+        "not self.penalised",
+        LIKELIEST,
+        "biases are forgotten where all are greedy",
+    ),
+    Mutant("spyglass/engine/sequence.py", "form is None and params.likeliest", "params.likeliest", LIKELIEST, "forms too"),
+    Mutant("spyglass/engine/runner.py", "self._banned_V[banned] = True", "pass", LIKELIEST, "nothing is banned"),
+    Mutant("spyglass/engine/runner.py", "isfinite(logit)", "True", LIKELIEST, "a NaN is an answer"),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ SIMD = "spyglass/ops/csrc/simd.h"
 PRODUCT = "spyglass/ops/csrc/product.h"
 ON_ATTENTION = "tests/ops/test_cpu_attention.py -m 'not slow'"
 ON_BUILD = "tests/ops/test_cpu_build.py"
+ON_LARGEST = "tests/ops/test_linear_largest.py -m 'not slow'"
 ON_LINEAR = "tests/ops/test_cpu_linear.py -m 'not slow'"
 ON_ROWS = "tests/ops/test_cpu_rows.py -m 'not slow'"
 
@@ -94,8 +95,22 @@ KERNEL_ROWS: list[Mutant] = [
            ON_ROWS, "mix: no eps in a row's sum"),
     Mutant(POINTWISE, "for (int j = 0; round && j < M; j++)", "for (int j = 0; j < M; j++)",
            ON_ROWS, "mix: rows first"),
-    Mutant(POINTWISE, "/ E + norm_eps)", "/ E)",
+    Mutant(POINTWISE, "(const float*)to, E) / E + norm_eps)", "(const float*)to, E) / E)",
            ON_ROWS, "mix: no eps in the norm"),
+    Mutant(POINTWISE, "(x + t * words), E) / E + norm_eps)", "(x + t * words), E) / E)",
+           ON_ROWS, "last collapse: no eps in the norm"),
+    Mutant(POINTWISE, "norm[t] * *scale + base[m]))[0] + hc_eps;", "norm[t] * *scale + base[m]))[0];",
+           ON_ROWS, "last collapse: no eps"),
+    Mutant(POINTWISE, "norm[t] * *scale + base[m]", "norm[t] * *scale",
+           ON_ROWS, "last collapse: no base"),
+    Mutant(OUTPUT, "if (skip[first + r]) continue;", "",
+           ON_LARGEST, "largest: nothing is skipped among many rows"),
+    Mutant(OUTPUT, "if (skip[row] || !beats", "if (!beats",
+           ON_LARGEST, "largest: nothing is skipped among few rows"),
+    Mutant(OUTPUT, "(value > best) | ((value != value) & (best == best))", "value > best",
+           ON_LARGEST, "largest: a NaN is less than all"),
+    Mutant(OUTPUT, "(value > best) | (", "(value >= best) | (",
+           ON_LARGEST, "largest: the last of equals"),
     Mutant(POINTWISE, "m[(t0 + i) * J + j] * norm[t0 + i]", "m[(t0 + i) * J + j]",
            ON_ROWS, "mix: no norm"),
     Mutant(POINTWISE, "comb[(t * M + m) * M + l] * x[m]", "comb[(t * M + l) * M + m] * x[m]",

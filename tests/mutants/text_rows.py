@@ -72,17 +72,10 @@ TEXT_ROWS: list[Mutant] = [
     # hyper-connections and order
     Mutant(
         TEXT + "hyper.py",
-        "+ self.base.tensor()) + self._hc_eps",
-        "+ self.base.tensor())",
+        "norm_eps=self._norm_eps, hc_eps=self._hc_eps)\n        out",
+        "norm_eps=0.0, hc_eps=0.0)\n        out",
         INDEPENDENT,
         "eps of the head dropped",
-    ),
-    Mutant(
-        TEXT + "hyper.py",
-        "keepdim=True) + self._norm_eps)",
-        "keepdim=True))",
-        INDEPENDENT,
-        "norm eps of the head dropped",
     ),
     Mutant(
         TEXT + "v4.py",
@@ -334,20 +327,6 @@ TEXT_ROWS: list[Mutant] = [
         "pictures=False,",
         MODEL_TESTS,
         "bias_vl never asked for",
-    ),
-    Mutant(
-        "spyglass/text/hyper.py", "m_TM * self.scale.tensor() + ", "m_TM + ", INDEPENDENT, "scale of the head dropped"
-    ),
-    Mutant("spyglass/text/hyper.py", " + self.base.tensor())", ")", INDEPENDENT, "base of the head dropped"),
-    Mutant(
-        "spyglass/text/hyper.py",
-        "torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + self._norm_eps)",
-        "1",
-        INDEPENDENT,
-        "norm of the head dropped",
-    ),
-    Mutant(
-        "spyglass/text/hyper.py", "torch.sigmoid(m_TM", "torch.tanh(m_TM", INDEPENDENT, "another squashing in the head"
     ),
     Mutant("spyglass/text/hyper.py", "rounds=self._rounds", "rounds=1", INDEPENDENT, "one round of the mix"),
     Mutant(

@@ -24,6 +24,8 @@ from spyglass.ops.hyper_collapse import cpu as collapse_cpu
 from spyglass.ops.hyper_collapse import reference as collapse_reference
 from spyglass.ops.hyper_expand import cpu as expand_cpu
 from spyglass.ops.hyper_expand import reference as expand_reference
+from spyglass.ops.hyper_head import cpu as head_cpu
+from spyglass.ops.hyper_head import reference as head_reference
 from spyglass.ops.hyper_mix import cpu as mix_cpu
 from spyglass.ops.hyper_mix import reference as mix_reference
 from spyglass.ops.rms_norm import cpu as norm_cpu
@@ -123,6 +125,18 @@ def test_mixing_coefficients_are_the_reference(streams: int, dtype: torch.dtype,
         got = mix_cpu.hyper_mix(x, *weights, kernels=library, **options)
         for mine, want in zip(got, mix_reference.hyper_mix(x, *weights, **options), strict=True):
             assert_close(mine, want, OP_FLOAT32, f"{rows} {width} {rounds}")
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("streams", [1, 3, 4])
+def test_the_last_weights_of_streams_are_the_reference(streams: int, dtype: torch.dtype, isa: str) -> None:
+    for rows, width in itertools.product((0, *ROWS), (33, 256)):
+        x = torch.randn(rows, streams, width).to(dtype) / 9
+        weights = torch.randn(streams, streams * width) * 0.1, torch.randn(1), torch.randn(streams)
+        options = {"norm_eps": 0.02, "hc_eps": 0.05}
+        got = head_cpu.hyper_head(x, *weights, kernels=kernels(isa), **options)
+        assert_close(got, head_reference.hyper_head(x, *weights, **options), OP_FLOAT32, f"{rows} {width}")
 
 
 @every_isa

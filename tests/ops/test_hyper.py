@@ -10,6 +10,7 @@ import torch
 
 from spyglass.ops.hyper_collapse.reference import hyper_collapse
 from spyglass.ops.hyper_expand.reference import hyper_expand
+from spyglass.ops.hyper_head.reference import hyper_head
 from spyglass.ops.hyper_mix.reference import hyper_mix
 from tests.tolerance import OP_FLOAT32, SPEC_PRINTED, assert_close
 
@@ -94,6 +95,14 @@ def test_bf16_streams_are_mixed_in_fp32() -> None:
         hyper_mix(streams, *args, **SETTINGS), hyper_mix(streams.float(), *args, **SETTINGS), strict=True
     ):
         assert torch.equal(ours, wide)
+
+
+def test_the_last_weights_are_their_formula() -> None:
+    streams, fn, scale, base = torch.randn(5, 3, 7) / 9, torch.randn(3, 21), torch.tensor([1.7]), torch.randn(3)
+    flat = streams.flatten(1).double().numpy()
+    m = flat @ fn.double().numpy().T / np.sqrt((flat**2).mean(axis=1, keepdims=True) + 0.02)
+    expected = 1 / (1 + np.exp(-(m * 1.7 + base.numpy()))) + 0.05
+    assert_close(hyper_head(streams, fn, scale, base, norm_eps=0.02, hc_eps=0.05), expected, OP_FLOAT32)
 
 
 def test_collapse_weighs_streams() -> None:

@@ -27,7 +27,8 @@ static void linear_few(const Weight& w, const Rows& x, i64 T, i64 groups, const 
       i64 stop = first + task_rows < (g + 1) * rows ? first + task_rows : (g + 1) * rows;
       dot_rows<M, F, N>(w, first, stop, factors, (const V*)(memory + g * N * words), words / VL,
                         [&](i64 row, int t, float value) {
-                          if (t < T) out.put_one(t, row, value);
+                          if (t >= T) return;
+                          out.largest ? out.largest->take(t, row, value) : out.put_one(t, row, value);
                         });
     });
   });
@@ -68,7 +69,9 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
           Ahead ahead;
           if (p == 0 && next < end) ahead = Ahead{w.data + next * w.row_bytes(), m * w.row_bytes() / (tiles_of(m, count) * words)};
           product<M>(block, step, m, panel_of(g, p), count, words, c + r * count, true, ahead);
-          if (r + step >= n) turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);
+          if (r + step < n) continue;
+          if (out.largest) out.largest->take_lanes(p * MAX_LANES, c, n, count, first);
+          else turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);
         }
       }
     }
@@ -115,4 +118,32 @@ extern "C" void sg_linear(const void* x, int x_dtype, i64 T, i64 groups, const v
          Output{out, rows, out_dtype, addend, bias, T * rows * 4 > PAST_CACHES}, threads);
 }
 
+// The largest of the fp32 products of each row of x [T, cols] with the rows of the weight that `skip` [rows] does not name,
+// in values [T], and their numbers in places [T].
+extern "C" void sg_linear_largest(const void* x, int x_dtype, i64 T, const void* data, const void* scale, int format, int scale_kind,
+                                  i64 rows, i64 cols, int block_rows, int block_cols, int element, int block, int e4m3_scale,
+                                  const u8* skip, float* values, i64* places, int threads) {
+  SCRATCH(memory);
+  Weight w{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
+  i64 step = rows_at_once(cols);
+  for (i64 t = 0; t < T; t += step) {
+    i64 n = T - t < step ? T - t : step, width = (n + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
+    float* kept = memory.get<float>(2 * threads * width);
+    Largest largest{skip, width, kept, kept + threads * width};
+    largest.begin(threads);
+    Output out{nullptr, rows, FLOAT32, nullptr, nullptr, false, &largest};
+    Rows part{(const char*)x + t * cols * (x_dtype == FLOAT32 ? 4 : 2), cols, x_dtype};
+    linear(w, part, n, 1, Quant{element, block, e4m3_scale, e4m3_scale && x_dtype == BFLOAT16}, out, threads);
+    for (i64 i = 0; i < n; i++) {
+      i64 best = i;
+      for (i64 at = i + width; at < threads * width; at += width) {
+        bool same = kept[at] == kept[best] || (kept[at] != kept[at] && kept[best] != kept[best]);
+        if (same ? largest.places[at] < largest.places[best] : Largest::beats(splat(kept[at]), splat(kept[best]))[0]) best = at;
+      }
+      values[t + i] = kept[best], places[t + i] = (i64)largest.places[best];
+    }
+  }
+}
+
 ON_TAPE(sg_linear)
+ON_TAPE(sg_linear_largest)

@@ -279,6 +279,29 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
   M == 4 ? finish(SIZE(4)) : finish(SIZE(8));
 }
 
+// out [T, M] = sigmoid(m scale + base) + hc_eps, m as in a mix (spec v4 3.3); fn [M, M C].
+extern "C" void sg_hyper_head(const void* streams, int dtype, i64 T, i64 M, i64 C, const float* fn, const float* scale,
+                             const float* base, float norm_eps, float hc_eps, float* out, int threads) {
+  constexpr int FOUR = 4;  // tokens that walk the matrix together
+  i64 E = M * C, words = words_of<Floats, F32>(E);
+  Weight w{(const u8*)fn, nullptr, M, E, F32, NO_SCALE, 1, 1};
+  parallel(T * E * M < ((i64)1 << 17) ? 1 : threads, (T + FOUR - 1) / FOUR, [&](i64 task) {
+    SCRATCH(memory);
+    u32* x = memory.get<u32>(FOUR * words);
+    float norm[FOUR] = {};
+    i64 first = task * FOUR, n = T - first < FOUR ? T - first : FOUR;
+    for (i64 t = 0; t < n; t++) {
+      prepare_row<Floats>(Rows{streams, E, dtype}, first + t, E, words, Quant{NONE, 0, 0}, x + t * words);
+      norm[t] = 1.0f / sqrtf(square_sum((const float*)(x + t * words), E) / E + norm_eps);
+    }
+    memset(x + n * words, 0, (FOUR - n) * words * 4);
+    Factors<Floats> factors(w, nullptr);
+    dot_rows<Floats, F32, FOUR>(w, 0, M, factors, (const V*)x, words / VL, [&](i64 m, int t, float value) {
+      if (t < n) out[(first + t) * M + m] = vsigmoid(splat(value * norm[t] * *scale + base[m]))[0] + hc_eps;
+    });
+  });
+}
+
 // out [T, C] = sum_m pre[t][m] * streams[t][m]
 extern "C" void sg_hyper_collapse(const void* streams, int dtype, i64 T_, i64 M, i64 C, const float* pre, void* out_, int threads) {
   typed(dtype, [&](auto type) {
@@ -467,6 +490,7 @@ ON_TAPE(sg_router)
 ON_TAPE(sg_compress_pool)
 ON_TAPE(sg_compress_rows)
 ON_TAPE(sg_hyper_mix)
+ON_TAPE(sg_hyper_head)
 ON_TAPE(sg_hyper_collapse)
 ON_TAPE(sg_hyper_expand)
 ON_TAPE(sg_rope)

@@ -51,7 +51,41 @@ template <class Run> inline void with_format(const Weight& w, bool pairs, Run ru
   return run(Floats(), SIZE(FP4));
 }
 
-// What happens to the fp32 sums on their way out: + bias[o] + addend[t][o], one rounding.
+// The largest of the sums of each row of x, and where: the first of equals, a NaN before all numbers. Every thread keeps
+// those that it has met, and meets rows of the weight in order; `skip` (per row of the weight) leaves some out.
+struct Largest {
+  const u8* skip;
+  i64 width;      // rows of x, rounded up to whole vectors
+  float* values;  // [threads][width]
+  float* places;  // the same; exact up to 2^24 rows of the weight
+  void begin(int threads) {
+    for (i64 i = 0; i < threads * width; i++) values[i] = -__builtin_inff(), places[i] = 0;
+  }
+  static INLINE VI beats(V value, V best) { return (value > best) | ((value != value) & (best == best)); }
+  void take(i64 t, i64 row, float value) {
+    i64 at = omp_get_thread_num() * width + t;
+    if (skip[row] || !beats(splat(value), splat(values[at]))[0]) return;
+    values[at] = value, places[at] = row;
+  }
+  // Sums [n weight rows][count vectors of x rows] from row `first` of the weight on, x rows from `t` on.
+  void take_lanes(i64 t, const V* c, i64 n, int count, i64 first) {
+    for (int j = 0; j < count; j++) {
+      i64 at = omp_get_thread_num() * width + t + j * VL;
+      V best = load<V>(values + at), place = load<V>(places + at);
+      VI below = best == best;  // most stretches hold nothing larger
+      for (i64 r = 0; r < n; r++) below &= c[r * count + j] <= best;
+      if (!some(~below)) continue;
+      for (i64 r = 0; r < n; r++) {
+        if (skip[first + r]) continue;
+        VI better = beats(c[r * count + j], best);
+        best = better ? c[r * count + j] : best, place = better ? splat(first + r) : place;
+      }
+      store(values + at, best), store(places + at, place);
+    }
+  }
+};
+
+// What happens to the fp32 sums on their way out: + bias[o] + addend[t][o], one rounding. Or only the largest are kept.
 struct Output {
   void* out;
   i64 stride;
@@ -59,6 +93,7 @@ struct Output {
   const float* addend;
   const float* bias;
   bool past_caches = false;  // more than they hold
+  Largest* largest = nullptr;
   template <class T> void put_block(T* to, i64 row, i64 first, i64 n, V value) const {
     if (bias) value += load_n(bias + first, n);
     if (addend) value += load_n(addend + row * stride + first, n);

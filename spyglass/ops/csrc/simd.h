@@ -165,6 +165,7 @@ INLINE V top(V v) {  // the largest lane, in all lanes
   v = vmax(v, partner<2>(v));
   return vmax(v, partner<1>(v));
 }
+INLINE bool some(VI mask) { return top((V)(mask & 0x3f800000))[0] != 0; }  // any lane of -1
 
 // e^x to about 1 ulp: x = n ln2 + r, a polynomial for e^r, n into the exponent. Below -87 the result is 0.
 INLINE V vexp(V x) {
@@ -183,13 +184,13 @@ INLINE V vexp(V x) {
 }
 INLINE V vsigmoid(V x) { return 1.0f / (1.0f + vexp(-x)); }
 
-// One of `threads` workers taking numbered tasks as they become free.
+// One of `threads` workers taking numbered tasks, in order, as they become free.
 template <class F> static void parallel(int threads, i64 tasks, F task) {
   if (threads <= 1 || tasks <= 1) {
     for (i64 i = 0; i < tasks; i++) task(i);
     return;
   }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+#pragma omp parallel for schedule(monotonic : dynamic, 1) num_threads(threads)
   for (i64 i = 0; i < tasks; i++) task(i);
 }
 

@@ -41,6 +41,9 @@ class ScriptedModel:
     def text(self, streams_TMC: torch.Tensor, batch: Any, cache: Any) -> tuple[torch.Tensor, Any]:
         return streams_TMC[:, 0], None
 
+    def largest(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> None:
+        return None
+
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(rows_R), self._vocab)
         out[:, self._script[self._place]] = 30.0
