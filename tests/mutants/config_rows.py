@@ -10,12 +10,23 @@ FIELDS = "spyglass/config/fields.py"
 JSON = "spyglass/config/json_file.py"
 JSON_TEXT = "spyglass/config/json_text.py"
 SAVED = "spyglass/config/saved_v4.py"
+CACHE = "spyglass/config/cache.py"
+SERVER = "spyglass/config/server.py"
+TRAINING = "spyglass/config/training.py"
+TABLE = "spyglass/ops/table.py"
 ENGINE = "spyglass/config/engine.py"
 MAIN = "spyglass/cli/main.py"
 MODEL = "spyglass/config/model.py"
 NUMBERS = "spyglass/config/numbers.py"
 SHIPPED = "spyglass/config/shipped.py"
 TESTS = "tests/unit/config"
+ON_SERVER = "tests/unit/cli/test_serve.py -m 'not slow'"
+ON_TRAINING = "tests/unit/train/test_finetune.py -k 'option or refused'"
+ON_CACHE = "tests/unit/text/test_independent.py tests/unit/text/test_independent_v41.py tests/laws/test_steps.py"
+ON_SNAPSHOTS = "tests/unit/engine/test_snapshots.py tests/laws/test_caches.py"
+ON_CACHE_TYPES = "tests/unit/engine/test_blocks.py tests/laws/test_steps.py"
+ON_LIBRARY = "tests/ops/test_cpu_library.py"
+ON_TRAINING_OPS = "tests/ops/test_training_ops.py"
 ON_NUMBERS = "tests/unit/config/test_numbers.py"
 ON_SHIPPED = "tests/unit/config/test_shipped.py"
 
@@ -96,4 +107,39 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(SHIPPED, "    except ConfigError:\n", "    except ZeroDivisionError:\n", ON_SHIPPED, "a remark that fails"),
     Mutant(SHIPPED, "not isinstance(stated, str) or not stated", "not isinstance(stated, str)", ON_SHIPPED,
            "an adapter that says nothing is of another model"),
+    Mutant(SERVER, "least=0, most=65_535", "least=0", ON_SERVER, "a port that cannot be"),
+    Mutant(SERVER, '("max_waiting", "grace_seconds")', '("max_waiting",)', ON_SERVER, "a stop before it is asked for"),
+    Mutant(SERVER, '            "max_held_bytes",\n', "", ON_SERVER, "memory below nothing"),
+    Mutant(SERVER, '            "fetch_seconds",\n', "", ON_SERVER, "no time to fetch"),
+    Mutant(SERVER, 'for name in ("api_key", "model_name", "cors_origin"):', 'for name in ("model_name", "cors_origin"):', ON_SERVER,
+           "an empty key"),
+    Mutant(SERVER, " and value.strip() for value", " for value", ON_SERVER, "a name of blanks"),
+    Mutant(SERVER, "not isinstance(self.host, str) or not self.host", "not isinstance(self.host, str)", ON_SERVER, "no address"),
+    Mutant(SERVER, "if getattr(self, name) not in allowed:", "if False:", ON_SERVER, "any word for a choice"),
+    Mutant(TRAINING, "if getattr(self, name) not in allowed:", "if False:", ON_TRAINING, "any schedule"),
+    Mutant(TRAINING, "if not DEVICES.fullmatch(self.device):", "if not DEVICES.match(self.device):", ON_TRAINING, "cuda:0x"),
+    Mutant(TRAINING, '("epochs", "batch_tokens", "accumulate", "save_every", "rank")', '("epochs", "batch_tokens", "accumulate", "rank")',
+           ON_TRAINING, "a state every 0 steps"),
+    Mutant(TRAINING, 'require_count("warmup", self.warmup, least=0)', "pass", ON_TRAINING, "a warm-up below nothing"),
+    Mutant(TRAINING, 'require_count("seed", self.seed, least=0)', "pass", ON_TRAINING, "a seed below 0"),
+    Mutant(TRAINING, 'require_count("steps", self.steps, least=1)', "pass", ON_TRAINING, "no steps"),
+    Mutant(TRAINING, "if not 0 < getattr(self, name) < math.inf:", "if not 0 <= getattr(self, name) < math.inf:", ON_TRAINING,
+           "a rate of nothing"),
+    Mutant(TRAINING, "if not 0 < getattr(self, name) < math.inf:", "if not 0 < getattr(self, name):", ON_TRAINING, "an endless rate"),
+    Mutant(TRAINING, 'for name in ("lr", "alpha", "clip"):', 'for name in ("lr", "alpha"):', ON_TRAINING, "gradients of no length"),
+    Mutant(TRAINING, "if not 0 <= self.dropout < 1:", "if not 0 <= self.dropout <= 1:", ON_TRAINING, "everything dropped"),
+    Mutant(TRAINING, "if not 0 <= self.weight_decay < math.inf:", "if not self.weight_decay < math.inf:", ON_TRAINING,
+           "weights that grow by themselves"),
+    Mutant(TRAINING, "not self.minutes >= 0", "self.minutes < 0", ON_TRAINING, "NaN minutes"),
+    Mutant(CACHE, "retention=text.sliding_window - 1", "retention=text.sliding_window - 2", ON_CACHE, "a window row too few kept"),
+    Mutant(CACHE, "series = 2 if compressor.overlap else 1", "series = 1", ON_CACHE, "overlapping groups keep half of their rows' width"),
+    Mutant(CACHE, "retention=compressor.group_rows", "retention=compressor.group_rows - 1", ON_CACHE, "an open group loses its first row"),
+    Mutant(CACHE, "                        snapshot=True,\n                    )\n                )\n", "                        snapshot=False,\n                    )\n                )\n",
+           ON_SNAPSHOTS, "open groups are not in a snapshot"),
+    Mutant(CACHE, "compressor.gated and (", "(", ON_CACHE, "rows without gates keep a state"),
+    Mutant(CACHE, 'dtype="float32"', 'dtype="activation"', ON_CACHE_TYPES, "open groups in bf16"),
+    Mutant(TABLE, "return name if usable(device_type, dtype) else", "return name if True else", ON_LIBRARY, "kernels that cannot run"),
+    Mutant(TABLE, "if which not in get_args(Which):", "if False:", ON_LIBRARY, "any word for the ops"),
+    Mutant(TABLE, '"training" if _exists(op, "training") else "reference"', '"reference"', ON_TRAINING_OPS, "training without its own ops"),
+    Mutant(TABLE, ' and which == "auto" and not prepare()', " and not prepare()", ON_LIBRARY, "the reference warns of kernels"),
 ]  # fmt: skip

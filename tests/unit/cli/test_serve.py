@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,29 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(
 ) -> None:
     assert main(["serve", str(tmp_path), *options]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"port": -1},
+        {"max_waiting": -1},
+        {"grace_seconds": -1},
+        *({name: 0} for name in ("max_held_bytes", "max_body_bytes", "max_image_bytes", "max_total_image_bytes")),
+        *({name: 0} for name in ("max_image_side", "max_image_pixels", "fetch_seconds")),
+        {"api_key": ("a", " ")},
+        {"model_name": ("",)},
+        {"cors_origin": "https://a.example"},
+        {"host": 5},
+        {"without_vision": "guess"},
+        {"log_level": "loud"},
+    ],
+    ids=str,
+)
+def test_a_field_that_means_nothing_is_refused_by_name(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        ServerConfig(**changes)
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(

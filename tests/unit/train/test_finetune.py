@@ -250,6 +250,13 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
         ({"schedule": "square"}, "constant or linear or cosine"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"minutes": -1.0}, "minutes is -1.0"),
+        ({"minutes": float("nan")}, "minutes is nan"),
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"save_every": 0}, "save_every is 0"),
+        ({"device": "cuda:0x"}, "device is 'cuda:0x'"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0"),
     ],
 )
