@@ -22,9 +22,8 @@ SHIPPED = "spyglass/config/shipped.py"
 TESTS = "tests/unit/config"
 ON_SERVER = "tests/unit/cli/test_serve.py -m 'not slow'"
 ON_TRAINING = "tests/unit/train/test_finetune.py -k 'option or refused'"
-ON_CACHE = "tests/unit/text/test_independent.py tests/unit/text/test_independent_v41.py tests/laws/test_steps.py"
+ON_CACHE = "tests/unit/config/test_cache.py"
 ON_SNAPSHOTS = "tests/unit/engine/test_snapshots.py tests/laws/test_caches.py"
-ON_CACHE_TYPES = "tests/unit/engine/test_blocks.py tests/laws/test_steps.py"
 ON_LIBRARY = "tests/ops/test_cpu_library.py"
 ON_TRAINING_OPS = "tests/ops/test_training_ops.py"
 ON_NUMBERS = "tests/unit/config/test_numbers.py"
@@ -133,11 +132,11 @@ CONFIG_ROWS: list[Mutant] = [
     Mutant(TRAINING, "not self.minutes >= 0", "self.minutes < 0", ON_TRAINING, "NaN minutes"),
     Mutant(CACHE, "retention=text.sliding_window - 1", "retention=text.sliding_window - 2", ON_CACHE, "a window row too few kept"),
     Mutant(CACHE, "series = 2 if compressor.overlap else 1", "series = 1", ON_CACHE, "overlapping groups keep half of their rows' width"),
-    Mutant(CACHE, "retention=compressor.group_rows", "retention=compressor.group_rows - 1", ON_CACHE, "an open group loses its first row"),
+    Mutant(CACHE, "retention=compressor.group_rows", "retention=compressor.group_rows // 2", ON_CACHE, "an open group loses its first rows"),
     Mutant(CACHE, "                        snapshot=True,\n                    )\n                )\n", "                        snapshot=False,\n                    )\n                )\n",
            ON_SNAPSHOTS, "open groups are not in a snapshot"),
     Mutant(CACHE, "compressor.gated and (", "(", ON_CACHE, "rows without gates keep a state"),
-    Mutant(CACHE, 'dtype="float32"', 'dtype="activation"', ON_CACHE_TYPES, "open groups in bf16"),
+    Mutant(CACHE, 'dtype="float32"', 'dtype="activation"', ON_CACHE, "open groups in bf16"),
     Mutant(TABLE, "return name if usable(device_type, dtype) else", "return name if True else", ON_LIBRARY, "kernels that cannot run"),
     Mutant(TABLE, "if which not in get_args(Which):", "if False:", ON_LIBRARY, "any word for the ops"),
     Mutant(TABLE, '"training" if _exists(op, "training") else "reference"', '"reference"', ON_TRAINING_OPS, "training without its own ops"),

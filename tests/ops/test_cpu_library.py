@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -60,6 +61,19 @@ def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(
     assert bind_ops("cpu", "bfloat16").chosen["linear_block"] == "reference"
     assert "slow reference ops run here: no C++ compiler was found" in caplog.text
     assert build.main() == 0, "set-up goes on without kernels"
+
+
+@pytest.mark.parametrize("which", ["reference", "training"])
+def test_ops_that_need_no_kernels_build_none_and_miss_none(
+    which: Literal["reference", "training"], no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(bind_ops("cpu", "float32", which).chosen.values()) <= {"reference", which}
+    assert not caplog.text
+
+
+def test_a_choice_of_ops_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(DeviceError, match="ops='fast' is not known"):
+        describe("cpu", "float32", "fast")  # type: ignore[arg-type]
 
 
 def test_a_failing_compiler_is_remembered_and_told(
