@@ -13,6 +13,16 @@ MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguis
 ShapeOf = Callable[[str], tuple[int, int, int] | None]
 
 
+def check_rank(rank: int) -> None:
+    """Whether an adapter that is to be trained may have this rank.
+
+    Raises:
+        AdapterError: it may not.
+    """
+    if not 1 <= rank <= MAX_RANK:
+        raise AdapterError(f"rank {rank} is outside 1 to {MAX_RANK}")
+
+
 def check_fit(adapter: AdapterFile, shape_of: ShapeOf, num_experts: int, max_rank: int = MAX_RANK) -> None:
     """Whether every pair has a module of its shape, and a rank within the limit.
 

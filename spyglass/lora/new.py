@@ -12,7 +12,7 @@ from torch import nn
 
 from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
-from spyglass.lora.fit import MAX_RANK
+from spyglass.lora.fit import check_rank
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, check_targets
 from spyglass.lora.places import Places, find_places
@@ -94,8 +94,7 @@ def new_adapter(
             means nothing, or a model that already holds an adapter.
     """
     groups = check_targets(targets)
-    if not 1 <= rank <= MAX_RANK:
-        raise AdapterError(f"rank {rank} is outside 1 to {MAX_RANK}")
+    check_rank(rank)
     if not (math.isfinite(alpha) and alpha > 0):
         raise AdapterError(f"alpha {alpha} must be a positive number")
     places = find_places(model)

@@ -22,6 +22,7 @@ from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
+from spyglass.lora.fit import check_rank
 from spyglass.lora.names import check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
@@ -36,7 +37,7 @@ from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
 from spyglass.train.sharding import shard_layers, whole_adapter
-from spyglass.train.state import load_state
+from spyglass.train.state import has_state
 
 RUN_FOLDER = "training"
 Tell = Callable[[str], None]
@@ -149,10 +150,17 @@ def check_config(config: TrainConfig) -> None:
     """
     require_plots()
     check_targets(config.targets)
-    folder = config.output / RUN_FOLDER
+    if not config.full:
+        check_rank(config.rank)
+    resumable = has_state(config.output / RUN_FOLDER)
     taken = any((config.output / name).exists() for name in ("adapter_config.json", "config.json"))
-    if not config.resume and (taken or load_state(folder) is not None):
+    if resumable and not config.resume:
         raise ConfigError(f"{config.output} already holds a run; go on with it (--resume), or choose another folder")
+    if taken and not resumable:
+        raise ConfigError(
+            f"{config.output} holds a result, and no state of training to go on from; it would be overwritten: choose "
+            "another folder"
+        )
 
 
 def _make_folder(folder: Path) -> None:

@@ -65,6 +65,11 @@ def save_state(folder: Path, state: State) -> Path:
     return target
 
 
+def has_state(folder: Path) -> bool:
+    """Whether there is a complete state below `folder`."""
+    return bool(_states(folder))
+
+
 def load_state(folder: Path) -> State | None:
     """The newest complete state below `folder`, tensors on the host; None if there is none.
 

@@ -216,6 +216,7 @@ def test_a_run_that_is_done_has_nothing_left_when_it_is_resumed(
         ({"targets": ("indexer",)}, AdapterError, "no gradient"),
         ({"targets": ("router",)}, AdapterError, "not a group"),
         ({"targets": ()}, AdapterError, "no targets"),
+        ({"rank": 513}, AdapterError, "rank 513 is outside 1 to 512"),
         ({"batch_tokens": 50}, PromptError, "1 of 2 lines cannot be used"),
         ({"data": Path("nothing.jsonl")}, PromptError, "cannot be read"),
     ],
@@ -229,6 +230,20 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr("spyglass.train.finetune.load_model", never)
     with pytest.raises(error, match=told):
         finetune(replace(config, **changes), progress=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("result", ["adapter_config.json", "config.json"])
+def test_a_result_without_the_state_of_its_run_is_never_overwritten(
+    result: str, resume: bool, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can go on from it, whoever asks to; a run from the beginning would take its place."""
+    monkeypatch.setattr("spyglass.train.finetune.load_model", None)
+    config.output.mkdir()
+    (config.output / result).write_text("{}")
+    with pytest.raises(ConfigError, match="no state of training to go on from"):
+        finetune(replace(config, resume=resume), progress=False)
+    assert [path.name for path in config.output.iterdir()] == [result]
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
