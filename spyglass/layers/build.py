@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +53,15 @@ class Loadable(Protocol):
     """A leaf module that holds checkpoint tensors."""
 
     def slots(self) -> list[WeightSlot]: ...
+
+
+def held_tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that a module below `root` holds, packed ones and those in a dict included."""
+    for module in root.modules():
+        for value in vars(module).values():
+            for held in value.values() if isinstance(value, dict) else (value,):
+                tensors = (held.data, held.scale) if isinstance(held, Packed) else (held,)
+                yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def weight_slots(root: torch.nn.Module) -> list[WeightSlot]:

@@ -6,7 +6,8 @@ is nothing but kernel calls, views and fresh memory, and takes its ways by shape
 `Recorder` watches every torch operation and gives no tape if it sees any other.
 
 Memory that the calls wrote to becomes places of one block, which two results share when one is last read before the
-other is written. Addresses of inputs are put in anew for each replay. All others, of weights, must stay what they are.
+other is written. Addresses of inputs are put in anew for each replay. All others must be of tensors that last,
+the weights: code that reads or writes anywhere else has no tape, since nobody knows how long that memory lives.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _LINE = 64  # bytes; results begin on cache lines
 _WORD = (1 << 64) - 1
 
 
+class _UnknownMemory(Exception):
+    """A call's pointer lies in none of the tensors that are known."""
+
+
 class Tape:
     """Calls to be made again: `name` in `Kernels` and arguments of each. Not for two threads at once."""
 
@@ -39,11 +44,12 @@ class Tape:
         calls: Sequence[tuple[str, tuple[Any, ...]]],
         inputs: Sequence[torch.Tensor],
         fresh: Sequence[torch.Tensor],
+        lasting: Sequence[torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        self._replay, self._num_calls = kernels.replay, len(calls)
+        self._replay, self._num_calls, self._lasting = kernels.replay, len(calls), lasting
         words, pointers = _as_words(kernels, calls)
-        given, results = _Ranges(inputs), _Ranges(fresh)
+        given, results, weights = _Ranges(inputs), _Ranges(fresh), _Ranges(lasting)
         uses: dict[int, list[int]] = {}
         inside: list[tuple[int, int, int]] = []  # word, result, bytes from its beginning
         outside: list[tuple[int, int, int]] = []  # the same for inputs
@@ -53,6 +59,8 @@ class Tape:
                 uses.setdefault(found[0], []).append(number)
             elif (found := given.find(pointer)) is not None:
                 outside.append((place, *found))
+            elif weights.find(pointer) is None:
+                raise _UnknownMemory
         found = results.find(out.data_ptr())
         assert found is not None, "what was recorded gives back memory of its own"
         uses.setdefault(found[0], []).append(len(calls))
@@ -97,9 +105,12 @@ class Recorder:
             self._calls.append((name, arguments))
 
     def record(
-        self, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]
+        self, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], lasting: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Tape | None]:
-        """What `run` gives, and its tape; None if a tape cannot stand for it. One recording at a time."""
+        """What `run` gives, and its tape; None if a tape cannot stand for it. One recording at a time.
+
+        `lasting` are tensors that are the same in every replay. The tape keeps them.
+        """
         watch = _Watch()
         calls = self._calls = []
         self._thread = threading.get_ident()
@@ -108,7 +119,12 @@ class Recorder:
                 out = run()
         finally:
             self._calls = None
-        return out, None if watch.strange else Tape(self._library, calls, inputs, watch.fresh, out)
+        if watch.strange:
+            return out, None
+        try:
+            return out, Tape(self._library, calls, inputs, watch.fresh, lasting, out)
+        except _UnknownMemory:
+            return out, None
 
 
 class _Watch(TorchDispatchMode):

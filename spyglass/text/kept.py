@@ -15,9 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from spyglass.batch.types import Batch, CacheView, PoolStep
 from spyglass.config.model import TextConfig
+from spyglass.layers.build import held_tensors
 from spyglass.ops.tape import Recorder, Tape
 from spyglass.text.step import Step
 
@@ -31,8 +33,8 @@ Layers = Callable[[torch.Tensor, Step, CacheView], torch.Tensor]
 class KeptSteps:
     """The tapes of one backbone, least recently used first. A step is recorded when its like comes a second time."""
 
-    def __init__(self, recorder: Recorder, text: TextConfig) -> None:
-        self._recorder, self._text = recorder, text
+    def __init__(self, recorder: Recorder, text: TextConfig, layers: nn.Module) -> None:
+        self._recorder, self._text, self._layers = recorder, text, layers
         self._tapes: OrderedDict[tuple[Any, ...], Tape | None] = OrderedDict()
         self._getters: dict[type, Any] = {}
         self._one_at_a_time = threading.Lock()
@@ -56,7 +58,7 @@ class KeptSteps:
         return replace(batch, window_width=self._text.sliding_window), replace(cache, pools=pools)
 
     def run(self, layers: Layers, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
-        """`layers` of a widened step; the result is valid until the next step."""
+        """`layers` of a widened step."""
         if not self._one_at_a_time.acquire(blocking=False):
             return layers(streams_TMC, step, cache)
         try:
@@ -70,13 +72,14 @@ class KeptSteps:
             if tape is not None:
                 self._tapes.move_to_end(key)
                 self.replays += 1
-                return tape.replay(pointers)
+                return tape.replay(pointers).clone()
             if key not in self._tapes:
                 self._tapes[key] = None
                 if len(self._tapes) > _MOST_TAPES:
                     self._tapes.popitem(last=False)
                 return layers(streams_TMC, step, cache)
-            out, self._tapes[key] = self._recorder.record(lambda: layers(streams_TMC, step, cache), inputs)
+            weights = list(held_tensors(self._layers))
+            out, self._tapes[key] = self._recorder.record(lambda: layers(streams_TMC, step, cache), inputs, weights)
             return out
         finally:
             self._one_at_a_time.release()

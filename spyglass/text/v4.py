@@ -53,7 +53,7 @@ class V4Backbone(nn.Module):
         self._plans = text.layers
         self._ropes = make_ropes(text.layers, parts.build.device)
         recorder = parts.build.ops.recorder
-        self._kept = None if recorder is None else KeptSteps(recorder, text)
+        self._kept = None if recorder is None else KeptSteps(recorder, text, self)
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView

@@ -195,7 +195,10 @@ OP_ROWS: list[Mutant] = [
     Mutant("spyglass/ops/tape.py", "[self._which] + self._offsets", "[self._which]", TAPE, "parts of inputs"),
     Mutant("spyglass/ops/tape.py", "base + starts[result] + offset", "base + starts[result]", TAPE, "parts of results"),
     Mutant("spyglass/ops/tape.py", "threading.get_ident() == self._thread", "True", TAPE, "calls of other threads"),
-    Mutant("spyglass/ops/tape.py", "None if watch.strange else ", "", TAPE, "operations of torch are forgotten"),
+    Mutant("spyglass/ops/tape.py", "if watch.strange:", "if False:", TAPE, "operations of torch are forgotten"),
+    Mutant(
+        "spyglass/ops/tape.py", "weights.find(pointer) is None", "False", TAPE, "memory that may be gone is on a tape"
+    ),
     Mutant("spyglass/ops/tape.py", "func._schema.is_mutable or ", "", TAPE, "changes in place are views"),
     _op("cache_write", "write_T >= 0", "write_T >= -1", "padding is written"),
     Mutant(

@@ -44,13 +44,13 @@ def chain(
 
 
 def recorded(recorder: Recorder, run: Callable[..., torch.Tensor], inputs: Inputs) -> Tape | None:
-    return recorder.record(lambda: run(recorder.kernels, *inputs), inputs)[1]
+    return recorder.record(lambda: run(recorder.kernels, *inputs), inputs, [])[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tape_gives_the_bits_of_the_code_for_other_inputs(recorder: Recorder, dtype: torch.dtype) -> None:
     first = given(0, dtype)
-    out, tape = recorder.record(lambda: chain(recorder.kernels, *first), first)
+    out, tape = recorder.record(lambda: chain(recorder.kernels, *first), first, [])
     assert tape is not None
     expected, again = given(0, dtype), given(0, dtype)
     assert torch.equal(out, chain(recorder.kernels, *expected)) and torch.equal(first[2], expected[2])
@@ -93,6 +93,17 @@ def test_code_that_does_anything_else_has_no_tape(
 
     assert recorded(recorder, run, (torch.randn(4, 8),)) is None
     assert recorded(recorder, lambda library, x: rms_norm(x, None, eps=1e-6, kernels=library), (torch.randn(4, 8),))
+
+
+def test_memory_that_nobody_promises_to_keep_gives_no_tape(recorder: Recorder) -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8)
+
+    def run() -> torch.Tensor:
+        return rms_norm(x, weight, eps=1e-6, kernels=recorder.kernels)
+
+    assert recorder.record(run, [x], [])[1] is None
+    tape = recorder.record(run, [x], [torch.randn(8), weight])[1]
+    assert tape is not None and torch.equal(tape.replay([x.data_ptr()]), run())
 
 
 def test_calls_of_other_threads_are_not_on_a_tape(recorder: Recorder) -> None:

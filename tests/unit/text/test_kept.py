@@ -62,6 +62,15 @@ def test_decoding_from_tapes_has_the_bits_of_decoding_op_by_op(dtype: torch.dtyp
     assert replays >= STEPS // 2, f"{replays} of {STEPS} steps came from a tape"
 
 
+def test_what_a_step_gave_stays_as_it_is_in_later_steps() -> None:
+    model = make(torch.float32, kept=True)
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model.text.register_forward_hook(lambda _, __, out: given.append((out[0], out[0].clone())))
+    decode(model)
+    assert model.text._kept is not None and model.text._kept.replays > 1
+    assert all(torch.equal(kept, then) for kept, then in given)
+
+
 def test_steps_with_anything_else_in_them_are_not_kept() -> None:
     model = make(torch.float32, kept=True)
     kept = model.text._kept
