@@ -155,6 +155,8 @@ KERNEL_ROWS: list[Mutant] = [
            ON_ROWS, "rounding: no floor of FP8 scales"),
     Mutant(QUANTISE, "FLOOR = e4m3_scale ? 6 * 0x1p-9f :", "FLOOR =",
            ON_ROWS, "rounding: no floor of e4m3 scales"),
+    Mutant("spyglass/ops/csrc/product.h", "(LD ? word / KB * cap * LD : word)", "(LD ? word / KB * cap * LD : 0)",
+           ON_LINEAR, "linear: the first inputs of a matrix again"),
     Mutant(OUTPUT, "    if (bias) value += load_n(bias + first, n);\n", "",
            ON_LINEAR, "linear: no bias of many rows"),
     Mutant(OUTPUT, "    if (bias) value += bias[at];\n", "",

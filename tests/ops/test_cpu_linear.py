@@ -79,6 +79,22 @@ def test_any_number_of_outputs_and_rows_is_exact(isa: str) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["bf16", "f32", "fp4"])
+def test_an_output_has_the_same_bits_wherever_its_row_of_the_weight_lies(
+    name: str, dtype: torch.dtype, isa: str
+) -> None:
+    """In a whole stretch of rows, which bf16 weights are multiplied from as they lie, or in what is left of one."""
+    w, library = torch.randn(100, 320), kernels(isa)
+    for rows in (9, 17, 40, 65):
+        x = torch.randn(rows, 320).to(dtype)
+        whole = block_cpu.linear_block(x, encode(w, FORMATS[name]), kernels=library)
+        for first, stop in ((0, 15), (0, 17), (33, 100)):
+            part = block_cpu.linear_block(x, encode(w[first:stop], FORMATS[name]), kernels=library)
+            assert torch.equal(part, whole[:, first:stop]), f"{rows} {first} {stop}"
+
+
+@every_isa
 def test_outputs_larger_than_the_caches_are_exact(isa: str) -> None:
     """They are written past them, from whole aligned vectors; the logits of 32 rows are such an output."""
     for outputs in (65536, 65549):

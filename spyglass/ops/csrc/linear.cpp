@@ -63,12 +63,14 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
       i64 n = end - first < ROW_BLOCK ? end - first : ROW_BLOCK;
       for (i64 r = 0; r < n; r += step) {
         i64 m = n - r < step ? n - r : step, next = first + r + m;
-        decode_rows<M, F>(w, first + r, m, factors, block, step);
+        const bool as_it_is = M::per_word == 2 && F == BF16 && m == NEAR_ROWS && words * 2 == w.cols;  // whole tiles of words
+        if (!as_it_is) decode_rows<M, F>(w, first + r, m, factors, block, step);
         for (i64 p = 0; p < panels; p++) {
           int count = count_of(size_of(p));
           Ahead ahead;
           if (p == 0 && next < end) ahead = Ahead{w.data + next * w.row_bytes(), m * w.row_bytes() / (tiles_of(m, count) * words)};
-          product<M>(block, step, m, panel_of(g, p), count, words, c + r * count, true, ahead);
+          if (as_it_is) product<M, 0>((const u32*)(w.data + (first + r) * w.row_bytes()), words, m, panel_of(g, p), count, words, c + r * count, true, ahead);
+          else product<M>(block, step, m, panel_of(g, p), count, words, c + r * count, true, ahead);
           if (r + step < n) continue;
           if (out.largest) out.largest->take_lanes(p * MAX_LANES, c, n, count, first);
           else turn_out(c, n, count, p * MAX_LANES, size_of(p), first, out);

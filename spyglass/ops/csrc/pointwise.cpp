@@ -222,7 +222,7 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
       parallel(threads, (J + 3) / 4, [&](i64 task) { multiply(SIZE(N), 0, x, task * 4, task * 4 + 4 < J ? task * 4 + 4 : J); });
     });
   } else if (T <= MEDIUM) {  // the matrix stays in a cache: four tokens at a time walk it
-    parallel(T * E * J < ((i64)1 << 19) ? 1 : threads, (T + 3) / 4, [&](i64 task) {
+    parallel(T * E * J < ((i64)1 << 17) ? 1 : threads, (T + 3) / 4, [&](i64 task) {
       SCRATCH(x_memory);
       u32* x = x_memory.get<u32>(4 * words);
       widen(SIZE(4), task * 4, x);
@@ -261,7 +261,7 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
   }
   auto finish = [&](auto size) {
     constexpr int S = size.value;
-    over_rows((T + VL - 1) / VL, VL * J * rounds, threads, [&](i64 first, i64 stop) {
+    over_rows((T + VL - 1) / VL, 2 * VL * J * rounds, threads, [&](i64 first, i64 stop) {  // divisions take twice as long
       for (i64 t0 = first * VL; t0 < stop * VL; t0 += VL) {
         V lanes[S * (2 + S)] = {}, p[S], q[S], c[S][S];
         i64 n = T - t0 < VL ? T - t0 : VL;

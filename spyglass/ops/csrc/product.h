@@ -331,9 +331,10 @@ struct Ahead {
   i64 bytes = 0;
 };
 
-// c[R][N] (+)= rows [R][steps] · lanes [steps][N vectors]
-template <class M, int R, int N>
-static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 steps, V* c, bool first, Ahead& ahead) {
+// c[R][N] (+)= rows [R][steps] · lanes [steps][N vectors]; rows lie `LD` words apart, or `apart` where LD is 0
+template <class M, int R, int N, i64 LD>
+static __attribute__((noinline)) void tile(const u32* rows, i64 apart, const V* lanes, i64 steps, V* c, bool first, Ahead& ahead) {
+  if (LD) apart = LD;
   V acc[R][N];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -349,7 +350,7 @@ static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 
     for (int j = 0; j < N; j++) x[j] = lanes[s * N + j];
 #pragma GCC unroll 32
     for (int r = 0; r < R; r++) {
-      V w = (V)splat_bits(rows[r * LDW + s]);
+      V w = (V)splat_bits(rows[r * apart + s]);
 #pragma GCC unroll 4
       for (int j = 0; j < N; j++) acc[r][j] = M::madd(acc[r][j], w, x[j]);
     }
@@ -362,12 +363,13 @@ static __attribute__((noinline)) void tile(const u32* rows, const V* lanes, i64 
 
 // c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 15 rows behind the last are written too.
 constexpr i64 OVERSHOOT = 15;
-template <class M>
+// Without LD the rows are those of a matrix, `cap` words apart.
+template <class M, i64 LD = LDW>
 static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true,
                     Ahead ahead = Ahead()) {
   for (i64 word = 0; word < words; word += KB) {
-    i64 steps = words - word < KB ? words - word : KB;
-    const u32* block = rows + word / KB * cap * LDW;
+    i64 steps = words - word < KB ? words - word : KB, apart = LD ? LD : cap;
+    const u32* block = rows + (LD ? word / KB * cap * LD : word);
     const V* x = (const V*)lanes + word * count;
     auto walk = [&](auto height, auto vectors) {
       constexpr int R = height.value, N = vectors.value;
@@ -375,9 +377,9 @@ static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count
       if constexpr (R == 6)  // 16 heads are 6 + 6 + 4
         for (; n - r > 4 || n - r < 1; r += R) {
           if (n - r < 1) return;
-          tile<M, R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0, ahead);
+          tile<M, R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == 0, ahead);
         }
-      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N>(block + r * LDW, x, steps, c + r * N, first && word == 0, ahead);
+      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == 0, ahead);
     };
 #define SIZE(n) std::integral_constant<int, n>()
     if constexpr (VL == 16) {
