@@ -51,6 +51,8 @@ from spyglass.ops.table import bind_ops
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed
 
+WARM = 8  # decode steps that are not timed: what a step is recorded for happens once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -110,11 +112,13 @@ def measure(
     """Decode `requests` prompts of CONTEXT tokens together; `bounds` in tokens per second, by what sets it."""
     timed = TimedParts(loaded.model)
     engine = make_engine(timed, loaded, folder)
-    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=steps + WARM + 8, ignore_eos=True)
     for number in range(requests):
         engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
     while len(engine.step()) < requests:  # until every prompt is in memory
         pass
+    for _ in range(WARM):
+        engine.step()
     times: list[tuple[float, float, float]] = []
     for _ in range(steps):
         before, timed.seconds = engine.stats(), 0.0

@@ -135,6 +135,10 @@ class _Watch(TorchDispatchMode):
         self.fresh: list[torch.Tensor] = []
         self.strange = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap the method below with its compiler, whose import takes most of a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _FRESH:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -130,3 +132,17 @@ def test_a_failure_while_recording_ends_the_recording(recorder: Recorder) -> Non
     with pytest.raises(ValueError, match="no"):
         recorded(recorder, run, (torch.randn(4, 8),))
     test_a_tape_gives_the_bits_of_the_code_for_other_inputs(recorder, torch.float32)
+
+
+def test_recording_does_not_load_the_compiler_of_torch() -> None:
+    """Its import would hold the first answers of a process for most of a second."""
+    kernels(isas()[0])
+    program = (
+        "import sys, torch; from spyglass.ops.native import best; from spyglass.ops.tape import Recorder\n"
+        "from spyglass.ops.rms_norm.cpu import rms_norm\n"
+        "recorder, x = Recorder(best()), torch.ones(2, 8)\n"
+        "_, tape = recorder.record(lambda: rms_norm(x, None, eps=0.0, kernels=recorder.kernels), [x], [])\n"
+        "print(tape is not None and 'torch._dynamo' not in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
