@@ -113,6 +113,21 @@ def test_a_body_without_a_stated_size_is_not_read_to_its_end(times: float, small
     assert small.post({"max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/plain", "/health", "/nothing"])
+def test_a_body_of_two_lengths_is_refused_and_nothing_behind_it_is_read(path: str, live: Live) -> None:
+    """A proxy that goes by the other length would take what follows for a part of this body (RFC 9112 6.1)."""
+    host, port = live.url.removeprefix("http://").split(":")
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    lengths = "content-length: 12\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    told = b""
+    with socket.create_connection((host, int(port)), 10) as raw:
+        raw.sendall(f"{head}{lengths}GET /health HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        while data := raw.recv(1 << 16):
+            told += data
+    assert told.startswith(b"HTTP/1.1 400") and b"not both" in told
+    assert told.count(b"HTTP/1.1 ") == 1
+
+
 def test_a_size_that_is_a_lie_hangs_nobody(small: Live) -> None:
     host, port = small.url.removeprefix("http://").split(":")
     for head in (b"content-length: 9999999999\r\n", b"content-length: 400\r\n", b"content-length: -1\r\n"):
