@@ -30,7 +30,7 @@ _SIGNATURES = {
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
     "sg_router": "pill" + "pill" + "f" + "ppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
-    "sg_index_topk": "pipi" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
+    "sg_index_topk": "pipif" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
     "sg_compress_pool": "ppp" + "llli" + "pii",
     "sg_compress_rows": "pppp" + "ll" + "pi",
     "sg_hyper_mix": "pilll" + "ppp" + "ffl" + "pppi",

@@ -101,11 +101,11 @@ class Indexer(nn.Module):
         slot_T = step.batch.slot_T
         q_TNI = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
         q_TNI = self._rounded(self._ops.rope_partial(q_TNI, *step.tables[self._plan.rope]))
-        # two roundings in bf16: the projection's, then the product's
-        weights_TN = self.weights_proj(x_TC, slot_T) * self._weight_scale
+        # the scale is a second product, with a rounding of its own in bf16
+        options = {"weight_scale": self._weight_scale, "stepwise": self._stepwise, "max_visible": pool.max_visible}
         scored = (
             q_TNI,
-            weights_TN,
+            self.weights_proj(x_TC, slot_T),
             cache.pages[self._keys],
             cache.table_SP[self._table],
             step.batch.seq_T,
@@ -117,14 +117,11 @@ class Indexer(nn.Module):
                 *scored,
                 num_blocks=self._candidates.num_blocks,
                 block_size=self._candidates.block_size,
-                max_visible=pool.max_visible,
-                stepwise=self._stepwise,
+                **options,
             )
         if pool.max_visible <= self._topk:
             return None
-        picks_TX: torch.Tensor = self._ops.index_topk(
-            *scored, k=self._topk, max_visible=pool.max_visible, stepwise=self._stepwise, **self._limits(step)
-        )
+        picks_TX: torch.Tensor = self._ops.index_topk(*scored, k=self._topk, **options, **self._limits(step))
         return picks_TX
 
     def _ranks_blocks(self, pool: PoolStep) -> bool:

@@ -40,16 +40,14 @@ class KeptSteps:
         self._one_at_a_time = threading.Lock()
         self.replays = 0  # steps that came from a tape
 
-    def fits(self, batch: Batch, cache: CacheView) -> bool:
-        """Whether steps like this are kept: one row per sequence, no pictures, adapters, memory tables or gradients,
-        and no compressed rows to be chosen among."""
+    def fits(self, batch: Batch) -> bool:
+        """Whether steps like this are kept: one row per sequence, no pictures, adapters, memory tables or gradients."""
         rows = len(batch.ids_T)
         return (
             len(batch.seq_len_S) == rows <= _MOST_ROWS
             and batch.window_width <= self._text.sliding_window
             and batch.slot_T is None
             and not (batch.has_pictures or batch.capture or batch.engram_rows or torch.is_grad_enabled())
-            and all(pool.max_visible <= self._text.index_topk for pool in cache.pools.values())
         )
 
     def widened(self, batch: Batch, cache: CacheView) -> tuple[Batch, CacheView]:

@@ -60,7 +60,7 @@ class V4Backbone(nn.Module):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden rows [T, C], normed, and the output streams [T, M, C] of the layers in `batch.capture`."""
         captured: dict[int, torch.Tensor] = {}
-        if self._kept is not None and self.run_layer is run_part and self._kept.fits(batch, cache):
+        if self._kept is not None and self.run_layer is run_part and self._kept.fits(batch):
             batch, cache = self._kept.widened(batch, cache)
             step = make_step(batch, cache, self._ropes, self._plans)
             return self._kept.run(self._run_all, streams_TMC, step, cache), captured

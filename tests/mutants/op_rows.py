@@ -75,6 +75,7 @@ OP_ROWS: list[Mutant] = [
         "halves swapped",
     ),
     _op("compress_pool", "(-index - 2)", "(-index - 1)", "carried rows off by one"),
+    _op("index_topk", "weights_TN = weights_TN * weight_scale", "pass", "weights not scaled"),
     _op("index_topk", "dots.relu()", "dots", "relu dropped"),
     _op("index_topk", "* weights_TN.float()[:, :, None]", "", "head weights dropped"),
     _op("index_topk", "ok = entry < visible_T", "ok = entry <= visible_T", "the open group is visible"),

@@ -228,8 +228,8 @@ TEXT_ROWS: list[Mutant] = [
     # indexer
     Mutant(
         TEXT + "indexer.py",
-        "weights_TN = self.weights_proj(x_TC, slot_T) * self._weight_scale",
-        "weights_TN = self.weights_proj(x_TC, slot_T)",
+        '"weight_scale": self._weight_scale',
+        '"weight_scale": 1.0',
         INDEPENDENT,
         "weights not scaled",
     ),
@@ -242,8 +242,8 @@ TEXT_ROWS: list[Mutant] = [
     ),
     Mutant(
         TEXT + "indexer.py",
-        "max_visible=pool.max_visible, stepwise=self._stepwise, **self._limits(step)",
-        "max_visible=pool.max_visible, stepwise=False, **self._limits(step)",
+        '"stepwise": self._stepwise',
+        '"stepwise": False',
         INDEPENDENT,
         "scores not rounded",
     ),

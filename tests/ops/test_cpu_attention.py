@@ -246,6 +246,9 @@ def test_index_choices_are_the_reference_up_to_equal_scores(stepwise: bool, dtyp
         arguments = index_case(lengths, heads, dim, dtype, tokens)
         options = {"max_visible": max(lengths), "stepwise": stepwise}
         got = index_cpu.index_topk(*arguments, k=k, kernels=kernels(isa), **options)
+        scaled = (arguments[0], arguments[1] * 0.37, *arguments[2:])
+        again = index_cpu.index_topk(*arguments, k=k, weight_scale=0.37, kernels=kernels(isa), **options)
+        assert torch.equal(again, index_cpu.index_topk(*scaled, k=k, kernels=kernels(isa), **options))
         want = index_reference.index_topk(*arguments, k=k, **options)
         scores = index_reference.index_scores(*arguments, **options)
         assert got.shape == want.shape and got.dtype == torch.int32

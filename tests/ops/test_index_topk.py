@@ -101,6 +101,18 @@ def test_ties_go_to_the_lowest_entry() -> None:
     assert picks.tolist() == [[0, 1, 2]]
 
 
+def test_weights_are_scaled_in_their_own_dtype() -> None:
+    """-1 turns the order around; in bf16 the product of a weight and the scale is rounded."""
+    keys = Paged([torch.tensor([[3.0, 0.0], [1.0, 0.0], [2.0, 0.0]])], 4)
+    q, w = torch.tensor([[[1.0, 0.0]]]), torch.ones(1, 1)
+    options = {"k": 1, "max_visible": 3, "stepwise": False}
+    rows = keys.pages, keys.table, ints([0]), ints([3])
+    assert index_topk(q, w, *rows, **options).tolist() == [[0]]
+    assert index_topk(q, w, *rows, weight_scale=-1.0, **options).tolist() == [[1]]
+    narrow = torch.ones(1, 1).bfloat16()  # 2 ** -200 is 0 there, and all entries are equal
+    assert index_topk(q, narrow, *rows, weight_scale=-(2.0**-200), **options).tolist() == [[0]]
+
+
 def test_negative_dots_count_nothing_and_weights_may_be_negative() -> None:
     keys = Paged([torch.tensor([[1.0, 0.0], [-1.0, 0.0]])], 4)
     q, w = torch.tensor([[[1.0, 0.0], [-2.0, 0.0]]]), torch.tensor([[1.0, -0.5]])

@@ -9,6 +9,7 @@ namespace {
 struct Index {
   const void* q;        // [T, N, I]
   const void* weights;  // [T, N]
+  float weight_scale;   // the product is rounded like the weights
   int q_dtype, weight_dtype;
   i64 T, N, I;
   Pages keys;
@@ -28,7 +29,8 @@ template <class M> void index_scores(const Index& x, i64 t, const u32* q_rows, i
   bool round = x.stepwise && x.q_dtype == BFLOAT16;
   V total[MAX_COUNT] = {};
   for (i64 n = 0; n < x.N; n++) {
-    float w = x.weight_dtype == BFLOAT16 ? widen1(((const bf16*)x.weights)[t * x.N + n]) : ((const float*)x.weights)[t * x.N + n];
+    float w = x.weight_dtype == BFLOAT16 ? round_bf16(widen1(((const bf16*)x.weights)[t * x.N + n]) * x.weight_scale)
+                                         : ((const float*)x.weights)[t * x.N + n] * x.weight_scale;
     for (int j = 0; j < MAX_COUNT; j++) {
       V dot = c[n * MAX_COUNT + j];
       if (round) dot = round_bf16(dot);
@@ -145,12 +147,12 @@ template <class M> void index_topk(const Index& x, int threads) {
 
 }  // namespace
 
-extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, int weight_dtype, i64 T, i64 N, i64 I, const void* keys,
+extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, int weight_dtype, float weight_scale, i64 T, i64 N, i64 I, const void* keys,
                               int key_dtype, i64 page_rows, const i32* table, i64 table_cols, const i32* seq, const i32* visible,
                               const i32* blocks, i64 Y, i64 block_size, i64 X, i64 max_visible, int stepwise, i32* picks,
                               int threads) {
   Pages pages{(const char*)keys, table, page_rows, table_cols, I, key_dtype};
-  Index x{q, weights, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, picks};
+  Index x{q, weights, weight_scale, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, picks};
 #if SG_PAIRS
   if (in_pairs(q_dtype, key_dtype)) return index_topk<Pairs>(x, threads);
 #endif

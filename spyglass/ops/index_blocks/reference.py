@@ -21,12 +21,14 @@ def index_blocks(
     block_size: int,
     max_visible: int,
     stepwise: bool,
+    weight_scale: float = 1.0,
 ) -> torch.Tensor:
     """blocks_TY int32 = the min(num_blocks, blocks) best blocks of `block_size` entries, ascending, -1 = none.
 
     A block scores as its best visible entry; the block of the newest visible entry is always among them. Scores are
     those of `index_topk`; a block without a visible entry is never listed. Ties go to the lowest block.
     """
+    weights_TN = weights_TN * weight_scale
     step = max(1, _SCORES_AT_ONCE // max(1, q_TNI.shape[1] * max_visible))
     parts = []
     for t in range(0, len(q_TNI), step):

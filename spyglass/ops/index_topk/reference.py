@@ -20,16 +20,18 @@ def index_topk(
     k: int,
     max_visible: int,
     stepwise: bool,
+    weight_scale: float = 1.0,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
 ) -> torch.Tensor:
-    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN; picks_TX int32 = the min(k, max_visible) best visible entries,
-    ascending, -1 = none.
+    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN with w = weights · scale, rounded to the dtype of the weights; picks_TX
+    int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
 
     Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
     the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
     With `blocks_TY` (int32, -1 = none) only entries of the listed blocks of `block_size` may be picked (spec v41 3.3).
     """
+    weights_TN = weights_TN * weight_scale
     heads, x = q_TNI.shape[1], min(k, max_visible)
     step = max(1, _SCORES_AT_ONCE // max(1, heads * max_visible))
     parts = [

@@ -91,12 +91,12 @@ def values_of(weights: dict[str, Packed]) -> dict[str, Any]:
 
 
 def recording(ops: Ops, recorded: dict[str, list[Any]]) -> Ops:
-    """The same ops; inputs and output of every call are kept."""
+    """The same ops; inputs, output and options of every call are kept."""
 
     def recorder(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             out = getattr(ops, name)(*args, **kwargs)
-            recorded.setdefault(name, []).append((args, out))
+            recorded.setdefault(name, []).append((args, out, kwargs))
             return out
 
         return call
@@ -174,8 +174,10 @@ def test_attention_agrees_stage_by_stage(layer: int, setting: Setting) -> None:
         setting.same(entries, want.entries, "compressed rows")
     if plan.ratio == 4:
         setting.same(stored(setting, "index", "pool4", layer, count // 4), want.keys, "index keys")
-        (_, weights, *_), picks = setting.recorded["index_topk"][0]
-        setting.same(weights, setting.other.index_weights(layer, theirs), "head weights of the index")
+        (_, weights, *_), picks, options = setting.recorded["index_topk"][0]
+        setting.same(
+            weights * options["weight_scale"], setting.other.index_weights(layer, theirs), "head weights of the index"
+        )
         rows = [[int(pick) for pick in row if pick >= 0] for row in picks]
         same = np.mean([mine == theirs for mine, theirs in zip(rows, want.picks, strict=True)])
         assert same >= (0.97 if setting.other.rounded else 1.0), f"only {same:.3f} of the rows pick alike"
