@@ -223,6 +223,8 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits, name: str) -> 
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or _reason(error)
+        if os.fspath(path)[:7].lower().startswith(("http:/", "https:/")):  # of the two slashes a Path keeps one
+            reason = "it is an address, and pictures are not fetched; save it and name the file"
         raise PromptError(f"{_with_path(name, path)} cannot be read: {reason}") from error
 
 

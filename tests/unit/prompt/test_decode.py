@@ -307,6 +307,12 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
         open_picture(path)
 
 
+@pytest.mark.parametrize("address", ["https://example.org/a.png", "HTTP://example.org/a.png"])
+def test_an_address_given_as_a_file_is_told_to_be_one(address: str) -> None:
+    with pytest.raises(PromptError, match="it is an address, and pictures are not fetched; save it"):
+        open_picture(Path(address))
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"^image 2: .*/nowhere\.png cannot be read: No such file or directory$"):
         open_picture(tmp_path / "nowhere.png", name="image 2")
