@@ -29,7 +29,7 @@ def output_path(batch: Path, output: Path | None) -> Path:
 
 
 def run_file(llm: LLM, batch: Path, output: Path) -> int:
-    """Answer the lines of a file that have no answer yet; 0 if all went well, 1 if some were refused.
+    """Answer the lines of a file that have no answer yet; 0 if all went well, 1 if some were refused, now or before.
 
     Raises:
         PromptError: the file of requests, or what stands in the file of answers, is not what it should be.
@@ -50,6 +50,7 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
     ):
         left = (line for line in batch_lines(batch, urls) if line.custom_id not in done)
         good, bad = run_batch(llm, endpoints, left, out, lambda fine: bar.update())
-    earlier = f", {len(done)} had been answered before" if done else ""
+    well = sum(done.values())
+    earlier = f"; before: {well} answered, {len(done) - well} refused" if done else ""
     print(f"spyglass: {good} answered, {bad} refused{earlier}: {output}", file=sys.stderr)
-    return 1 if bad else 0
+    return 0 if bad == 0 and well == len(done) else 1

@@ -85,7 +85,8 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """
     path = directory / CONFIG_NAME
     if not path.is_file():
-        raise AdapterError(f"{directory} is no adapter: it has no {CONFIG_NAME}; name the folder that PEFT saved")
+        lacks = f"it has no {CONFIG_NAME}" if directory.is_dir() else "there is no such folder"
+        raise AdapterError(f"{directory} is no adapter: {lacks}; name the folder that PEFT saved")
     try:
         values = read_json_object(path)
     except ConfigError as error:

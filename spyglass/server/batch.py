@@ -23,6 +23,7 @@ from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
 from spyglass.server.parsing import has_form, with_form
 
+_REFUSED = 400  # and more, of a status
 _PARSERS = 2  # threads that decode pictures ahead of the engine
 _FORM = "a request is an object with custom_id, method, url and body"
 _SHOWN = 20  # faulty lines listed in an error
@@ -77,22 +78,24 @@ def batch_lines(path: Path, urls: Sequence[str]) -> Iterator[BatchLine]:
     return (line for number, text in _lines(path) if isinstance(line := _line(number, text, urls), BatchLine))
 
 
-def answered(path: Path) -> set[str]:
-    """Ids that have an answer in an output file; an unfinished last line, left by an interruption, is cut off.
+def answered(path: Path) -> dict[str, bool]:
+    """Ids that have an answer in an output file, and whether it is more than a refusal; an unfinished last line, left
+    by an interruption, is cut off.
 
     Raises:
         PromptError: the file holds something else than answers of a batch.
     """
     if not path.exists():
-        return set()
-    done, end = set(), 0
+        return {}
+    done, end = dict[str, bool](), 0
     with open(path, "rb") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 break
             end += len(text)
             try:
-                done.add(json.loads(text)["custom_id"])
+                answer = json.loads(text)
+                done[answer["custom_id"]] = answer["response"]["status_code"] < _REFUSED
             except (ValueError, TypeError, LookupError) as error:
                 raise PromptError(f"{path} line {number} is no answer of a batch; give another --output") from error
     if end < path.stat().st_size:
@@ -180,7 +183,7 @@ class _Batch:
         answer = {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
         self._out.write(json.dumps(answer, ensure_ascii=False) + "\n")
         self._out.flush()
-        fine = status < 400
+        fine = status < _REFUSED
         self.good, self.bad = self.good + fine, self.bad + (not fine)
         self._note(fine)
 

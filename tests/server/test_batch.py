@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ def written(path: Path, *lines: object) -> Path:
     return path
 
 
-def run(llm: LLM, path: Path, skip: set[str] | None = None) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+def run(llm: LLM, path: Path, skip: Collection[str] = ()) -> tuple[list[dict[str, Any]], tuple[int, int]]:
     endpoint, out, notes = plain(llm), io.StringIO(), []
     assert check_batch(path, [endpoint.path])
-    lines = (line for line in batch_lines(path, [endpoint.path]) if line.custom_id not in (skip or ()))
+    lines = (line for line in batch_lines(path, [endpoint.path]) if line.custom_id not in skip)
     counts = run_batch(llm, [endpoint], lines, out, notes.append)
     assert (sum(notes), len(notes) - sum(notes)) == counts
     return [json.loads(text) for text in out.getvalue().splitlines()], counts
@@ -116,6 +116,8 @@ def test_a_line_that_cannot_be_honoured_is_answered_with_its_reason_and_others_g
     assert status == {"q0": 200, "q1": 400, "q2": 400, "q3": 400, "q4": 200, "q5": 404, "q6": 200}
     assert counts == (3, 4)
     assert all(a["response"]["body"]["plain_error"]["message"] for a in answers if status[a["custom_id"]] >= 400)
+    found = answered(written(tmp_path / "out.jsonl", *answers))
+    assert found == {name: code == 200 for name, code in status.items()}, "a refusal stays one when it is met again"
 
 
 def test_a_cut_run_goes_on_where_it_was_and_half_a_line_is_done_again(llm: LLM, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_cut_run_goes_on_where_it_was_and_half_a_line_is_done_again(llm: LLM, 
     texts = [json.dumps(answer) for answer in whole]
     out.write_text(texts[0] + "\n" + texts[1] + "\n" + texts[2][:20], encoding="utf-8")
     done = answered(out)
-    assert done == {whole[0]["custom_id"], whole[1]["custom_id"]}
+    assert done == {whole[0]["custom_id"]: True, whole[1]["custom_id"]: True}
     assert out.read_text(encoding="utf-8") == texts[0] + "\n" + texts[1] + "\n"
     rest, counts = run(llm, path, done)
     assert counts == (4, 0)
@@ -133,7 +135,7 @@ def test_a_cut_run_goes_on_where_it_was_and_half_a_line_is_done_again(llm: LLM, 
     assert {a["custom_id"]: a["response"]["body"]["answers"] for a in rest} == {
         k: bodies[k] for k in bodies if k not in done
     }
-    assert answered(tmp_path / "absent.jsonl") == set()
+    assert answered(tmp_path / "absent.jsonl") == {}
 
 
 def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:

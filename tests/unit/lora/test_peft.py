@@ -228,6 +228,8 @@ def test_damaged_folders_are_refused_before_values_are_read(tmp_path: Path) -> N
     file.write_bytes((10**15).to_bytes(8, "little") + whole[8:])
     with pytest.raises(AdapterError, match="announces a header"):
         read_adapter(folder)
+    with pytest.raises(AdapterError, match="no such folder"):
+        read_adapter(tmp_path / "b")
     file.unlink()
     with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors"):
         read_adapter(folder)
