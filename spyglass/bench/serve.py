@@ -31,6 +31,7 @@ from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import Answer, ask
 from spyglass.config.numbers import integer, number
+from spyglass.config.shipped import default_model
 
 _START_SECONDS = 600
 _WORDS = ("what", "is", "in", "the", "picture", "and", "how", "many", "red", "blue", "things", "are", "there", "now")
@@ -256,9 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--model",
-        default="demo-model",
+        default=default_model(),
         metavar="DIR",
-        help="serve this checkpoint (default: demo-model, which `spyglass new-checkpoint demo-model` writes)",
+        help=f"serve this checkpoint (default: {default_model()})",
     )
     where.add_argument("--url", metavar="URL", help="ask a server that runs already, without a baseline")
     parser.add_argument("--key", help="API key of that server")

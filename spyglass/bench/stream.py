@@ -23,6 +23,7 @@ from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import ask_all
 from spyglass.config.numbers import number
 from spyglass.config.server import ServerConfig
+from spyglass.config.shipped import default_model
 from spyglass.engine.grammar import Form
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
@@ -205,9 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spyglass bench stream", description=__doc__)
     parser.add_argument(
         "--model",
-        default="demo-model",
+        default=default_model(),
         metavar="DIR",
-        help="whose tokenizer (default: demo-model, which `spyglass new-checkpoint demo-model` writes)",
+        help=f"whose tokenizer (default: {default_model()})",
     )
     parser.add_argument("--streams", type=positive, default=32, metavar="N", help="at a time (default 32)")
     parser.add_argument("--tokens", type=positive, default=256, metavar="N", help="of each stream (default 256)")

@@ -14,13 +14,13 @@ from spyglass.cli.options import (
     adapters_of,
     add_engine_options,
     add_lora_option,
-    default_model,
     engine_config,
     model_folder,
     note_bases,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.config.numbers import integer
+from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:

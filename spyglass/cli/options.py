@@ -12,18 +12,12 @@ from typing import Any, get_type_hints
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
 from spyglass.config.numbers import integer
 from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
-from spyglass.config.shipped import base_note, find_adapter, find_model, shipped_adapters, shipped_models
+from spyglass.config.shipped import base_note, default_model, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError
 from spyglass.lora.use import adapter_name
 
 _CHOICES = {**CHOICES, **SERVER_CHOICES}
-_WITHOUT_SHIPPED = "demo-model"
 ADAPTER = "lora"  # what the one adapter of a command line is called
-
-
-def default_model() -> str:
-    """What is run when no model is named: the first that comes with the package, else the demo's folder."""
-    return next(iter(shipped_models()), _WITHOUT_SHIPPED)
 
 
 def model_folder(stated: str | None, option: str = "--model DIR") -> Path:

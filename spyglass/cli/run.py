@@ -16,7 +16,6 @@ from spyglass.cli.options import (
     ADAPTER,
     adapters_by_name,
     add_engine_options,
-    default_model,
     engine_config,
     model_folder,
     note_bases,
@@ -25,6 +24,7 @@ from spyglass.cli.options import (
 from spyglass.cli.reasoning import Unfolded, answer_of
 from spyglass.config.engine import EngineConfig
 from spyglass.config.numbers import integer, number
+from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:

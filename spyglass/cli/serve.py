@@ -12,7 +12,6 @@ from spyglass.cli.options import (
     adapters_by_name,
     add_engine_options,
     add_server_options,
-    default_model,
     engine_config,
     model_folder,
     note_bases,
@@ -20,6 +19,7 @@ from spyglass.cli.options import (
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
+from spyglass.config.shipped import default_model
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig

@@ -12,11 +12,17 @@ from spyglass.config.json_file import read_json_object
 from spyglass.errors import AdapterError, ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "models"
+_WITHOUT_SHIPPED = "demo-model"
 
 
 def shipped_models(root: Path = SHIPPED) -> tuple[str, ...]:
     """Names of the models that come with the package, in order; the first is what is run unless another is named."""
     return tuple(sorted(path.parent.name for path in root.glob("*/config.json")))
+
+
+def default_model(root: Path = SHIPPED) -> str:
+    """What is run when no model is named: the first that comes with the package, else the demo's folder."""
+    return next(iter(shipped_models(root)), _WITHOUT_SHIPPED)
 
 
 def find_model(name_or_path: str | os.PathLike[str], root: Path = SHIPPED) -> Path:

@@ -207,7 +207,7 @@ def test_where_no_model_is_shipped_or_named_the_option_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spyglass.cli.options.shipped_models", lambda: ())
+    monkeypatch.setattr("spyglass.cli.options.default_model", lambda: "demo-model")
     assert main(["run", "hi"]) == 2
     assert "--model" in capsys.readouterr().err
 

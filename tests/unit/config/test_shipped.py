@@ -9,7 +9,15 @@ import pytest
 
 from spyglass.cli import options
 from spyglass.config.read import read_model_config
-from spyglass.config.shipped import SHIPPED, base_note, find_adapter, find_model, shipped_adapters, shipped_models
+from spyglass.config.shipped import (
+    SHIPPED,
+    base_note,
+    default_model,
+    find_adapter,
+    find_model,
+    shipped_adapters,
+    shipped_models,
+)
 from spyglass.errors import AdapterError, ConfigError
 
 
@@ -119,12 +127,12 @@ def test_what_is_no_folder_is_answered_with_the_names_there_are(monkeypatch: pyt
 
 def test_the_default_is_the_first_shipped_model(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "shipped_models", lambda: shipped_models(root))
+    monkeypatch.setattr(options, "default_model", lambda: default_model(root))
     monkeypatch.setattr(options, "find_model", lambda name: find_model(name, root))
-    assert options.default_model() == "first" and options.model_folder(None) == root / "first"
+    assert default_model(root) == "first" and options.model_folder(None) == root / "first"
     assert options.model_folder("second") == root / "second" and options.model_folder("x/y") == Path("x/y")
-    monkeypatch.setattr(options, "shipped_models", lambda: ())
-    assert options.default_model() == "demo-model"
+    monkeypatch.setattr(options, "default_model", lambda: default_model(tmp_path))
+    assert default_model(tmp_path) == "demo-model"
     with pytest.raises(ConfigError, match="spyglass eval MODEL"):
         options.model_folder(None, "spyglass eval MODEL")
 
