@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import OPS, Ops, bind_ops
 from tests.engine_parts import (
     GREEDY,
     FailingModel,
@@ -82,8 +82,7 @@ def counting_ops(counter: Counter[str]) -> Ops:
 
         return run
 
-    names = [field.name for field in fields(Ops) if field.name != "chosen"]
-    return replace(ops, **{name: counted(name, getattr(ops, name)) for name in names})
+    return replace(ops, **{name: counted(name, getattr(ops, name)) for name in OPS})
 
 
 @pytest.mark.parametrize("pictures", [False, True])
