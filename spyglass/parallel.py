@@ -6,9 +6,11 @@ whole of them only while the layer runs. Processes are those that `torchrun` sta
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -150,3 +152,14 @@ def leave_workers() -> None:
     """End what `init_workers` began, after the last work of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_worker(code: int) -> NoReturn:
+    """End one of several processes, after `leave_workers`, with this exit code and without the interpreter's clean-up.
+
+    Threads of the group live on, since caches of PyTorch keep its mesh; one that lets go of a tensor while the
+    interpreter ends aborts a process whose work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
     config = TrainConfig(**{item.name: getattr(args, item.name) for item in fields(TrainConfig)})
     from spyglass.cli.main import INTERRUPTED
-    from spyglass.parallel import init_workers, leave_workers
+    from spyglass.parallel import end_worker, init_workers, leave_workers
     from spyglass.train.finetune import chosen_device, finetune
 
     processes = init_workers(chosen_device(config))
@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
         result = finetune(config, tell=tell, progress=first, processes=processes)
     finally:
         leave_workers()
-    return 0 if result.finished else INTERRUPTED
+    code = 0 if result.finished else INTERRUPTED
+    if processes.count > 1:
+        end_worker(code)
+    return code
 
 
 def _say_nothing(line: str) -> None:

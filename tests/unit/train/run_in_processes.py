@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from spyglass.engram.feed import EngramFeed
-from spyglass.parallel import Processes, init_workers, leave_workers
+from spyglass.parallel import Processes, end_worker, init_workers, leave_workers
 from spyglass.train.loop import LoopOptions, MicroLoss, Task, adamw, train
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
@@ -46,7 +46,10 @@ def run(name: str, device: str, folder: Path, processes: Processes) -> None:
 
 
 if __name__ == "__main__":
+    processes = init_workers(sys.argv[2])
     try:
-        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), init_workers(sys.argv[2]))
+        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), processes)
     finally:
         leave_workers()
+    if processes.count > 1:
+        end_worker(0)
