@@ -160,6 +160,12 @@ def weight_codes(op: str, weight: Packed) -> tuple[int, int, int, int]:
     return _FORMATS[format.name], 2 if format.scale_dtype == "F32" else 1, rows, columns
 
 
+def matrix_arguments(op: str, weight: Packed) -> tuple[int | None, ...]:
+    """A matrix as the products of `csrc/linear.cpp` take it. Raises DeviceError as `weight_codes`."""
+    format, kind, rows, columns = weight_codes(op, weight)
+    return weight.data.data_ptr(), address(weight.scale), format, kind, *weight.shape, rows, columns
+
+
 def refuse_scales(name: str, weight: Packed) -> None:
     """Refuse a weight that the bf16 pair products would multiply by another power of two than its own.
 

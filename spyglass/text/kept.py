@@ -103,7 +103,7 @@ def _take_apart(part: Any, tensors: list[torch.Tensor], facts: list[Any], getter
     """All tensors of a step's data, and everything else about it; `getters` give the fields of known classes."""
     if isinstance(part, torch.Tensor):
         tensors.append(part)
-        facts += (part.shape, part.dtype, part.is_contiguous())
+        facts += (part.shape, part.dtype, part.is_contiguous() or part.stride())
     elif isinstance(part, Mapping):
         facts += part
         for value in part.values():

@@ -128,7 +128,13 @@ TEXT_ROWS: list[Mutant] = [
     Mutant(TEXT + "kept.py", "-(-pool.max_visible // _BOUND) * _BOUND", "pool.max_visible", KEPT, "bounds not widened"),
     Mutant(TEXT + "kept.py", "batch.slot_T is None", "True", KEPT, "adapters are kept"),
     Mutant(TEXT + "kept.py", "len(batch.seq_len_S) == rows <= _MOST_ROWS", "True", KEPT, "chunks of prompts are kept"),
-    Mutant(TEXT + "kept.py", "(part.shape, part.dtype, part.is_contiguous())", "()", KEPT, "a tape for every shape"),
+    Mutant(
+        TEXT + "kept.py",
+        "(part.shape, part.dtype, part.is_contiguous() or part.stride())",
+        "()",
+        KEPT,
+        "a tape for every shape",
+    ),
     Mutant(TEXT + "kept.py", "replay(pointers).clone()", "replay(pointers)", KEPT, "the next step overwrites a result"),
     Mutant(TEXT + "kept.py", "self._tapes.popitem(last=False)", "self._tapes.popitem()", KEPT, "the newest tape goes"),
     # attention

@@ -38,20 +38,12 @@ def linear_block(
         addend_TO = native.float32(addend_TO)
     if bias_O is not None:
         bias_O = native.float32(bias_O)
-    format, kind, block_rows, block_columns = native.weight_codes("linear_block", weight)
     (kernels or native.best()).linear(
         x_TI.data_ptr(),
         dtype,
         rows,
         1,
-        weight.data.data_ptr(),
-        native.address(weight.scale),
-        format,
-        kind,
-        out_features,
-        in_features,
-        block_rows,
-        block_columns,
+        *native.matrix_arguments("linear_block", weight),
         *native.quant_codes(rounding),
         native.address(addend_TO),
         native.address(bias_O),

@@ -22,7 +22,7 @@ def linear_grouped(
     """
     native.refuse_gradient("linear_grouped", x_TGI, addend_TGO, weight.data)
     dtype = native.dtype_code("linear_grouped", x_TGI)
-    rows, groups, in_features = x_TGI.shape
+    rows, groups, _ = x_TGI.shape
     out_features = weight.shape[0]
     x_TGI = x_TGI.contiguous()
     out_TGO = torch.empty((rows, groups, out_features // groups), dtype=x_TGI.dtype)
@@ -33,12 +33,7 @@ def linear_grouped(
         dtype,
         rows,
         groups,
-        weight.data.data_ptr(),
-        native.address(weight.scale),
-        *native.weight_codes("linear_grouped", weight)[:2],
-        out_features,
-        in_features,
-        *native.weight_codes("linear_grouped", weight)[2:],
+        *native.matrix_arguments("linear_grouped", weight),
         *native.NO_QUANT,
         native.address(addend_TGO),
         None,

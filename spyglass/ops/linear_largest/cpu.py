@@ -28,18 +28,11 @@ def linear_largest(
     rows, out_features = len(x_TI), weight.shape[0]
     assert skip_O.dtype == torch.bool and len(skip_O) == out_features < _MOST
     values_T, places_T = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-    format, kind, block_rows, block_columns = native.weight_codes("linear_largest", weight)
     (kernels or native.best()).linear_largest(
         x_TI.data_ptr(),
         dtype,
         rows,
-        weight.data.data_ptr(),
-        native.address(weight.scale),
-        format,
-        kind,
-        *weight.shape,
-        block_rows,
-        block_columns,
+        *native.matrix_arguments("linear_largest", weight),
         *native.NO_QUANT,
         skip_O.data_ptr(),
         values_T.data_ptr(),

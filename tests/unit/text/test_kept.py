@@ -114,3 +114,13 @@ def test_the_least_recently_used_tape_goes() -> None:
     assert kept.replays == 0, "the first had been forgotten"
     run(model, memory, [Part(sequence=0, tokens=tokens, start=0)])
     assert kept.replays == 1
+
+
+def test_inputs_of_other_strides_have_a_tape_of_their_own() -> None:
+    """Kernels are told how far apart rows lie, which is then on the tape."""
+    kept = make(torch.float32, kept=True).text._kept
+    assert kept is not None
+    rows = torch.zeros(4, 12)
+    for given in (rows[:, :4], rows[:, 4:8], torch.zeros(4, 8)[:, :4], torch.zeros(4, 4)):
+        kept.run(lambda x, *_: x.clone(), given, (), ())  # type: ignore[arg-type]
+    assert len(kept._tapes) == 3
