@@ -26,6 +26,7 @@ _MOST_ROMAN = 99
 _BACKGROUNDS = (*MUTED * 2, *("plain", "white", "white", "black") * 2, "white")
 _TURNS = {"square": 12.0, "triangle": 12.0, "star": 18.0, "cross": 12.0}  # most degrees, still plainly upright
 _LEAST_TURNED, _LEAST_OUTLINED = 22, 28  # pixels: smaller things would lose their form
+_NEAR = 0.5  # share of the counts of a colour and shape where what else there is has one of the two
 _OUTLINED = 0.2  # share of the things that have an outline, where their shape allows one
 
 
@@ -156,7 +157,7 @@ def _shape(world: World) -> Draft:
 def _count(world: World) -> Draft:
     target, count = world.target(), world.number(1, _MOST_COUNT)
     colour, shape = target
-    names: tuple[Noun, ...] = ((None, shape), (colour, "thing"), (None, "thing"))
+    names: tuple[Noun, ...] = (target, (None, shape), (colour, "thing"), (None, "thing"))
     if world.unseen:
         names = (target,)
     elif world.variant == "negative":
@@ -165,7 +166,13 @@ def _count(world: World) -> Draft:
     counted = (
         [target, *world.others(count - 1, lambda pair: matches(pair, noun))] if not world.unseen else [target] * count
     )
-    rest = world.others(world.number(0, 2), lambda pair: not matches(pair, noun)) if noun != (None, "thing") else []
+    # Of blue squares, squares that are not blue and blue things that are not square tell most.
+    near = noun == target and world.rng.random() < _NEAR
+    rest: list[Pair] = []
+    if noun != (None, "thing"):
+        rest = world.others(
+            world.number(0, 2), lambda pair: not matches(pair, noun) and (not near or bool({*pair} & {*target}))
+        )
     return Draft(
         form="count",
         meaning=Meaning(noun=noun, count=count),

@@ -77,6 +77,19 @@ def test_counts_are_those_of_the_picture(split: str) -> None:
         assert word_of(case.answer.split("There ")[-1].lower(), COUNTS) == COUNTS[number]
 
 
+@pytest.mark.parametrize("split", ["train", "unseen"])
+def test_counts_of_a_colour_and_shape_stand_beside_things_with_one_of_the_two(split: Split) -> None:
+    """Who counts by the colour alone, or by the shape alone, is wrong in many of them."""
+    asked = [case for case in cases("count", 160, split=split) if " ".join(case.words.pair or ()) in case.question]
+    assert len(asked) >= 20
+    misled = 0
+    for case in asked:
+        pair, things = case.words.pair, case.scenes[0].things
+        number = sum((thing.colour, thing.shape) == pair for thing in things)
+        misled += any(sum(kind) > number for kind in zip(*((t.colour == pair[0], t.shape == pair[1]) for t in things)))
+    assert 0.3 < misled / len(asked) < 0.7
+
+
 def test_positions_are_the_thirds_in_which_the_thing_lies() -> None:
     for case in cases("position", 60, "position"):
         thing = only(named(case.question, see(case.pictures[0])))
