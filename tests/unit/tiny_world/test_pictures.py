@@ -78,15 +78,17 @@ def test_counts_are_those_of_the_picture(split: str) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "unseen"])
-def test_counts_of_a_colour_and_shape_stand_beside_things_with_one_of_the_two(split: Split) -> None:
+def test_counts_of_a_colour_and_shape_stand_beside_things_with_one_of_the_two(split: str) -> None:
     """Who counts by the colour alone, or by the shape alone, is wrong in many of them."""
     asked = [case for case in cases("count", 160, split=split) if " ".join(case.words.pair or ()) in case.question]
     assert len(asked) >= 20
     misled = 0
     for case in asked:
-        pair, things = case.words.pair, case.scenes[0].things
-        number = sum((thing.colour, thing.shape) == pair for thing in things)
-        misled += any(sum(kind) > number for kind in zip(*((t.colour == pair[0], t.shape == pair[1]) for t in things)))
+        colour, shape = case.words.pair or ("", "")
+        things = case.scenes[0].things
+        number = sum((thing.colour, thing.shape) == (colour, shape) for thing in things)
+        alone = [sum(thing.colour == colour for thing in things), sum(thing.shape == shape for thing in things)]
+        misled += max(alone) > number
     assert 0.3 < misled / len(asked) < 0.7
 
 
