@@ -35,6 +35,7 @@ from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
 from spyglass.errors import DeviceError
 from spyglass.lora.names import Group, describe_counts
+from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import find_device
 from spyglass.tiny_world.words import Variant
@@ -102,7 +103,10 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How adapters are trained. `minutes` of a whole call, start included; `workers` make the cases of one adapter."""
+    """How adapters are trained. `minutes` of a whole call, start included; `workers` make the cases of one adapter.
+
+    `start`: where adapters lie that learning goes on from, as `output` lays them; None = fresh ones.
+    """
 
     models: Path
     output: Path
@@ -111,6 +115,7 @@ class Options:
     workers: int
     seed: int
     compiled: bool
+    start: Path | None = None
     capacity: Capacity = CAPACITY
 
 
@@ -145,6 +150,9 @@ class AdapterRun:
             compiled=options.compiled,
             masters=masters,
         )
+        if options.start is not None:
+            assert isinstance(self.trainer.masters, PairMasters)
+            self.trainer.masters.begin_with(read_adapter(options.start / recipe.place))
         self.kept = Kept(torch.device(options.device), KEPT_STEPS)
         self.log = options.output / f"{recipe.key}.csv"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -324,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, help="adapters go to DIR/MODEL/adapters/NAME, logs to DIR"
     )
+    parser.add_argument("--start", type=Path, help="go on from the adapters that lie there, as --output lays them")
     parser.add_argument("--only", choices=RECIPES, action="append", help="one of them; may be repeated")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, help="of each, start included (default: what its recipe says)")

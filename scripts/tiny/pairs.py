@@ -75,6 +75,19 @@ class PairMasters(Masters):
         source = torch.Generator().manual_seed(seed)
         self.stacks = tuple(side for base in self.bases for side in _pair(base, rank, source))
 
+    def begin_with(self, adapter: AdapterFile) -> None:
+        """The pairs of an adapter of the same groups in place of fresh ones; rank rows that it does not use stay fresh.
+
+        Its rank may be larger on disk, where two matrices share one A: rows whose column of B is zero are left out.
+        """
+        for base, a, b in zip(self.bases, self.stacks[::2], self.stacks[1::2], strict=True):
+            for place, name in enumerate(base.names):
+                pair = adapter.modules[name]
+                used_R = pair.b_OR.any(dim=0)
+                rank = int(used_R.sum())
+                a.value[place, :rank] = pair.a_RI[used_R].to(a.value)
+                b.value[place, :, :rank] = pair.scale * self.rank / self.alpha * pair.b_OR[:, used_R].to(b.value)
+
     def deliver(self) -> None:
         """Hand the sums to the modules; their gradients reach `leaves`, new ones each time."""
         self.leaves = tuple(stack.value.detach().requires_grad_() for stack in self.stacks)

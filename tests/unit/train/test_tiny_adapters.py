@@ -107,6 +107,19 @@ def test_a_fresh_pair_begins_as_peft_does_another_with_every_seed() -> None:
         assert not torch.equal(a.value, other.value)
 
 
+@pytest.mark.parametrize("key", ["v4-french", "v41-negative"])
+def test_learning_goes_on_from_what_was_saved(key: str, tmp_path: Path) -> None:
+    """In either spelling; one of them stacks experts, whose pairs come apart again."""
+    recipe = RECIPES[key]
+    first, second = (trainer_of(recipe, seed=seed) for seed in (1, 2))
+    shake(first)
+    experts = first.config.text.n_routed_experts
+    write_adapter(tmp_path, masters_of(first).adapter(), names=recipe.spelling, base_model="a", num_experts=experts)
+    masters_of(second).begin_with(read_adapter(tmp_path))
+    for mine, theirs in zip(masters_of(first).stacks, masters_of(second).stacks, strict=True):
+        assert_law(theirs.value, mine.value.bfloat16().float(), mine.names[0])
+
+
 def test_a_step_trains_the_pairs_and_nothing_else() -> None:
     recipe = RECIPES["v4-negative"]
     trainer = trainer_of(recipe)
