@@ -330,6 +330,20 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
     ),
     Mutant(PAIRS, "torch.Generator().manual_seed(seed)", "torch.Generator()", ADAPTER_TESTS, "every seed begins alike"),
     Mutant(
+        PAIRS,
+        "pair.scale * self.rank / self.alpha * pair",
+        "pair",
+        ADAPTER_TESTS,
+        "learning goes on from half of a pair",
+    ),
+    Mutant(
+        PAIRS,
+        "used_R = pair.b_OR.any(dim=0)",
+        "used_R = torch.arange(pair.b_OR.shape[1]) < self.rank",
+        ADAPTER_TESTS,
+        "of two matrices that share an A the second begins with the first's",
+    ),
+    Mutant(
         PLACES, "(2, PARTS, hidden_size), generator=source)", "(2, PARTS, hidden_size))", PLACE_TESTS, "names by chance"
     ),
 ]
