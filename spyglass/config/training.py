@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,6 +20,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
 }
+_OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ class TrainConfig:
         for name in ("epochs", "batch_tokens", "accumulate", "save_every", "rank"):
             require_count(name, getattr(self, name), least=1)
         self._check_numbers()
+        if self.full:
+            self._refuse_adapter_options()
 
     def _check_numbers(self) -> None:
         require_count("warmup", self.warmup, least=0)
@@ -101,3 +104,14 @@ class TrainConfig:
             raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number of at least 0")
         if self.minutes is not None and not self.minutes >= 0:
             raise ConfigError(f"minutes is {self.minutes}, expected a number of at least 0")
+
+    def _refuse_adapter_options(self) -> None:
+        """An option that would do nothing was meant for another run, or for another option than `full`."""
+        idle = [
+            item.name for item in fields(self) if item.name in _OF_ADAPTERS and getattr(self, item.name) != item.default
+        ]
+        if idle:
+            raise ConfigError(
+                f"full trains every weight and makes no adapter, so {', '.join(idle)} would do nothing; leave that or "
+                "full out"
+            )

@@ -7,6 +7,7 @@ URLs, or paths seen from the file's folder. Learnt are the tokens that the model
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from spyglass.train.packing import Sample
 
 _ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
 _KEYS = {"messages", "tools"}
+_MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "prefix")
 # what a model points with is a token of its own in an answer, as it will be when the model says it (spec v4 9.8)
 _TAGS = re.compile(r"(<｜/?(?:ref|box|point|polygon)｜>)")
 
@@ -100,9 +102,15 @@ class Learner:
         last = messages[-1] if messages else {}
         if not isinstance(last, Mapping) or last.get("role") != "assistant":
             raise PromptError("the last message must be the assistant's: it is what is learnt")
+        if last.get("prefix"):
+            raise PromptError(
+                "the last message has prefix set, so it has no end that could be learnt; leave prefix out"
+            )
         whole = list(render_chat(messages, self.config, ChatOptions(tools=tools)).pieces)
         ends = [place for place, piece in enumerate(whole) if piece == SpecialPiece(_END)]
         reasoning = last.get("reasoning_content")
+        if any(whole[end - 1] == SpecialPiece(_NO_THINK) for end in (ends[:-1] if reasoning else ends)):
+            raise PromptError("an answer of the assistant is empty, and would teach it to say nothing; leave it out")
         if not reasoning:
             return whole[: ends[-1] + 1]
         starts = [place for place, piece in enumerate(whole[: ends[-1]]) if piece == SpecialPiece(_ASSISTANT)]
@@ -114,13 +122,18 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """One line of the file: its number from 1, its content, and how many tokens it takes and teaches."""
+    """One line of the file: its number from 1, its content, and how many tokens it takes and teaches.
+
+    `digest` covers what is written and every pixel seen.
+    """
 
     line: int
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     tokens: int
     targets: int
+    pictures: int
+    digest: bytes
 
 
 def read_chats(
@@ -135,7 +148,7 @@ def read_chats(
             the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -171,13 +184,37 @@ def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: i
         raise PromptError(
             f"unknown key {sorted(entry.keys() - _KEYS)[0]!r}; a line has messages and, if need be, tools"
         )
+    for place, message in enumerate(entry["messages"]):
+        _refuse_unknown(message, place)
     messages = [_with_paths(message, folder) for message in entry["messages"]]
     tools = entry.get("tools", [])
     sample = learner.sample(messages, tools)
     tokens, targets = len(sample.prompt), len(sample.rows)
     if tokens > most_tokens:
         raise PromptError(f"{tokens} tokens, and a batch takes {most_tokens}; raise --batch-tokens or shorten the chat")
-    return Chat(line=number, messages=messages, tools=tools, tokens=tokens, targets=targets)
+    content = hashlib.blake2b(text.encode(), digest_size=16)
+    for patches in sample.prompt.patches:
+        content.update(patches.data)
+    return Chat(
+        line=number,
+        messages=messages,
+        tools=tools,
+        tokens=tokens,
+        targets=targets,
+        pictures=len(sample.prompt.patches),
+        digest=content.digest(),
+    )
+
+
+def _refuse_unknown(message: Any, place: int) -> None:
+    """What a message says beside what is rendered may decide what is to be learnt (`weight`), or be it (`thinking`)."""
+    if not isinstance(message, dict):
+        return
+    unknown = sorted(k for k, value in message.items() if k not in _MESSAGE_KEYS and value not in (None, "", [], {}))
+    if unknown:
+        raise PromptError(
+            f"messages[{place}] has the unknown key {unknown[0]!r}; those known are {', '.join(_MESSAGE_KEYS)}"
+        )
 
 
 def _with_paths(message: Any, folder: Path) -> Any:
@@ -252,6 +289,10 @@ class Feed:
         following = number + self._stride
         self._ahead = {following: self._thread.submit(self._make, following)}
         return samples
+
+    def digest(self) -> str:
+        """A hash of all chats and what their pictures show."""
+        return hashlib.blake2b(b"".join(chat.digest for chat in self._chats), digest_size=16).hexdigest()
 
     def _make(self, number: int) -> list[Sample]:
         chats = [self._chats[index] for index in self._batches[number]]

@@ -6,7 +6,6 @@ Everything that can be seen to go wrong is refused before the model is loaded. S
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_rank
-from spyglass.lora.names import check_targets, describe_counts
+from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
@@ -67,6 +66,7 @@ def finetune(
     chats, faults = read_chats(
         config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
     )
+    _refuse_blind(config, chats)
     batches = Batches([chat.tokens for chat in chats], most_tokens=config.batch_tokens, seed=config.seed)
     options = loop_options(config, batches)
     check_options(options, processes)
@@ -127,7 +127,7 @@ def _train_whole(
     if config.checkpointing:
         recompute_layers(run.model)
     tell(f"training all {run.masters.num_values():,} weights")
-    task = run.task(feed, _facts(config, run.model))
+    task = run.task(feed, _facts(config, run.model, feed))
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
     if processes.rank == 0:
@@ -160,6 +160,15 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(
             f"{config.output} holds a result, and no state of training to go on from; it would be overwritten: choose "
             "another folder"
+        )
+
+
+def _refuse_blind(config: TrainConfig, chats: list[Chat]) -> None:
+    unused = [target for target in config.targets if target in VISION_GROUPS]
+    if unused and not config.full and not any(chat.pictures for chat in chats):
+        raise ConfigError(
+            f"{config.data} shows no picture, so {' and '.join(unused)} would learn nothing; leave that out of the "
+            "targets, or add chats with pictures"
         )
 
 
@@ -211,7 +220,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
 
     group = {"params": list(leaves.values()), "lr": config.lr, "weight_decay": config.weight_decay}
-    return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model))
+    return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model, feed))
 
 
 def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
@@ -220,12 +229,11 @@ def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
     return EngramFeed(open_engram(folder, loaded.config), device=loaded.device, dtype=loaded.dtype)
 
 
-def _facts(config: TrainConfig, model: VisionLanguageModel) -> dict[str, Any]:
+def _facts(config: TrainConfig, model: VisionLanguageModel, feed: Feed) -> dict[str, Any]:
     """What a run cannot change when it is resumed, beside the loop's own options."""
     same = ("full", "rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
-    content = hashlib.blake2b(config.data.read_bytes(), digest_size=16).hexdigest()
     return {name: getattr(config, name) for name in same} | {
-        "data": content,
+        "data": feed.digest(),
         "base model": checkpoint_digest(config.model),
         "dtype": str(model.options.build.dtype).removeprefix("torch."),  # "auto" and its meaning are the same run
         "numerics": model.options.numerics,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spyglass.errors import ConfigError
+from spyglass.errors import CheckpointError, ConfigError
 
 CSV_NAME, PLOT_NAME, EVENTS_NAME = "log.csv", "loss.png", "events"
 
@@ -39,31 +40,37 @@ def require_plots() -> None:
 
 
 class TrainLog:
-    """Writes rows to `folder`; rows after `done` steps of an earlier run are dropped, since they will come again."""
+    """Writes rows to `folder`; rows after `done` steps of an earlier run are dropped, since they will come again.
+
+    Raises, from every method:
+        CheckpointError: the disk is full or the folder cannot be written.
+    """
 
     def __init__(self, folder: Path, *, done: int, steps: int, progress: bool) -> None:
         require_plots()
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._rows = [row for row in read_log(folder) if row.step <= done]
-        self._file = (folder / CSV_NAME).open("w", newline="", encoding="utf-8")
-        self._csv = csv.writer(self._file)
-        self._csv.writerow([item.name for item in fields(Row)])
-        self._csv.writerows(map(astuple, self._rows))
-        self._file.flush()
-        self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._rows = [row for row in read_log(folder) if row.step <= done]
+            self._file = (folder / CSV_NAME).open("w", newline="", encoding="utf-8")
+            self._csv = csv.writer(self._file)
+            self._csv.writerow([item.name for item in fields(Row)])
+            self._csv.writerows(map(astuple, self._rows))
+            self._file.flush()
+            self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
         self._bar = tqdm(total=steps, initial=done, unit="step", desc="training", disable=None if progress else True)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Some steps, in order."""
-        for row in rows:
-            self._csv.writerow(astuple(row))
-            for name, value in (("loss", row.loss), ("rate", row.rate), ("norm", row.norm)):
-                self._board.add_scalar(name, value, row.step)
-            self._board.add_scalar("tokens per second", row.tokens / max(row.seconds, 1e-9), row.step)
-        self._file.flush()
+        with _writing(self._folder):
+            for row in rows:
+                self._csv.writerow(astuple(row))
+                for name, value in (("loss", row.loss), ("rate", row.rate), ("norm", row.norm)):
+                    self._board.add_scalar(name, value, row.step)
+                self._board.add_scalar("tokens per second", row.tokens / max(row.seconds, 1e-9), row.step)
+            self._file.flush()
         self._rows += rows
         if rows:
             last, seconds = rows[-1], sum(row.seconds for row in rows)
@@ -76,19 +83,28 @@ class TrainLog:
     def close(self) -> None:
         """Finish the files and draw the plot."""
         self._bar.close()
-        self._board.close()
-        self._file.close()
-        if self._rows:
-            plot_loss(self._rows, self._folder / PLOT_NAME)
+        with _writing(self._folder):
+            self._file.close()
+            self._board.close()
+            if self._rows:
+                plot_loss(self._rows, self._folder / PLOT_NAME)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"the log in {folder} cannot be written: {error}; free the disk and resume") from None
 
 
 def read_log(folder: Path) -> list[Row]:
-    """The rows of an earlier run; a last line that was cut off is left out."""
+    """The rows of an earlier run, up to the first that is no row: what a machine that stopped left of the last ones."""
     path = folder / CSV_NAME
     if not path.exists():
         return []
     rows = []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file, suppress(csv.Error):
         for entry in csv.DictReader(file):
             try:
                 values = {item.name: (int if item.type == "int" else float)(entry[item.name]) for item in fields(Row)}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from spyglass.config.training import Schedule
-from spyglass.errors import ConfigError, SpyglassError
+from spyglass.errors import CheckpointError, ConfigError, SpyglassError
 from spyglass.parallel import Processes
 from spyglass.train.log import Row, TrainLog
 from spyglass.train.state import State, load_state, save_state
@@ -122,17 +122,21 @@ def train(
 
     Raises:
         ConfigError: options that contradict each other, the number of processes, or the run that is resumed.
-        CheckpointError: the saved state is damaged, or cannot be written.
+        CheckpointError: the saved state is damaged, or it or the log cannot be written.
         SpyglassError: the loss or a gradient is no finite number; the last good state is kept.
     """
     check_options(options, processes)
     done = _restore(task, options, folder, processes) if resume else 0
     log = TrainLog(folder, done=done, steps=options.steps, progress=progress) if processes.rank == 0 else None
+    ended = False
     try:
-        return _Loop(task, options, folder, processes, log).run(done)
+        result = _Loop(task, options, folder, processes, log).run(done)
+        ended = True
+        return result
     finally:
-        if log is not None:
-            log.close()
+        if log is not None:  # a disk that is full may fail twice: what is told is what happened first
+            with contextlib.nullcontext() if ended else contextlib.suppress(CheckpointError):
+                log.close()
 
 
 def check_options(options: LoopOptions, processes: Processes = ALONE) -> None:
@@ -270,7 +274,8 @@ class _Loop:
             if not (math.isfinite(total) and math.isfinite(norm)) or targets == 0:
                 raise SpyglassError(
                     f"step {step.step}: the loss is {total} of {targets} target tokens, its gradient {norm}; training "
-                    "cannot go on from here. Lower the learning rate or lengthen the warm-up, and resume"
+                    "cannot go on from here. A resumed run keeps its rate: begin another, in another folder, with a "
+                    "lower learning rate or a longer warm-up"
                 )
             self._last = total / targets
             rows.append(

@@ -56,10 +56,11 @@ def save_state(folder: Path, state: State) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # what was written would keep the disk full
         raise CheckpointError(
             f"the training state {target} cannot be written: {error}; free the disk and resume"
         ) from None
-    for other in _states(folder):
+    for other in folder.glob("step-*"):
         if other != target:
             shutil.rmtree(other, ignore_errors=True)
     return target

@@ -150,6 +150,13 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": "x " * 3000}, ANSWER]}, "raise --batch-tokens"),
     ({"messages": [{"role": "user", "content": [{"type": "image_urll"}]}, ANSWER]}, "image_urll"),
     ({"messages": [USER, {**ANSWER, "reasoning_content": 3}]}, "expected a string"),
+    ({"messages": [USER, {**ANSWER, "prefix": True}]}, "no end that could be learnt"),
+    ({"messages": [USER, ANSWER, USER, {**ANSWER, "prefix": True}]}, "no end that could be learnt"),
+    ({"messages": [USER, {**ANSWER, "weight": 0}]}, "messages[1] has the unknown key 'weight'"),
+    ({"messages": [USER, {**ANSWER, "thinking": "Hm."}]}, "messages[1] has the unknown key 'thinking'"),
+    ({"messages": [USER, {**ANSWER, "content": ""}]}, "teach it to say nothing"),
+    ({"messages": [USER, {**ANSWER, "content": []}, USER, ANSWER]}, "teach it to say nothing"),
+    ({"messages": [USER, {**ANSWER, "content": ""}, USER, {**ANSWER, "reasoning_content": "Hm."}]}, "to say nothing"),
 ]
 
 
@@ -163,6 +170,20 @@ def test_every_bad_line_is_listed_with_its_number_and_reason(tmp_path: Path, lea
         assert line.strip().startswith(f"line {number}: ") and reason in line, line
     chats, faults = read_chats(path, learner, most_tokens=2000, skip_bad=True, progress=False)
     assert [chat.line for chat in chats] == [1, len(entries)] and len(faults) == len(BAD)
+
+
+def test_what_other_tools_leave_in_a_file_is_no_fault(tmp_path: Path, learner: Learner) -> None:
+    """A byte order mark, line ends of Windows, fields of a response that say nothing, reasoning without an answer."""
+    blank = {"refusal": None, "annotations": [], "function_call": None}
+    entries = [
+        {"messages": [USER, {**ANSWER, **blank}]},
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, entries)).encode())
+    chats, faults = read_chats(path, learner, most_tokens=4096, progress=False)
+    assert [chat.line for chat in chats] == [1, 2] and not faults
+    assert learnt(learner.sample(chats[0].messages), learner.tokenizer) == [f"A red square.{END}"]
 
 
 def test_a_file_without_a_single_chat_is_refused(tmp_path: Path, learner: Learner) -> None:

@@ -85,7 +85,7 @@ def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_train
     if preset != "tiny":
         new_checkpoint(tmp_path / preset, preset, seed=0)
         config = replace(config, model=tmp_path / preset)
-    config = replace(config, full=True, lr=3e-3, batch_tokens=300, clip=100.0)
+    config = replace(config, full=True, rank=16, lr=3e-3, batch_tokens=300, clip=100.0)
     assert finetune(config, progress=False).finished
     losses = [row.loss for row in read_log(config.output / "training")]
     assert losses[-1] < losses[0]
@@ -147,6 +147,18 @@ def test_a_run_is_not_resumed_in_other_arithmetic(changes: dict[str, Any], told:
     """All that differs is named; what "auto" stands for is no difference."""
     with pytest.raises(ConfigError, match=told):
         finetune(replace(stopped, **changes), progress=False)
+
+
+def test_a_run_is_not_resumed_with_another_picture_of_the_same_name(stopped: TrainConfig, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stopped.data.parent, tmp_path / "data"))
+    output = Path(shutil.copytree(stopped.output, tmp_path / "out"))
+    moved = replace(stopped, data=folder / stopped.data.name, output=output)
+    before = (folder / "red.png").read_bytes()
+    Image.new("RGB", (56, 56), "blue").save(folder / "red.png")
+    with pytest.raises(ConfigError, match=r"data [0-9a-f]{32}, this one has [0-9a-f]{32};"):
+        finetune(moved, progress=False)
+    (folder / "red.png").write_bytes(before)
+    assert finetune(moved, progress=False).finished
 
 
 def test_a_run_is_not_resumed_on_another_base_of_the_same_shape(
@@ -232,6 +244,17 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
         finetune(replace(config, **changes), progress=False)
 
 
+def test_a_target_that_could_learn_nothing_is_refused(
+    config: TrainConfig, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pictures an adapter of the tower stays what it is, which nobody asks for."""
+    monkeypatch.setattr("spyglass.train.finetune.load_model", None)
+    (tmp_path / "text.jsonl").write_text(data.read_text().splitlines()[1])
+    blind = replace(config, data=tmp_path / "text.jsonl", targets=("attention", "tower"))
+    with pytest.raises(ConfigError, match="shows no picture, so tower would learn nothing"):
+        finetune(blind, progress=False)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("result", ["adapter_config.json", "config.json"])
 def test_a_result_without_the_state_of_its_run_is_never_overwritten(
@@ -273,6 +296,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
         ({"save_every": 0}, "save_every is 0"),
         ({"device": "cuda:0x"}, "device is 'cuda:0x'"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"full": True, "dropout": 0.1}, "makes no adapter, so rank, dropout would do nothing"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused_by_name(

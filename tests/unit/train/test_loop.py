@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from spyglass.errors import ConfigError, SpyglassError
+from spyglass.errors import CheckpointError, ConfigError, SpyglassError
 from spyglass.parallel import Processes
 from spyglass.train.log import CSV_NAME, PLOT_NAME, read_log
 from spyglass.train.loop import LoopOptions, LoopResult, MicroLoss, Task, adamw, rate_factor, train
@@ -202,6 +203,37 @@ def test_logs_and_plot_are_written_and_rows_that_come_again_are_dropped(tmp_path
     assert list((tmp_path / "events").glob("events.*"))
 
 
+@pytest.mark.parametrize("tail", [b"2,\xff\xfe", b"\0" * 200_000])
+def test_what_a_machine_that_stopped_left_of_a_log_is_no_row(tail: bytes, tmp_path: Path) -> None:
+    run(tmp_path, replace(OPTIONS, minutes=0.0))
+    with (tmp_path / CSV_NAME).open("ab") as file:
+        file.write(tail)
+    assert [row.step for row in read_log(tmp_path)] == [1]
+
+
+def test_a_log_that_cannot_be_written_is_told_and_the_run_goes_on_from_its_last_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes first is told: a state that cannot be written, not the plot that cannot be drawn after it."""
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("spyglass.train.log.plot_loss", no_space)
+        with pytest.raises(CheckpointError, match=r"the log in .* No space left on device; free the disk and resume"):
+            run(tmp_path)
+        patch.setattr("spyglass.train.loop.save_state", _refuse_to_save)
+        with pytest.raises(CheckpointError, match="the state is lost"):
+            run(tmp_path / "other")
+    done = train(Toy().task, OPTIONS, tmp_path, resume=True, progress=False)
+    assert done.finished and (tmp_path / PLOT_NAME).exists()
+
+
+def _refuse_to_save(*_: object) -> None:
+    raise CheckpointError("the state is lost")
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(tmp_path: Path) -> None:
     toy = Toy()
     inner = toy.task.loss
@@ -210,7 +242,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(tm
         part = inner(number)
         return replace(part, loss=part.loss * math.nan) if number >= 6 else part
 
-    with pytest.raises(SpyglassError, match="step 4: the loss is nan"):
+    with pytest.raises(SpyglassError, match=r"step 4: the loss is nan.* begin another, in another folder"):
         run(tmp_path, replace(OPTIONS, log_every=4), _with_loss(toy, breaks))
     assert torch.equal(run(tmp_path, replace(OPTIONS, log_every=4), resume=True).weight, run(tmp_path / "whole").weight)
 

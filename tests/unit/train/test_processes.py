@@ -17,8 +17,8 @@ from spyglass.train.log import read_log
 from tests.tolerance import GRADIENT_OF_MAX, LOSS_LAW, TRAINED_APART, assert_close
 
 pytestmark = pytest.mark.slow
+ADAPTER = ["--targets", "compressor,experts,aligner", "--rank", "2", "--dropout", "0.1"]
 OPTIONS = [
-    *("--targets", "compressor,experts,aligner", "--rank", "2", "--dropout", "0.1"),
     *("--steps", "3", "--accumulate", "2", "--batch-tokens", "150", "--warmup", "0", "--lr", "0.01"),
     *("--dtype", "float32", "--numerics", "plain", "--device", "cpu"),
 ]
@@ -54,7 +54,7 @@ def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
 
     def arguments(name: str, *more: str) -> list[str]:
         place = ["--data", str(data), "--output", str(tmp_path / name)]
-        return ["finetune", str(tiny_folder), *place, *OPTIONS, *(["--full"] if full else []), *more]
+        return ["finetune", str(tiny_folder), *place, *OPTIONS, *(["--full"] if full else ADAPTER), *more]
 
     assert main(arguments("one")) == 0
     assert main(arguments("two", "--minutes", "0")) == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_a_write_that_is_cut_off_leaves_the_state_before(tmp_path: Path, monkeyp
     back = load_state(tmp_path)
     assert back is not None and back.step == 1
     monkeypatch.undo()
+    save_state(tmp_path, state(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_state_for_which_there_is_no_room_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its parts would keep the disk full; nor do those of a run that was killed stay for ever."""
+    save_state(tmp_path, state(1))
+    (tmp_path / "step-00000007.partial").mkdir()
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("spyglass.train.state._to_disk", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_state(tmp_path, state(2))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000007.partial"}
     save_state(tmp_path, state(2))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
