@@ -11,6 +11,7 @@ from typing import Any
 
 from spyglass.config.json_file import read_json_object
 from spyglass.errors import AdapterError, ConfigError
+from spyglass.lora.fit import check_alpha
 
 CONFIG_NAME = "adapter_config.json"
 # fields that change nothing about what the tensors mean
@@ -23,6 +24,11 @@ _HONOURED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "
 # ways to begin that leave the base as it is; all others (PiSSA, OLoRA, ...) subtract something from it first
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _PLAIN = re.compile(r"[\w.-]+")
+# What else a pattern may be: single characters, repeated or not, and choices that are not repeated. The reader of
+# regular expressions tries all ways in which a pattern may fit: nested repetitions take for ever.
+_CHARACTER = r"(?:[\w.-]|\\[dw.-]|\[\^?[\w.-]+\])(?:[*+]\??|\?)?"
+_TAME = re.compile(rf"\^?(?:{_CHARACTER}|\((?:\?:)?(?:{_CHARACTER}|\|)*\)\??|\|)*\$?")
+_WAYS, _MOST_WAYS = 64, 1 << 20  # places in a name where a repetition can end; what a pattern may try in all
 _WHY = {
     "use_dora": "DoRA also scales the rows of the weight",
     "lora_bias": "a bias of B is not implemented",
@@ -46,7 +52,7 @@ class Patterns:
             if _PLAIN.fullmatch(plain):
                 self._names.setdefault(plain, (place, value))
             else:
-                self._others.append((place, re.compile(rf"(.*\.)?({key})$"), value))
+                self._others.append((place, _compiled(key), value))
 
     def find(self, name: str, default: float) -> float:
         """The value of the first pattern that fits."""
@@ -55,6 +61,21 @@ class Patterns:
         found = [self._names[end] for end in ends if end in self._names]
         found += [(place, value) for place, pattern, value in self._others if pattern.match(name)]
         return min(found)[1] if found else default
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    """Raises ValueError for what is no pattern, or one that could take long."""
+    if not _TAME.fullmatch(key):
+        raise ValueError("names, '.*', '\\d+' and choices (a|b) are read")
+    bare = re.sub(r"\\.|\[[^]]*\]|\?:", "", key)
+    choices = [group.count("|") + 1 for group in re.findall(r"\(.*?\)", bare)]
+    ways = _WAYS ** (bare.count("*") + bare.count("+")) * 2 ** bare.count("?") * math.prod(choices)
+    if ways > _MOST_WAYS:
+        raise ValueError("it has too many repetitions and choices")
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except re.error as error:
+        raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +151,12 @@ def _rank(path: Path, name: str, value: Any) -> int:
 
 
 def _alpha(path: Path, name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value == 0:
-        raise AdapterError(f"{path}: {name} is {value!r}; an alpha is a finite number, and 0 would do nothing")
-    return float(value)
+    if type(value) not in (int, float):
+        raise AdapterError(f"{path}: {name} is {value!r}; an alpha is a number")
+    try:
+        return check_alpha(value)
+    except AdapterError as error:
+        raise AdapterError(f"{path}: {name} is no alpha: {error}") from error
 
 
 def _flag(path: Path, value: Any) -> bool:
@@ -147,9 +171,9 @@ def _patterns(path: Path, values: Mapping[str, Any], name: str) -> dict[str, Any
         raise AdapterError(f"{path}: {name} must map module names to numbers")
     for key in found:
         try:
-            re.compile(key)
-        except re.error as error:
-            raise AdapterError(f"{path}: {name} has {key!r}, which is no regular expression: {error}") from error
+            _PLAIN.fullmatch(key.replace(r"\.", ".")) or _compiled(key)
+        except ValueError as error:
+            raise AdapterError(f"{path}: {name} has {key[:80]!r}, which is no pattern that is read: {error}") from error
     return found
 
 

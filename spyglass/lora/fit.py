@@ -9,18 +9,32 @@ from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 
 MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
+LEAST_ALPHA, MOST_ALPHA = 1e-12, 1e12
 # (groups, inputs of one group, outputs of all groups) of a module; None = there is none, or it takes no adapter
 ShapeOf = Callable[[str], tuple[int, int, int] | None]
 
 
-def check_rank(rank: int) -> None:
-    """Whether an adapter that is to be trained may have this rank.
+def check_trained(rank: int, alpha: float) -> None:
+    """Whether an adapter that is to be trained may have this rank and alpha.
 
     Raises:
         AdapterError: it may not.
     """
     if not 1 <= rank <= MAX_RANK:
         raise AdapterError(f"rank {rank} is outside 1 to {MAX_RANK}")
+    if not LEAST_ALPHA <= alpha <= MOST_ALPHA:
+        raise AdapterError(f"alpha {alpha} is outside {LEAST_ALPHA:g} to {MOST_ALPHA:g}")
+
+
+def check_alpha(alpha: float) -> float:
+    """An alpha, or a factor upon one, that fp32 can multiply with.
+
+    Raises:
+        AdapterError: it is no number, or adds nothing or no finite numbers.
+    """
+    if not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:  # a NaN is never within
+        raise AdapterError(f"it is {str(alpha)[:40]}; its size must be from {LEAST_ALPHA:g} to {MOST_ALPHA:g}")
+    return float(alpha)
 
 
 def check_fit(adapter: AdapterFile, shape_of: ShapeOf, num_experts: int, max_rank: int = MAX_RANK) -> None:

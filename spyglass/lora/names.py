@@ -21,7 +21,7 @@ UNTRAINABLE: dict[str, str] = {
     "indexer": "the loss of the language model has no gradient there: the choice of rows is not differentiable",
     "engram": "its tables are hashed look-ups that stay frozen, and so does the gate that reads them",
 }
-_INDEX = "(?:0|[1-9][0-9]*)"  # one spelling each, so that no two tensors are meant for one module
+_INDEX = "(?:0|[1-9][0-9]{0,5})"  # one spelling each, so that no two tensors are meant for one module
 _LAYER = rf"layers\.{_INDEX}\."
 _PATTERNS: dict[Group, re.Pattern[str]] = {
     "attention": re.compile(_LAYER + r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
-from spyglass.lora.fit import check_rank
+from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, check_targets
 from spyglass.lora.places import Places, find_places
@@ -94,9 +94,7 @@ def new_adapter(
             means nothing, or a model that already holds an adapter.
     """
     groups = check_targets(targets)
-    check_rank(rank)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise AdapterError(f"alpha {alpha} must be a positive number")
+    check_trained(rank, alpha)
     places = find_places(model)
     if any(place.adapter is not None for place in (*places.linears.values(), *places.experts.values())):
         raise AdapterError("the model already holds an adapter; detach it before another is trained")

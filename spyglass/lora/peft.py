@@ -23,7 +23,7 @@ from spyglass.lora.names import group_of, why_refused
 
 TENSORS_NAME = "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
-_STACK = re.compile(r"layers\.\d+\.ffn\.experts")
+_STACK = re.compile(r"layers\.[0-9]{1,6}\.ffn\.experts")
 _STACK_PARTS = {stack: parts for stack, _, parts in STACKED.values()}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -7,7 +7,6 @@ never given twice, so that nothing old can meet a new adapter.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import nn
 
 from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
-from spyglass.lora.fit import MAX_RANK, check_fit
+from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, split_expert
 from spyglass.lora.new import TRAINED_SLOT
@@ -68,11 +67,13 @@ class AdapterPool:
 
         Raises:
             AdapterError: the name is taken, the adapter does not fit the model, a rank is above the limit, or `factor`
-                is no finite number or 0.
+                is nothing to multiply with.
             CapacityError: there is no memory for it. The model is as it was in all these cases.
         """
-        if not math.isfinite(factor) or factor == 0:
-            raise AdapterError(f"factor is {factor}; it must be a finite number, and 0 would do nothing")
+        try:
+            check_alpha(factor)
+        except AdapterError as error:
+            raise AdapterError(f"factor is no factor: {error}") from error
         check_fit(adapter, self._places.shape, self._places.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:

@@ -21,7 +21,7 @@ from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
-from spyglass.lora.fit import check_rank
+from spyglass.lora.fit import check_trained
 from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
@@ -151,7 +151,7 @@ def check_config(config: TrainConfig) -> None:
     require_plots()
     check_targets(config.targets)
     if not config.full:
-        check_rank(config.rank)
+        check_trained(config.rank, config.alpha)
     resumable = has_state(config.output / RUN_FOLDER)
     taken = any((config.output / name).exists() for name in ("adapter_config.json", "config.json"))
     if resumable and not config.resume:

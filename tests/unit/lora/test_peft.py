@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,15 @@ def test_the_first_pattern_that_fits_the_end_of_a_name_wins() -> None:
     assert {name: patterns.find(f"layers.{name}", 9) for name in expected} == expected
 
 
+def test_a_pattern_never_takes_long(tmp_path: Path) -> None:
+    """The slowest that are read, on a name that nearly fits. What tries more ways is refused (below)."""
+    patterns = Patterns({r".*.*.*x": 1, r"(a|s).*\d+.*(q|w)": 2, r".*(0|1|2|3)\.(attn|ffn)\.(wq_a|wq_b)": 3})
+    started = time.perf_counter()
+    assert patterns.find("base_model.model.model.language_model.layers.123456.ffn.shared_experts.w1", 9) == 9
+    assert time.perf_counter() - started < 1
+    assert patterns.find("layers.0.attn.wq_a", 9) == 3
+
+
 def test_thousands_of_names_are_looked_up_not_tried() -> None:
     """A pattern for every expert of a large model: tried one by one, this would take minutes."""
     names = [f"layers.{layer}.ffn.experts.{expert}.w1" for layer in range(40) for expert in range(256)]
@@ -152,12 +162,31 @@ def test_one_pair_of_stacked_experts_is_what_target_parameters_name(tmp_path: Pa
         ("rank_pattern", {"q": 0}),
         ("rank_pattern", {"(": 2}),
         ("alpha_pattern", {"q": "2"}),
+        ("lora_alpha", 10**400),
+        ("lora_alpha", 1e300),
+        ("lora_alpha", -1e-300),
+        ("alpha_pattern", {"wq_a": 10**400}),
+        ("alpha_pattern", {"(?i)WQ_A": 2}),
+        ("alpha_pattern", {"(([a-z0-9.]+)+)+!": 2}),
+        ("alpha_pattern", {"(a|a)*!": 2}),
+        ("alpha_pattern", {r"(\w|[a-z])" * 40 + "!": 2}),
+        ("alpha_pattern", {"(a|ab)?" * 40 + "!": 2}),
+        ("alpha_pattern", {"a?" * 40 + "!": 2}),
+        ("rank_pattern", {".*" * 9 + "!": 2}),
+        ("rank_pattern", {r"(a)\1": 2}),
+        ("rank_pattern", {"[z-a]": 2}),
         ("target_parameters", "experts"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_the_name_of_its_field(field: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=rf"adapter_config\.json: {field} "):
         read_adapter(save(tmp_path / "a", pair("layers.0.attn.wq_a"), **{field: value}))
+
+
+def test_a_number_of_thousands_of_digits_is_no_module(tmp_path: Path) -> None:
+    for module in ("layers.0.ffn.experts.{}.w1", "layers.{}.attn.wq_a", "model.layers.{}.mlp.experts"):
+        with pytest.raises(AdapterError, match="0 of 1 modules matched"):
+            read_adapter(save(tmp_path / "a", pair(module.format("7" * 5000))))
 
 
 def test_what_changes_nothing_is_accepted(tmp_path: Path) -> None:

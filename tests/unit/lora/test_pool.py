@@ -210,7 +210,7 @@ def test_what_is_attached_is_a_copy(world: Small, model: Any) -> None:
 
 
 def test_a_factor_that_means_nothing_is_refused(world: Small, model: Any) -> None:
-    for factor in (0.0, float("nan"), float("inf")):
+    for factor in (0.0, float("nan"), float("inf"), 1e-300, -1e300):
         with pytest.raises(AdapterError, match="factor is"):
             AdapterPool(model).attach("it", one(world, "layers.0.attn.wq_a"), factor=factor)
 
