@@ -121,7 +121,10 @@ def scatter(rng: Generator, size: tuple[int, int], count: int) -> list[Box]:
         rows -= 1
     assert columns * rows >= count, (size, count)
     cells = rng.permutation(columns * rows)[:count]
-    return [box_in(rng, size, (columns, rows), (int(cell % columns), int(cell // columns))) for cell in cells]
+    while True:
+        boxes = [box_in(rng, size, (columns, rows), (int(cell % columns), int(cell // columns))) for cell in cells]
+        if stand_apart([(x1, y1, x2 + 1, y2 + 1) for x1, y1, x2, y2 in boxes]):  # rounding may join neighbours
+            return boxes
 
 
 def box_in(
@@ -138,14 +141,16 @@ def box_in(
 
 
 def facing(rng: Generator, size: tuple[int, int], side: int) -> tuple[Box, Box]:
-    """Two boxes, the first on one side of the second: 0 left, 1 right, 2 above, 3 below."""
+    """Two boxes, the first on one side of the second and on no other: 0 left, 1 right, 2 above, 3 below."""
     across = side < 2
     breadth = size[1] if across else size[0]
     lanes = int(rng.integers(1, 1 + min(3, int(breadth / (least_thing(size) * _ROOM)))))
     lane = int(rng.integers(lanes))
     grid, cells = ((2, lanes), ((0, lane), (1, lane))) if across else ((lanes, 2), ((lane, 0), (lane, 1)))
-    first, second = (box_in(rng, size, grid, cell, 0.25) for cell in cells)
-    return (first, second) if side % 2 == 0 else (second, first)
+    while True:
+        first, second = (box_in(rng, size, grid, cell, 0.25) for cell in cells)
+        if max(first[across], second[across]) < min(first[2 + across], second[2 + across]):  # not a corner apart
+            return (first, second) if side % 2 == 0 else (second, first)
 
 
 def snap(box: Box, size: tuple[int, int]) -> Box:

@@ -9,9 +9,11 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from spyglass.errors import ConfigError
+from spyglass.tiny_world import scene as layout
 from spyglass.tiny_world.cases import SPLITS, Case, Split, case_words, kinds_of, make_case
 from spyglass.tiny_world.corpus import all_texts
 from spyglass.tiny_world.questions import ANSWERS, KINDS, QUESTIONS, SAME_ANSWERS, WITHOUT_PICTURE
@@ -162,3 +164,22 @@ def test_pictures_come_with_every_question_but_those_of_text() -> None:
             assert [message["role"] for message in case.dialogue()][-2:] == ["user", "assistant"]
             assert (case.reasoning is not None) == ("reasoning_content" in case.dialogue()[-1])
             assert len(case.messages) == (3 if kind == "chat" else 1)
+
+
+def test_things_never_touch_and_stand_on_one_side_only() -> None:
+    """Small pictures, whose boxes are rounded most: equal neighbours that touch would look like one thing, and of two
+    things a corner apart, "left of" and "above" would both be right."""
+    rng = np.random.default_rng(7)
+    for _ in range(15_000):
+        size = int(rng.integers(64, 96)), int(rng.integers(64, 96))
+        boxes = layout.scatter(rng, size, int(rng.integers(4, 9)))
+        assert all(_between(a, b) >= 1 for place, a in enumerate(boxes) for b in boxes[:place]), (size, boxes)
+        side = int(rng.integers(4))
+        first, second = layout.facing(rng, size, side)
+        holds = (first[2] <= second[0], first[0] >= second[2], first[3] <= second[1], first[1] >= second[3])
+        assert holds == tuple(number == side for number in range(4)), (size, first, second)
+
+
+def _between(a: layout.Box, b: layout.Box) -> int:
+    """Pixels between two boxes, along the axis where there are most."""
+    return max(max(a[n], b[n]) - min(a[n + 2], b[n + 2]) for n in range(2))
