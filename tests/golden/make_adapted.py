@@ -1,8 +1,8 @@
 """Stored questions for the adapters that come with the models, for `tests/laws/test_shipped_adapters.py`.
 
 `python -m tests.golden.make_adapted` rewrites `data/adapted/`: JPEG pictures and `questions.json`. Of each kind of an
-adapter's task it takes the first cases of a seed that stay small, that every model with this adapter answers right, and
-that none answers right without it.
+adapter's task it takes the first cases of a seed that stay small, that every model with this adapter answers right to
+the letter and without a near tie, and that none answers right without it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from PIL import Image
 
 from spyglass import LLM
 from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
-from spyglass.engine.request import SamplingParams
 from spyglass.tiny_world.answers import is_right
 from spyglass.tiny_world.cases import Case, make_case, with_pictures
 from spyglass.tiny_world.words import Variant
-from tests.golden.make_seeing import SEED, fits, jpeg
+from tests.golden.make_seeing import PARAMS, SEED, fits, jpeg, says
 
 FOLDER = Path(__file__).resolve().parent / "data" / "adapted"
 PLAN: Mapping[Variant, tuple[str, ...]] = {
@@ -29,7 +28,6 @@ PLAN: Mapping[Variant, tuple[str, ...]] = {
     "negative": ("colour", "colour", "colour", "colour", "shape", "shape"),
     "french": ("colour", "shape", "count", "position", "word", "grounding"),
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
 def main() -> None:
@@ -72,8 +70,8 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Variant, Case, bytes]]:
 def only_adapted(llm: LLM, adapter: str, case: Case, data: bytes) -> bool:
     """Whether the model is right with the adapter and wrong without it."""
     stored = with_pictures(case, [Image.open(io.BytesIO(data)).convert("RGB")])
-    adapted, plain = llm.chat([stored.messages] * 2, GREEDY, adapter=[adapter, None])
-    return is_right(case.answer, adapted.text) and not is_right(case.answer, plain.text)
+    adapted, plain = llm.chat([stored.messages] * 2, PARAMS, adapter=[adapter, None])
+    return says(adapted, case.answer) and not is_right(case.answer, plain.text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Stored questions about stored pictures, for `tests/laws/test_shipped_models_see.py`.
 
 `python -m tests.golden.make_seeing` rewrites `data/seeing/`: JPEG pictures and `questions.json`. Of each kind it takes
-the first cases of a seed that stay small and that every model shipped with the package answers right, greedily, so that
-all of them must go on doing so.
+the first cases of a seed that stay small and that every model shipped with the package answers right to the letter,
+thought and boxes included, greedily and without a near tie, so that all of them must go on doing so on any machine.
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from PIL import Image
 
 from spyglass import LLM
 from spyglass.config.shipped import shipped_models
-from spyglass.tiny_world.answers import is_right
-from spyglass.tiny_world.cases import Case, Split, make_case, with_pictures
-from spyglass.tiny_world.evaluate import ask_all
+from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.tiny_world.cases import EFFORT, Case, Split, make_case, with_pictures
 
 FOLDER = Path(__file__).resolve().parent / "data" / "seeing"
 SEED = 20_261_130
-# kind, split, cases, at least so many pixels a side
-PLAN: tuple[tuple[str, Split, int, int], ...] = (
-    ("colour", "test", 4, 0),
-    ("colour", "unseen", 1, 0),
-    ("shape", "test", 3, 0),
-    ("shape", "unseen", 1, 0),
-    ("count", "test", 4, 0),
-    ("count", "unseen", 1, 0),
-    ("position", "test", 4, 0),
-    ("position", "test", 1, 1000),
-    ("number", "test", 5, 0),
-    ("word", "test", 4, 0),
-    ("word", "test", 1, 1200),
-    ("grounding", "test", 3, 0),
-    ("grounding", "unseen", 1, 0),
-    ("chat", "test", 3, 0),
-    ("compare", "test", 2, 0),  # of two pictures each, which makes 40
+# kind, split, cases, at least so many pixels a side, with a thought before the answer
+PLAN: tuple[tuple[str, Split, int, int, bool], ...] = (
+    ("colour", "test", 3, 0, False),
+    ("colour", "test", 1, 0, True),
+    ("colour", "unseen", 1, 0, False),
+    ("shape", "test", 2, 0, False),
+    ("shape", "test", 1, 0, True),
+    ("shape", "unseen", 1, 0, False),
+    ("count", "test", 3, 0, False),
+    ("count", "test", 1, 0, True),
+    ("count", "unseen", 1, 0, False),
+    ("position", "test", 3, 0, False),
+    ("position", "test", 1, 0, True),
+    ("position", "test", 1, 1000, False),
+    ("number", "test", 5, 0, False),
+    ("word", "test", 4, 0, False),
+    ("word", "test", 1, 1200, False),
+    ("grounding", "test", 3, 0, False),
+    ("grounding", "unseen", 1, 0, False),
+    ("chat", "test", 3, 0, False),
+    ("compare", "test", 2, 0, False),  # of two pictures each, which makes 40
 )
+PARAMS = SamplingParams(temperature=0, max_tokens=128, logprobs=2)
+LEAD = 1.0  # nats of every token on the next one at least: far more than sums of another order can change
 MOST_BYTES = 12_000  # of a picture; four times as many where it must be large
 
 
@@ -62,7 +67,7 @@ def main() -> None:
                 "pair": case.words.pair,
                 "pictures": names,
                 "turns": case.words.turns,
-                "thinking": case.reasoning is not None,
+                "reasoning": case.reasoning,
                 "answer": case.answer,
             }
         )
@@ -71,14 +76,16 @@ def main() -> None:
 
 
 def chosen(llms: list[LLM]) -> Iterator[tuple[Case, list[bytes]]]:
-    for number, (kind, split, wanted, side) in enumerate(PLAN):
+    for number, (kind, split, wanted, side, thought) in enumerate(PLAN):
         found = 0
         index = 0
         while found < wanted:
             case = make_case(SEED + number, index, split, kinds=(kind,))
             index += 1
             files = [jpeg(picture) for picture in case.pictures]
-            if fits(case, files, side) and all(answers_right(llm, case, files) for llm in llms):
+            if (case.reasoning is not None) != thought or not fits(case, files, side):
+                continue
+            if all(answers_right(llm, case, files) for llm in llms):
                 found += 1
                 yield case, files
 
@@ -97,8 +104,16 @@ def jpeg(picture: Image.Image) -> bytes:
 
 def answers_right(llm: LLM, case: Case, files: list[bytes]) -> bool:
     stored = with_pictures(case, [Image.open(io.BytesIO(data)).convert("RGB") for data in files])
-    (said,) = ask_all(llm, [stored.messages], [case.reasoning is not None])
-    return is_right(case.answer, said)
+    thinks = case.reasoning is not None
+    (output,) = llm.chat([stored.messages], PARAMS, thinking=thinks, effort=EFFORT if thinks else None)
+    return says(output, case.answer if case.reasoning is None else f"{case.reasoning}</think>{case.answer}")
+
+
+def says(output: RequestOutput, text: str) -> bool:
+    """Whether this is the whole of what was said, and no token of it was nearly another."""
+    assert output.logprobs is not None
+    tops = [token.top for token in output.logprobs]
+    return output.text == text and min(first[1] - second[1] for first, second in tops) >= LEAD
 
 
 if __name__ == "__main__":
