@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _LOOP, _DATA, _OPS = "tests/unit/train/test_loop.py", "tests/unit/train/test_data.py", "tests/ops/test_training_ops.py"
+_LOG, _LOG_TESTS = "spyglass/train/log.py", "tests/unit/train/test_log.py"
 _ATTENTION = "spyglass/ops/sparse_attention/training.py"
 _EXPERTS = "spyglass/ops/experts_grouped/training.py"
 
@@ -16,6 +17,19 @@ TRAIN_ROWS: list[Mutant] = [
     Mutant("spyglass/train/loop.py", "torch.manual_seed(_seed(self._options.seed, number))", "pass", _LOOP, "random numbers depend on what came before"),
     Mutant("spyglass/train/loop.py", 'f"{seed} {number}"', 'f"{number}"', _LOOP, "the seed of random numbers is ignored"),
     Mutant("spyglass/train/loop.py", "            self._flush()\n                    self._save(done)", "            self._save(done)\n                    self._flush()", _LOOP, "a state is saved before its loss is known to be a number"),
+    Mutant(_LOG, '("norm", row.norm)', '("norm", row.rate)', _LOG_TESTS, "TensorBoard shows the rate as the norm"),
+    Mutant(_LOG, "value, row.step)", "value, len(self._rows))", _LOG_TESTS, "TensorBoard counts no steps"),
+    Mutant(_LOG, "row.tokens / max(row.seconds", "row.targets / max(row.seconds", _LOG_TESTS, "TensorBoard counts targets as tokens"),
+    Mutant(_LOG, ", purge_step=done + 1)", ")", _LOG_TESTS, "TensorBoard shows steps that came again twice"),
+    Mutant(_LOG, "        self._rows += rows\n", "", _LOG_TESTS, "the plot is of earlier runs only"),
+    Mutant(_LOG, "last, seconds = rows[-1]", "last, seconds = rows[0]", _LOG_TESTS, "the bar shows the first loss since it moved"),
+    Mutant(_LOG, "rate {last.rate:.2e}", "rate {last.norm:.2e}", _LOG_TESTS, "the bar shows the norm as the rate"),
+    Mutant(_LOG, "sum(row.tokens for row in rows)", "last.tokens", _LOG_TESTS, "the bar counts the tokens of one step"),
+    Mutant(_LOG, "sum(row.seconds for row in rows)", "rows[-1].seconds", _LOG_TESTS, "the bar counts the seconds of one step"),
+    Mutant(_LOG, "self._bar.update(len(rows))", "self._bar.update(1)", _LOG_TESTS, "the bar counts how often it moved"),
+    Mutant(_LOG, "initial=done,", "initial=0,", _LOG_TESTS, "the bar of a run that goes on begins at 0"),
+    Mutant(_LOG, "disable=None if progress else True", "disable=None", _LOG_TESTS, "a bar that nobody wanted"),
+    Mutant(_LOG, "disable=None if progress else True", "disable=not progress", _LOG_TESTS, "a bar in a file"),
     Mutant("spyglass/train/state.py", "os.replace(partial, target)", "shutil.copytree(partial, target)", "tests/unit/train/test_state.py", "a state gets its name before it is whole"),
     Mutant("spyglass/train/data.py", "learn_T[0] = False", "pass", _DATA, "the first token counts as a target"),
     Mutant("spyglass/train/data.py", "answering and not starts", "answering", _DATA, "the mark that begins an answer is learnt"),

@@ -1,0 +1,81 @@
+"""What a run tells while it goes: TensorBoard shows what log.csv says, the bar what was learned last and how fast."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from spyglass.train.log import EVENTS_NAME, Row, TrainLog, read_log
+
+
+class Terminal(io.StringIO):
+    """Where a progress bar shows itself."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def row(step: int, loss: float) -> Row:
+    """Every number another one, so that none can stand for another."""
+    return Row(
+        step=step, loss=loss, rate=step / 7, norm=3 + step / 9, targets=step, tokens=100 * step, pictures=2, seconds=0.5
+    )
+
+
+def write(folder: Path, rows: Sequence[Row], done: int = 0, progress: bool = False) -> None:
+    log = TrainLog(folder, done=done, steps=8, progress=progress)
+    log.add(rows[:2])
+    log.add(rows[2:])
+    log.add([])
+    log.close()
+
+
+def test_tensorboard_shows_what_the_csv_says_also_after_a_run_that_was_killed(tmp_path: Path) -> None:
+    """Steps after the last saved state come again: TensorBoard forgets them too."""
+    write(tmp_path, [row(step, 1 / step) for step in (1, 2, 3, 4)])
+    write(tmp_path, [row(step, 5 / step) for step in (3, 4, 5)], done=2)
+    rows = read_log(tmp_path)
+    assert rows == [row(1, 1.0), row(2, 0.5), row(3, 5 / 3), row(4, 1.25), row(5, 1.0)]
+    events = EventAccumulator(str(tmp_path / EVENTS_NAME))
+    events.Reload()
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown == {
+        "loss": [(row.step, np.float32(row.loss)) for row in rows],
+        "rate": [(row.step, np.float32(row.rate)) for row in rows],
+        "norm": [(row.step, np.float32(row.norm)) for row in rows],
+        "tokens per second": [(row.step, 200 * row.step) for row in rows],
+    }
+
+
+def test_the_plot_is_of_the_run_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[Row]] = []
+    monkeypatch.setattr("spyglass.train.log.plot_loss", lambda rows, path: drawn.append(list(rows)))
+    write(tmp_path, [row(1, 1.0), row(2, 0.5)])
+    write(tmp_path, [row(3, 0.25)], done=2)
+    assert drawn == [[row(1, 1.0), row(2, 0.5)], [row(1, 1.0), row(2, 0.5), row(3, 0.25)]]
+
+
+def test_the_bar_shows_the_last_loss_and_rate_and_the_speed_of_the_steps_since_it_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    write(tmp_path, [row(step, step / 8) for step in (3, 4, 5, 6, 7)], done=2, progress=True)
+    last = screen.getvalue().rpartition("\r")[2].rstrip()
+    assert last.startswith("training:  88%|") and " 7/8 [" in last
+    assert last.endswith("loss 0.8750, rate 1.00e+00, 1,200 tokens/s]"), "1,800 tokens in 1.5 seconds"
+
+
+@pytest.mark.parametrize(("screen", "progress"), [(Terminal(), False), (io.StringIO(), True)])
+def test_no_bar_is_shown_where_none_is_wanted_or_nobody_looks(
+    screen: io.StringIO, progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen)
+    write(tmp_path, [row(1, 1.0)], progress=progress)
+    assert not screen.getvalue()
