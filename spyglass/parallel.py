@@ -35,14 +35,18 @@ class Processes:
         return value
 
     def sum_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Make every gradient the sum over the processes: sharded ones are means, others are each process's own."""
-        if self.mesh is None:
-            return
+        """Make every gradient the sum over the processes: sharded ones are means, others are each process's own.
+
+        What no micro-batch of the step reached (a tower, without pictures) has a gradient of zeros, with one process
+        and with many.
+        """
         for leaf in leaves:
-            if not isinstance(leaf, DTensor):
-                leaf.grad = self.total(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            elif leaf.grad is not None:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            if isinstance(leaf, DTensor):
                 _local(leaf.grad).mul_(self.count)
+            else:
+                leaf.grad = self.total(leaf.grad)
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Euclidean norm of all gradients together, of which processes may hold parts."""
@@ -92,14 +96,14 @@ class Processes:
             whole: dict[str, torch.Tensor] = {name: module.get_parameter(place) for name, place in names.items()}
             bind(whole | {name: _from_floats(whole[name], *kind) for name, kind in integers.items()})
             trained = [tensor for tensor in whole.values() if tensor.requires_grad]
-            touched = _Touch.apply(inputs[0], *trained)  # type: ignore[no-untyped-call]
+            touched = Touch.apply(inputs[0], *trained)  # type: ignore[no-untyped-call]
             return touched, *inputs[1:]
 
         module.register_forward_pre_hook(gathered)
         return {name: module.get_parameter(place) for name, place in names.items()}
 
 
-class _Touch(torch.autograd.Function):
+class Touch(torch.autograd.Function):
     """x, and a gradient of zeros for tensors that a step may leave unused: all processes must send the same ones."""
 
     @staticmethod

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("bf16", "same"), default="bf16", help="bfloat16, or each matrix in the format it had"
     )
     parser.add_argument(
-        "--force", action="store_true", help="write even if nine tenths of the touched values stay what they were"
+        "--force",
+        action="store_true",
+        help="write even if nine tenths of the touched values of a group stay as they were",
     )
 
 

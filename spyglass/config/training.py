@@ -46,7 +46,7 @@ class TrainConfig:
         default=False, metadata=about("train every weight instead of adapters; the output is a checkpoint")
     )
     epochs: int = field(default=1, metadata=about("passes over the data"))
-    steps: int | None = field(default=None, metadata=about("steps, instead of passes"))
+    steps: int | None = field(default=None, metadata=about("steps, instead of passes (--epochs)"))
     batch_tokens: int = field(
         default=4096, metadata=about("most tokens of a micro-batch, and of a chat, pictures included")
     )
@@ -95,6 +95,10 @@ class TrainConfig:
         require_count("seed", self.seed, least=0)
         if self.steps is not None:
             require_count("steps", self.steps, least=1)
+            if self.epochs != 1:
+                raise ConfigError(
+                    f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them"
+                )
         for name in ("lr", "alpha", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0")

@@ -35,7 +35,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 
-MOST_UNCHANGED = 0.9  # share of values of the touched matrices beyond which a merge is no merge
+MOST_UNCHANGED = 0.9  # share of values of a group's touched matrices beyond which a merge is no merge
 _QUANTISATION_FIELDS = ("quantization_config", "expert_dtype")
 
 
@@ -53,6 +53,11 @@ class Loss:
     def unchanged_share(self) -> float:
         """Share of values that are what they were."""
         return self.unchanged / max(self.values, 1)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether hardly anything of the change would be stored."""
+        return self.unchanged_share > MOST_UNCHANGED
 
     @property
     def relative_error(self) -> float:
@@ -104,27 +109,28 @@ def merge(
     `progress` is told the bytes of each entry written.
 
     Raises:
-        AdapterError: the adapter does not fit the model, or more than nine tenths of the values it touches would stay
-            as they are and `force` is not set. Nothing is left in the folder then.
+        AdapterError: the adapter does not fit the model, or more than nine tenths of the values it touches in one group
+            would stay as they are and `force` is not set. Nothing is left in the folder then.
         CheckpointError: the model is damaged, or the folder cannot be written.
     """
     model, output = Path(model), Path(output)
     if os.path.lexists(output / "config.json"):
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
-    specs = _specs(config, checkpoint)
+    specs = specs_of(config, checkpoint)
     check_fit(adapter, shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
     items = _items(matched, specs, work, format)
-    save_checkpoint(output, items, names=_spelling(checkpoint), progress=progress)
+    save_checkpoint(output, items, names=spelling_of(checkpoint), progress=progress)
     copy_others(model, output)
     write_config(model, output, plain=format == "bf16")
     return work.report
 
 
-def _specs(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+def specs_of(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint, its draft stages too if it has them."""
     specs = expected_tensors(config)
     kind = draft_kind(native_tensors(checkpoint))
     return specs | draft_tensors(config, kind) if kind is not None and config.num_draft_layers else specs
@@ -173,12 +179,12 @@ class _Merge:
         return after
 
     def _refuse_no_merge(self) -> None:
-        share = self.report.unchanged_share
-        if share > MOST_UNCHANGED and not self._force:
+        lost = [group for group in GROUPS if group in self.report.groups and self.report.groups[group].is_lost]
+        if lost and not self._force:
             raise AdapterError(
-                f"{share:.1%} of the values the adapter touches would stay as they are: its change is smaller than the "
-                "steps of the stored format; merge to bfloat16 (--format bf16), use the adapter unmerged, or insist "
-                f"(--force).\n{self.report}"
+                f"more than {MOST_UNCHANGED:.0%} of the values that the adapter touches in {', '.join(lost)} would "
+                "stay as they are: its change is smaller than the steps of the stored format; merge to bfloat16 "
+                f"(--format bf16), use the adapter unmerged, or insist (--force).\n{self.report}"
             )
 
 
@@ -208,7 +214,8 @@ def _map(header: TensorHeader) -> torch.Tensor:
     return torch.from_numpy(data).view(TORCH_DTYPES[header.dtype]).view(header.shape)
 
 
-def _spelling(checkpoint: Checkpoint) -> Spelling:
+def spelling_of(checkpoint: Checkpoint) -> Spelling:
+    """The names that a checkpoint's files use."""
     return "native" if all(to_native(name) == name for name in checkpoint.tensors) else "hf"
 
 

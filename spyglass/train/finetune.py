@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
-from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts
+from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
@@ -61,7 +62,7 @@ def finetune(
         SpyglassError: training went astray (see `spyglass.train.loop.train`).
     """
     check_config(config)
-    config = replace(config, model=find_model(config.model))
+    named, config = str(config.model), replace(config, model=find_model(config.model))
     learner = _learner(config)
     chats, faults = read_chats(
         config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
@@ -73,7 +74,7 @@ def finetune(
     _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
     feed = Feed(chats, batches, learner, stride=processes.count)
-    run = _train_whole if config.full else _train_adapter
+    run = _train_whole if config.full else partial(_train_adapter, named=named)
     result = run(config, options, feed, tell, progress, processes)
     if processes.rank == 0:
         tell(_result_line(config, options, result))
@@ -81,8 +82,16 @@ def finetune(
 
 
 def _train_adapter(
-    config: TrainConfig, options: LoopOptions, feed: Feed, tell: Tell, progress: bool, processes: Processes
+    config: TrainConfig,
+    options: LoopOptions,
+    feed: Feed,
+    tell: Tell,
+    progress: bool,
+    processes: Processes,
+    *,
+    named: str,
 ) -> LoopResult:
+    """`named`: the model as it was asked for, which the adapter notes."""
     loaded = load_model(
         config.model,
         device=chosen_device(config),
@@ -113,7 +122,7 @@ def _train_adapter(
             config.output,
             adapter.file(),
             names="native" if config.names == "official" else "hf",
-            base_model=str(config.model),
+            base_model=named,
             num_experts=loaded.config.text.n_routed_experts,
         )
     return result
@@ -205,6 +214,7 @@ def _learner(config: TrainConfig) -> Learner:
 
 def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.Tensor], feed: Feed) -> Task:
     engram = _open_engram(config.model, loaded)
+    of_pictures = [leaf for name, leaf in leaves.items() if group_of(name.rpartition(".")[0]) in VISION_GROUPS]
 
     def loss(number: int) -> MicroLoss:
         step = pack(
@@ -215,7 +225,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
             slot=TRAINED_SLOT,
             engram=engram,
         )
-        value, targets = token_loss(step_logits(loaded.model, step), step.targets_R)
+        value, targets = token_loss(step_logits(loaded.model, step, of_pictures), step.targets_R)
         pictures = 0 if step.images is None else len(step.images.grids_I2)
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
 

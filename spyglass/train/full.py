@@ -17,7 +17,7 @@ import torch
 
 from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
@@ -25,7 +25,7 @@ from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.layers.build import Build
-from spyglass.lora.merge import copy_others, open_entry, write_config
+from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, default_numerics
 from spyglass.ops.table import bind_ops
 from spyglass.parallel import Processes
@@ -68,9 +68,7 @@ class FullRun:
         ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=Router(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
-        every = expected_tensors(config)
-        specs = {name: spec for name, spec in every.items() if spec.kind != "table"}
-        self._tables = {name: spec for name, spec in every.items() if spec.kind == "table"}
+        specs = {name: spec for name, spec in expected_tensors(config).items() if spec.kind != "table"}
         stored: dict[str, Packed] = {}
         slots = [
             WeightSlot(name, spec.shape, spec.kind, partial(stored.__setitem__, name), spec.optional)
@@ -132,19 +130,18 @@ class FullRun:
         """
         specs, packed = self.masters.specs, self.masters.packed()
         items = [SaveItem(name, specs[name], weight.format, partial(_same, weight)) for name, weight in packed.items()]
-        save_checkpoint(output, items + self._table_items())
+        base = open_checkpoint(str(self._options.model))
+        save_checkpoint(output, items + self._others(base), names=spelling_of(base))
         copy_others(self._options.model, output)
         write_config(self._options.model, output, plain=False)
 
-    def _table_items(self) -> list[SaveItem]:
-        """Memory tables as they lie in the files of the model."""
-        if not self._tables:
-            return []
-        base = open_checkpoint(str(self._options.model))
-        sources = match(base, expected_tensors(self.config), skip=frozenset()).sources
+    def _others(self, base: Checkpoint) -> list[SaveItem]:
+        """Memory tables and draft stages, which are not trained, as they lie in the files of the model."""
+        specs = specs_of(self.config, base)
         return [
-            SaveItem(name, spec, sources[name].format, partial(open_entry, sources[name], spec))
-            for name, spec in self._tables.items()
+            SaveItem(name, specs[name], source.format, partial(open_entry, source, specs[name]))
+            for name, source in match(base, specs, skip=frozenset()).sources.items()
+            if name not in self.masters.specs
         ]
 
 

@@ -246,11 +246,11 @@ class _Loop:
 
     def _scale_and_clip(self, targets: torch.Tensor) -> torch.Tensor:
         """Sums become means over the step's targets; the result is the norm before clipping."""
-        leaves = self._task.leaves
-        self._processes.sum_gradients(leaves.values())
-        grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-        if not grads:
+        leaves = self._task.leaves.values()
+        if self._processes.count == 1 and all(leaf.grad is None for leaf in leaves):
             raise SpyglassError("no gradient reached anything that is trained; choose other targets")
+        self._processes.sum_gradients(leaves)
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
         norm = self._processes.norm(grads) / targets
         scale = 1 / targets
         if self._options.clip is not None:
@@ -324,6 +324,7 @@ def _optimiser_state(task: Task, leaf: torch.Tensor) -> Mapping[str, torch.Tenso
 def _restore(task: Task, options: LoopOptions, folder: Path, processes: Processes) -> int:
     """Put the saved state in place; the number of steps it has behind it."""
     state = load_state(folder)
+    _refuse_own_folders(0 if state is None else state.step, folder, processes)
     if state is None:
         return 0
     asked = _facts(task, options)
@@ -346,6 +347,17 @@ def _restore(task: Task, options: LoopOptions, folder: Path, processes: Processe
     if task.restored is not None:
         task.restored()
     return state.step
+
+
+def _refuse_own_folders(step: int, folder: Path, processes: Processes) -> None:
+    """Processes on machines that do not share the folder would begin at different steps, and wait for ever."""
+    first = int(processes.total(torch.tensor(step if processes.rank == 0 else 0)))
+    apart = int(processes.total(torch.tensor(int(step != first))))
+    if apart:
+        raise ConfigError(
+            f"{apart} of {processes.count} processes do not find the run in {folder} that the first one goes on with "
+            f"(step {first}); the output folder must lie on a disk that all machines share"
+        )
 
 
 def _restore_optimisers(task: Task, state: State, processes: Processes) -> None:

@@ -10,6 +10,7 @@ FULL = "spyglass/train/full.py"
 LOOP = "spyglass/train/loop.py"
 MIX = "spyglass/ops/hyper_mix/reference.py"
 PARALLEL = "spyglass/parallel.py"
+LOSS = "spyglass/train/loss.py"
 SHARDING = "spyglass/train/sharding.py"
 ON_DIGEST = "tests/unit/checkpoint/test_digest.py"
 ON_FINETUNE = "tests/unit/train/test_finetune.py -k 'arithmetic or another_base or shipped'"
@@ -46,6 +47,14 @@ FULL_TRAINING_ROWS: list[Mutant] = [
            "the mix is read target by target"),
     Mutant(PARALLEL, "                _local(leaf.grad).mul_(self.count)", "                pass", ON_PROCESSES,
            "gradients of sharded layers are means"),
+    Mutant(PARALLEL, "                leaf.grad = torch.zeros_like(leaf)\n", "                continue\n", ON_PROCESSES,
+           "a tower that one process's pictures reach moves apart"),
+    Mutant(LOSS, "if image_rows is None and of_pictures:", "if False:", "tests/unit/train/test_finetune.py -k tower",
+           "a tower alone has no gradient without pictures"),
+    Mutant(LOOP, "    if apart:\n", "    if False:\n", ON_PROCESSES + " -k share", "processes without the state begin anew"),
+    Mutant(FULL, "names=spelling_of(base)", "names=\"native\"", ON_FULL, "a model comes back in other names"),
+    Mutant(FULL, "save_checkpoint(output, items + self._others(base)", "save_checkpoint(output, items", ON_FULL,
+           "draft stages are lost"),
     Mutant(PARALLEL, "            dist.all_reduce(value)\n", "            pass\n", ON_PROCESSES, "each process sees its own sums"),
     Mutant(SHARDING, "if _MEMORY in module.spec.name:", "if False:", ON_PROCESSES, "what reads memories is gone when it runs"),
     Mutant(FULL, "[self._processes.total(load) for load in self._loads]", "self._loads", ON_PROCESSES,

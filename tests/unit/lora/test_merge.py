@@ -23,6 +23,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, fp8
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 from tests.adapter_parts import random_adapter
+from tests.drafted import write_drafted
 from tests.tolerance import LOSS_OF_FORMAT, OP_FLOAT32, assert_close
 
 GROUPS = ["attention", "compressor", "indexer", "shared", "experts", "engram", "tower", "aligner"]
@@ -112,13 +113,29 @@ def test_a_change_below_the_steps_of_the_format_is_seen() -> None:
 
 def test_a_merge_that_changes_next_to_nothing_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     small = adapter_for(folder, ["attention", "shared"], size=1e-3)
-    with pytest.raises(AdapterError, match=r"9\d\.\d% of the values the adapter touches would stay as they are"):
+    with pytest.raises(AdapterError, match="more than 90% of the values that the adapter touches in attention, shared"):
         merge(folder, small, tmp_path / "out", format="same")
+    large = adapter_for(folder, ["experts"])
+    with pytest.raises(
+        AdapterError, match="touches in attention, shared would"
+    ):  # most of its values move all the same
+        merge(folder, AdapterFile(modules=small.modules | large.modules), tmp_path / "out", format="same")
     assert not list((tmp_path / "out").iterdir())
     report = merge(folder, small, tmp_path / "out", format="same", force=True)
     assert report.unchanged_share > 0.9
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         merge(folder, small, tmp_path / "out")
+
+
+def test_draft_stages_are_merged_past_as_they_are(tmp_path: Path) -> None:
+    write_drafted(tmp_path / "base")
+    merge(tmp_path / "base", adapter_for(tmp_path / "tiny", ["attention"]), tmp_path / "out", format="same")
+    before, after = stored(tmp_path / "base"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    drafts = [name for name in before if name.startswith("mtp.0.")]
+    assert len(drafts) > 20
+    for name in drafts:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """A short run of adapters on a small model, alone or as one of several processes that torchrun started:
-`python -m tests.unit.train.run_in_processes FAMILY DEVICE FOLDER`.
+`python -m tests.unit.train.run_in_processes FAMILY DEVICE FOLDER [apart]`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from tests.unit.train.test_gradients import adapter_on
 CHATS = ([4, (3, 5), 9], [30], [2, (2, 2), 4], [21])  # two micro-batches see no picture, none fills the slowest pool
 
 
-def run(name: str, device: str, folder: Path, processes: Processes) -> None:
-    """Three steps of two micro-batches in float32, on packed weights."""
+def run(name: str, device: str, folder: Path, processes: Processes, *, apart: bool = False) -> None:
+    """Three steps of two micro-batches in float32, on packed weights.
+
+    `apart`: each process goes on with the run in a folder of its own, named after its rank.
+    """
     model = family(name, packed=True, expand=False, device=device)
     recompute_layers(model)
     feed = None
@@ -42,13 +45,17 @@ def run(name: str, device: str, folder: Path, processes: Processes) -> None:
 
     group = {"params": list(leaves.values()), "lr": 0.01, "weight_decay": 0.0}
     task = Task(leaves=leaves, optimisers=[adamw([group])], loss=loss)
-    train(task, LoopOptions(steps=3, accumulate=2), folder, processes=processes, progress=False)
+    options = LoopOptions(steps=3, accumulate=2)
+    if apart:
+        train(task, options, folder / str(processes.rank), resume=True, processes=processes, progress=False)
+    else:
+        train(task, options, folder, processes=processes, progress=False)
 
 
 if __name__ == "__main__":
     processes = init_workers(sys.argv[2])
     try:
-        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), processes)
+        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), processes, apart="apart" in sys.argv)
     finally:
         leave_workers()
     if processes.count > 1:

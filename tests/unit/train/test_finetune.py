@@ -177,11 +177,23 @@ def test_a_run_is_not_resumed_on_another_base_of_the_same_shape(
     assert finetune(explicit, progress=False).step == 2
 
 
+def test_a_tower_learns_from_chats_of_which_only_some_have_pictures(config: TrainConfig) -> None:
+    """A micro-batch without one adds nothing, and a step without one changes what moments are left to do."""
+    config = replace(config, targets=("tower", "aligner"), warmup=0, lr=0.01, steps=4, batch_tokens=133)
+    assert finetune(config, progress=False).finished
+    rows = read_log(config.output / "training")
+    assert sorted(row.pictures for row in rows) == [0, 0, 1, 1]
+    assert all((row.norm > 0) == (row.pictures > 0) for row in rows)
+    assert all(pair.b_OR.any() for name, pair in read_adapter(config.output).modules.items() if "aligner" in name)
+
+
 def test_shipped_models_are_trained_by_name(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", "1", "--rank", "1", "--targets", "aligner", "--batch-tokens", "300"]
     arguments = ["finetune", shipped_models()[0], "--data", str(data), "--output", str(tmp_path / "out"), *options]
     assert main(arguments) == 0
     assert read_adapter(tmp_path / "out").counts() == {"aligner": 2}
+    noted = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert noted == shipped_models()[0]
     assert "training 2 modules" in capsys.readouterr().out
 
 
@@ -285,6 +297,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
         ({"alpha": float("nan")}, "alpha is nan"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"steps": 0}, "steps is 0"),
+        ({"epochs": 3}, r"steps \(2\) and epochs \(3\) both say how long"),
         ({"schedule": "square"}, "constant or linear or cosine"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"minutes": -1.0}, "minutes is -1.0"),

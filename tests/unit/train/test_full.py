@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spyglass.config.read import read_model_config
 from spyglass.config.training import TrainConfig
@@ -17,6 +18,7 @@ from spyglass.train.full import BALANCE_RATE, FullRun
 from spyglass.train.loop import Task
 from spyglass.train.packing import Sample
 from spyglass.train.recompute import recompute_layers
+from tests.drafted import write_drafted
 from tests.tolerance import GRADIENT_OF_MAX, LAW_OF_MAX
 from tests.unit.train.samples import make_sample
 
@@ -130,6 +132,22 @@ def held() -> int:
     """Bytes of every tensor that Python can see."""
     found = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def test_what_is_not_trained_and_the_spelling_stay_in_the_checkpoint(tmp_path: Path) -> None:
+    folder, output = tmp_path / "base", tmp_path / "out"
+    write_drafted(folder)
+    options = TrainConfig(model=folder, data=folder, output=output, full=True, dtype="float32", numerics="plain")
+    FullRun(read_model_config(folder), options, CPU, progress=False).write(output)
+    before, after = (
+        {name: tensor for path in place.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for place in (folder, output)
+    )
+    assert before.keys() == after.keys()
+    drafts = [name for name in before if ".mtp.0." in name]
+    assert len(drafts) > 20
+    for name in drafts:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 def test_the_manual_says_what_memory_a_weight_takes(tiny_folder: Path) -> None:

@@ -18,6 +18,7 @@ from tests.tolerance import GRADIENT_OF_MAX, LOSS_LAW, TRAINED_APART, assert_clo
 
 pytestmark = pytest.mark.slow
 ADAPTER = ["--targets", "compressor,experts,aligner", "--rank", "2", "--dropout", "0.1"]
+KINDS = {"adapter": ADAPTER, "tower": ["--targets", "tower,aligner", "--rank", "2"], "full": ["--full"]}
 OPTIONS = [
     *("--steps", "3", "--accumulate", "2", "--batch-tokens", "150", "--warmup", "0", "--lr", "0.01"),
     *("--dtype", "float32", "--numerics", "plain", "--device", "cpu"),
@@ -43,18 +44,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("kind", ["adapter", "tower", "full"])
 def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
-    full: bool, tiny_folder: Path, data: Path, tmp_path: Path
+    kind: str, tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     """FSDP2 over gloo, started by torchrun; packed weights and adapters of every layer are spread over both.
 
-    A model that is trained whole is held by each.
+    A model that is trained whole is held by each. A tower alone is trained by the micro-batches with pictures.
     """
+    full = kind == "full"
 
     def arguments(name: str, *more: str) -> list[str]:
         place = ["--data", str(data), "--output", str(tmp_path / name)]
-        return ["finetune", str(tiny_folder), *place, *OPTIONS, *(["--full"] if full else ADAPTER), *more]
+        return ["finetune", str(tiny_folder), *place, *OPTIONS, *KINDS[kind], *more]
 
     assert main(arguments("one")) == 0
     assert main(arguments("two", "--minutes", "0")) == 130
@@ -71,7 +73,8 @@ def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
     one, two = (read_adapter(tmp_path / name).modules for name in ("one", "two"))
     assert one.keys() == two.keys()
     changed = [name for name, pair in one.items() if pair.b_OR.any()]
-    assert any(name.startswith("aligner") for name in changed) and any("experts" in name for name in changed)
+    assert any(name.startswith("aligner") for name in changed)
+    assert any("experts" in name for name in changed) == (kind == "adapter")
     for name, pair in one.items():
         assert_close(two[name].b_OR, pair.b_OR, TRAINED_APART, name)
 
@@ -89,6 +92,16 @@ def assert_same_checkpoints(one: Path, two: Path) -> None:
     norms = [name for name in tensors[0] if name.endswith("norm.weight")]
     for name in norms:
         assert_close(tensors[1][name].float(), tensors[0][name].float(), TRAINED_APART, name)
+
+
+def test_processes_that_do_not_share_their_folder_do_not_resume(tmp_path: Path) -> None:
+    """On a machine whose disk has no state a process would begin anew and wait for ever for those that go on."""
+    module = ["-m", "tests.unit.train.run_in_processes", "v4", "cpu"]
+    subprocess.run([sys.executable, *module, str(tmp_path / "0")], check=True, timeout=100)
+    command = [*TORCHRUN, *module, str(tmp_path), "apart"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "1 of 2 processes do not find the run" in done.stderr and "(step 3)" in done.stderr
 
 
 @pytest.mark.parametrize(
