@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from spyglass.errors import CheckpointError, ConfigError, SpyglassError
 from spyglass.parallel import Processes
 from spyglass.train.log import Row, TrainLog
 from spyglass.train.state import State, load_state, save_state
+from spyglass.train.stopping import asked_to_stop
 
 ALONE = Processes()
 _MUST_AGREE = ("steps", "accumulate", "schedule", "warmup", "final", "clip", "seed")  # or a resumed run is another one
@@ -198,7 +197,7 @@ class _Loop:
 
     def run(self, done: int) -> LoopResult:
         options, started = self._options, time.perf_counter()
-        with _asked_to_stop() as asked:
+        with asked_to_stop() as asked:
             while done < options.steps:
                 self._pending.append(self._step(done))
                 done += 1
@@ -385,24 +384,3 @@ def _seed(seed: int, number: int) -> int:
 
 def _over(started: float, minutes: float | None) -> bool:
     return minutes is not None and time.perf_counter() - started >= 60 * minutes
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM, which then no longer end the process at once; a second SIGINT does."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's own
-        yield asked
-        return
-
-    def stop(number: int, frame: object) -> None:
-        if asked.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
