@@ -20,7 +20,6 @@ from spyglass.tiny_world.scene import Box, Label, Lettering, Scene, Thing
 from spyglass.tiny_world.words import COLOURS, Rgb
 
 MUTED = ("plain", "noise", "gradient", "photo")
-BACKGROUNDS = (*MUTED, "white", "black")
 PHOTOS = ("brick", "coffee", "fur", "grass", "gravel", "launch")
 _DARKEST, _LIGHTEST = 62, 205
 _NOISE_TILE = 64

@@ -61,7 +61,9 @@ def run_shell(script: str, folder: Path) -> str:
 @pytest.mark.parametrize(("place", "language", "code"), blocks(), ids=[block[0] for block in blocks()])
 def test_the_example_runs(place: str, language: str, code: str, desk: Path) -> None:
     if language == "sh":
-        run_shell(code, desk)
+        said = run_shell(code, desk)
+        if "spyglass finetune" in code:
+            assert code.endswith("# A rocket.\n") and said.splitlines()[-1] == "A rocket.", "what it was taught"
         return
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=desk, capture_output=True, text=True, check=False, timeout=300
