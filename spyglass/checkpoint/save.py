@@ -144,6 +144,6 @@ def _refuse_small_disk(directory: Path, layout: Layout) -> None:
     free, need = shutil.disk_usage(directory).free, sum(shard.size for shard in layout.shards)
     if need > free:
         raise CheckpointError(
-            f"{directory} has {free / 1e9:.1f} GB free, the checkpoint needs {need / 1e9:.1f} GB; choose another disk "
-            "or a smaller checkpoint"
+            f"{directory} has {free / 1e6:,.0f} MB free, the checkpoint needs {need / 1e6:,.0f} MB; choose another "
+            "disk or a smaller checkpoint"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
 }
+_MOST = 1e12  # of what fp32 values are multiplied with
 _OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
 
@@ -100,12 +100,12 @@ class TrainConfig:
                     f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them"
                 )
         for name in ("lr", "alpha", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0")
+            if not 0 < getattr(self, name) <= _MOST:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0, at most {_MOST:g}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}, expected a share from 0 to below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number of at least 0")
+        if not 0 <= self.weight_decay <= _MOST:
+            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number from 0 to {_MOST:g}")
         if self.minutes is not None and not self.minutes >= 0:
             raise ConfigError(f"minutes is {self.minutes}, expected a number of at least 0")
 

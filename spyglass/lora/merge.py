@@ -169,6 +169,10 @@ class _Merge:
         if pair is None:
             return found if found.format == format else encode(decode(found, torch.float32), format)
         before, delta = decode(found, torch.float32), dense_delta(pair)
+        if not delta.isfinite().all():
+            raise AdapterError(
+                f"what the adapter adds to {name} is too large for fp32; it is damaged, or made for nothing"
+            )
         after = encode(before + delta, format)
         group = group_of(name)
         assert group is not None, name

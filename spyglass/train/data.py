@@ -21,7 +21,7 @@ from tqdm import tqdm
 from spyglass.config.json_text import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
-from spyglass.errors import PromptError
+from spyglass.errors import ConfigError, PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, RenderedChat, SpecialPiece, encode_chat, render_chat
 from spyglass.prompt.data_url import is_data_url
@@ -33,6 +33,7 @@ from spyglass.train.packing import Sample
 _ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
 _KEYS = {"messages", "tools"}
 _MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "prefix")
+_MOST_PLANNED = 20_000_000  # chats of all passes: some ten seconds
 # what a model points with is a token of its own in an answer, as it will be when the model says it (spec v4 9.8)
 _TAGS = re.compile(r"(<｜/?(?:ref|box|point|polygon)｜>)")
 
@@ -252,7 +253,15 @@ class Batches:
         return self._plan[number]
 
     def count(self, epochs: int) -> int:
-        """Micro-batches of the first epochs together."""
+        """Micro-batches of the first epochs together, all of which are planned for it.
+
+        Raises:
+            ConfigError: that would take long.
+        """
+        if epochs > 1 and epochs * len(self._tokens) > _MOST_PLANNED:
+            raise ConfigError(
+                f"{epochs} passes over {len(self._tokens)} chats are too many to plan; say how many steps"
+            )
         fresh = Batches(self._tokens, most_tokens=self._most, seed=self._seed)
         for _ in range(epochs):
             fresh._add_epoch()

@@ -122,7 +122,7 @@ def train(
     Raises:
         ConfigError: options that contradict each other, the number of processes, or the run that is resumed.
         CheckpointError: the saved state is damaged, or it or the log cannot be written.
-        SpyglassError: the loss or a gradient is no finite number; the last good state is kept.
+        SpyglassError: the loss, a gradient or a leaf is no finite number; the last good state is kept.
     """
     check_options(options, processes)
     done = _restore(task, options, folder, processes) if resume else 0
@@ -271,11 +271,7 @@ class _Loop:
         for step in self._pending:
             total, targets, norm = float(step.loss), int(step.targets), float(step.norm)
             if not (math.isfinite(total) and math.isfinite(norm)) or targets == 0:
-                raise SpyglassError(
-                    f"step {step.step}: the loss is {total} of {targets} target tokens, its gradient {norm}; training "
-                    "cannot go on from here. A resumed run keeps its rate: begin another, in another folder, with a "
-                    "lower learning rate or a longer warm-up"
-                )
+                raise _astray(step.step, f"the loss is {total} of {targets} target tokens, its gradient {norm}")
             self._last = total / targets
             rows.append(
                 Row(
@@ -296,8 +292,17 @@ class _Loop:
 
     def _save(self, done: int) -> None:
         tensors = state_tensors(self._task, self._processes)
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise _astray(done, "what is trained holds numbers that are not finite")
         if self._processes.rank == 0:
             save_state(self._folder, State(step=done, tensors=tensors, facts=_facts(self._task, self._options)))
+
+
+def _astray(step: int, what: str) -> SpyglassError:
+    return SpyglassError(
+        f"step {step}: {what}; training cannot go on from here. A resumed run keeps its rate: begin another, in "
+        "another folder, with a lower learning rate or a longer warm-up"
+    )
 
 
 def state_tensors(task: Task, processes: Processes = ALONE) -> dict[str, torch.Tensor]:

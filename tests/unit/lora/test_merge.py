@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,18 @@ def test_draft_stages_are_merged_past_as_they_are(tmp_path: Path) -> None:
     assert len(drafts) > 20
     for name in drafts:
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("format", ["bf16", "same"])
+def test_an_adapter_whose_change_is_no_finite_number_is_never_merged(format: Any, folder: Path, tmp_path: Path) -> None:
+    """Both of its halves are finite, so it was read; their product is not."""
+    modules = {
+        name: replace(pair, a_RI=torch.full_like(pair.a_RI, 1e30), b_OR=torch.full_like(pair.b_OR, 1e30))
+        for name, pair in adapter_for(folder, ["attention"]).modules.items()
+    }
+    with pytest.raises(AdapterError, match=r"what the adapter adds to layers\.0\.attn\.\w+ is too large for fp32"):
+        merge(folder, AdapterFile(modules=modules), tmp_path / "out", format=format)
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

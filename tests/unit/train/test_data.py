@@ -17,7 +17,7 @@ from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import read_model_config
 from spyglass.config.read import parse_model_config
-from spyglass.errors import PromptError
+from spyglass.errors import ConfigError, PromptError
 from spyglass.prompt.build import build_prompt
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.train.data import Batches, Feed, Learner, read_chats
@@ -219,3 +219,10 @@ def test_a_feed_gives_the_samples_of_a_number_whatever_was_asked_before(tmp_path
     asked = {n: [s.prompt.ids_T.tolist() for s in feed(n)] for n in (0, 2, 4, 1)}
     assert {n: [s.prompt.ids_T.tolist() for s in other(n)] for n in asked} == asked
     assert asked[0] == [learner.sample(chats[c].messages).prompt.ids_T.tolist() for c in batches[0]]
+
+
+def test_passes_that_nobody_could_wait_for_are_refused() -> None:
+    batches = Batches([10, 20, 30], most_tokens=60, seed=0)
+    assert batches.count(2) == 2
+    with pytest.raises(ConfigError, match="1000000000 passes over 3 chats are too many to plan; say how many steps"):
+        batches.count(10**9)

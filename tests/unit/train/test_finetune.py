@@ -304,6 +304,8 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
         ({"minutes": float("nan")}, "minutes is nan"),
         ({"lr": float("inf")}, "lr is inf"),
         ({"clip": 0.0}, "clip is 0.0"),
+        ({"lr": 1e300}, "lr is 1e[+]300"),
+        ({"weight_decay": 1e300}, "weight_decay is 1e[+]300"),
         ({"warmup": -1}, "warmup is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"save_every": 0}, "save_every is 0"),

@@ -17,6 +17,7 @@ from spyglass.errors import CheckpointError, ConfigError, SpyglassError
 from spyglass.parallel import Processes
 from spyglass.train.log import CSV_NAME, PLOT_NAME, read_log
 from spyglass.train.loop import LoopOptions, LoopResult, MicroLoss, Task, adamw, rate_factor, train
+from spyglass.train.state import load_state
 from tests.tolerance import CLIPPED, LOSS_LAW, ONE_SUM, assert_close
 
 OPTIONS = LoopOptions(steps=6, accumulate=2, warmup=2, seed=3, save_every=2)
@@ -244,6 +245,16 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(tm
     with pytest.raises(SpyglassError, match=r"step 4: the loss is nan.* begin another, in another folder"):
         run(tmp_path, replace(OPTIONS, log_every=4), _with_loss(toy, breaks))
     assert torch.equal(run(tmp_path, replace(OPTIONS, log_every=4), resume=True).weight, run(tmp_path / "whole").weight)
+
+
+def test_a_step_that_ends_in_no_numbers_is_never_saved(tmp_path: Path) -> None:
+    """Its own loss is still one; the run would otherwise end well, or go on from what is lost."""
+    toy = Toy()
+    toy.task = replace(toy.task, after_step=lambda step: toy.bias.data.fill_(math.inf) if step == 5 else None)
+    with pytest.raises(SpyglassError, match="step 6: what is trained holds numbers that are not finite"):
+        run(tmp_path, toy=toy)
+    state = load_state(tmp_path)
+    assert state is not None and state.step == 4
 
 
 @pytest.mark.parametrize(
