@@ -193,6 +193,8 @@ def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: i
     tokens, targets = len(sample.prompt), len(sample.rows)
     if tokens > most_tokens:
         raise PromptError(f"{tokens} tokens, and a batch takes {most_tokens}; raise --batch-tokens or shorten the chat")
+    if tokens > (most := learner.config.text.max_position_embeddings):
+        raise PromptError(f"{tokens} tokens, and the model reads {most} (max_position_embeddings); shorten the chat")
     content = hashlib.blake2b(text.encode(), digest_size=16)
     for patches in sample.prompt.patches:
         content.update(patches.data)

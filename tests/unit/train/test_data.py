@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -226,3 +227,17 @@ def test_passes_that_nobody_could_wait_for_are_refused() -> None:
     assert batches.count(2) == 2
     with pytest.raises(ConfigError, match="1000000000 passes over 3 chats are too many to plan; say how many steps"):
         batches.count(10**9)
+
+
+def test_a_chat_that_the_model_could_never_read_is_refused(tmp_path: Path, learner: Learner) -> None:
+    """Whatever a batch may hold: behind the last position that a model is made for, none would be asked."""
+    tokens = len(learner.sample([USER, ANSWER]).prompt)
+    path = lines_of(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
+    for most in (tokens, tokens - 1):
+        text = replace(learner.config.text, max_position_embeddings=most)
+        short = replace(learner, config=replace(learner.config, text=text))
+        if most == tokens:
+            assert len(read_chats(path, short, most_tokens=4096, progress=False)[0]) == 1
+            continue
+        with pytest.raises(PromptError, match=rf"{tokens} tokens, and the model reads {most} \(max_position_emb"):
+            read_chats(path, short, most_tokens=4096, progress=False)
