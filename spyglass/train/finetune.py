@@ -6,6 +6,7 @@ Everything that can be seen to go wrong is refused before the model is loaded. S
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
 from spyglass.train.sharding import shard_layers, whole_adapter
-from spyglass.train.state import has_state
+from spyglass.train.state import has_state, held_alone
 
 RUN_FOLDER = "training"
 Tell = Callable[[str], None]
@@ -75,7 +76,8 @@ def finetune(
     tell(_data_line(config, chats, faults))
     feed = Feed(chats, batches, learner, stride=processes.count)
     run = _train_whole if config.full else partial(_train_adapter, named=named)
-    result = run(config, options, feed, tell, progress, processes)
+    with held_alone(config.output / RUN_FOLDER) if processes.rank == 0 else contextlib.nullcontext():
+        result = run(config, options, feed, tell, progress, processes)
     if processes.rank == 0:
         tell(_result_line(config, options, result))
     return result

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from spyglass.errors import CheckpointError
+from spyglass.errors import CheckpointError, ConfigError
 
 MOST_BYTES = 16_000_000
 _ENTRY_BYTES = 160  # of a file's header per piece, beside its name
@@ -64,6 +64,32 @@ def save_state(folder: Path, state: State) -> Path:
         if other != target:
             shutil.rmtree(other, ignore_errors=True)
     return target
+
+
+@contextlib.contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """No other process that asks for it trains in this folder meanwhile, where the system has locks (not on Windows).
+
+    Raises:
+        ConfigError: another does.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process trains in {folder}; wait for it, or choose another folder"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def has_state(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from spyglass.train.finetune import _open_engram, finetune
 from spyglass.train.log import read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
+from spyglass.train.state import held_alone
 from tests.tolerance import RESTORED_LOSS, assert_close
 
 pytestmark = pytest.mark.slow  # they load a checkpoint from disk
@@ -287,6 +289,17 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_model_is_loaded(
     monkeypatch.setattr("spyglass.train.finetune.load_model", None)
     with pytest.raises(ConfigError, match=r"chats\.jsonl.out.training cannot be written: .*--output"):
         finetune(replace(config, output=data / "out"), progress=False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
+def test_two_runs_never_share_a_folder(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would remove the states of the other."""
+    monkeypatch.setattr("spyglass.train.finetune.load_model", None)
+    (config.output / "training").mkdir(parents=True)
+    with held_alone(config.output / "training"), pytest.raises(ConfigError, match="another process trains in"):
+        finetune(config, progress=False)
+    with held_alone(config.output / "training"):
+        pass  # it is free again
 
 
 @pytest.mark.parametrize(
