@@ -102,4 +102,11 @@ LORA_ROWS: list[Mutant] = [
     Mutant(USE, "repr(name[:_SHOWN_CHARS])", "repr(name)", ON_USE, "a refusal as long as the name"),
     Mutant(USE, "repr(name[:_SHOWN_CHARS])", "name[:_SHOWN_CHARS]", ON_USE, "signs of a terminal in a refusal"),
     Mutant(USE, "    if name in models:\n", "    if False:\n", ON_USE, "the model's own name"),
+    Mutant(CONFIG, "    if not _TAME.fullmatch(key):\n", "    if False:\n", ON_PEFT, "nested repetitions"),
+    Mutant(CONFIG, "    if ways > _MOST_WAYS:\n", "    if False:\n", ON_PEFT, "many repetitions side by side"),
+    Mutant(CONFIG, "* math.prod(choices)", "", ON_PEFT, "many choices side by side"),
+    Mutant(CONFIG, '* 2 ** bare.count("?")', "", ON_PEFT, "much that may be left out"),
+    Mutant(FIT, "if not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:", "if alpha == 0:", ON_PEFT, "an alpha that fp32 has not"),
+    Mutant(NAMES, "[1-9][0-9]{0,5}", "[1-9][0-9]*", ON_PEFT, "numbers of thousands of digits"),
+    Mutant(MERGE, "if not delta.isfinite().all():", "if False:", ON_MERGE, "a merge of infinite values"),
 ]  # fmt: skip

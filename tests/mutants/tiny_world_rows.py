@@ -25,6 +25,7 @@ PHRASE_TESTS = "tests/unit/tiny_world/test_phrasing.py"
 EVALUATE_TESTS = "tests/unit/tiny_world/test_evaluate.py"
 ON_UNTAUGHT = "tests/unit/train/test_untaught.py"
 ON_SCRIPT = "tests/unit/train/test_tiny_script.py"
+ON_CASES = "tests/unit/tiny_world/test_cases.py"
 ON_PLACES = "tests/unit/train/test_places.py"
 SHIPPED_TESTS = "tests/unit/config/test_shipped.py"
 
@@ -132,4 +133,6 @@ TINY_WORLD_ROWS: list[Mutant] = [
     Mutant(PLACES, "rms_norm(rows_IC.float(), rows", "rms_norm(rows_IC, rows", ON_PLACES, "norm of a place's row in bf16"),
     Mutant(PLACES, "flatten(0, 1), targets_N", "transpose(0, 1).flatten(0, 1), targets_N", ON_PLACES, "columns of one cell are lines of another"),
     Mutant(PLACES, "centre * PARTS / length", "centre * PARTS / (length + 1)", ON_PLACES, "parts of a larger picture"),
+    Mutant(SCENE, "(x1, y1, x2 + 1, y2 + 1)", "(x1, y1, x2, y2)", ON_CASES, "neighbours that touch"),
+    Mutant(SCENE, "max(first[across], second[across]) <", "0 <", ON_CASES, "things a corner apart"),
 ]  # fmt: skip

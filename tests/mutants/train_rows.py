@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _LOOP, _DATA, _OPS = "tests/unit/train/test_loop.py", "tests/unit/train/test_data.py", "tests/ops/test_training_ops.py"
 _LOG, _LOG_TESTS = "spyglass/train/log.py", "tests/unit/train/test_log.py"
+_TUNE, _STATE = "tests/unit/train/test_finetune.py", "tests/unit/train/test_state.py"
 _ATTENTION = "spyglass/ops/sparse_attention/training.py"
 _EXPERTS = "spyglass/ops/experts_grouped/training.py"
 
@@ -77,4 +78,18 @@ TRAIN_ROWS: list[Mutant] = [
            _OPS, "experts: routing learns nothing"),
     Mutant(_EXPERTS, "grads[0].to(ctx.dtype), *ctx.saved_tensors), None", "0 * grads[0].to(ctx.dtype), *ctx.saved_tensors), None",
            _OPS, "experts: no gradient passes the sum"),
+    Mutant("spyglass/train/data.py", 'if last.get("prefix"):', "if False:", _DATA, "an answer without an end is learnt"),
+    Mutant("spyglass/train/data.py", "(ends[:-1] if reasoning else ends)", "ends[-1:]", _DATA, "only the last answer may not be empty"),
+    Mutant("spyglass/train/data.py", "_refuse_unknown(message, place)", "pass", _DATA, "fields that nothing reads are passed over"),
+    Mutant("spyglass/train/data.py", 'encoding="utf-8-sig"', 'encoding="utf-8"', _DATA, "a byte order mark spoils the first line"),
+    Mutant("spyglass/train/data.py", "content.update(patches.data)", "pass", _TUNE, "another picture is the same data"),
+    Mutant("spyglass/train/data.py", "if tokens > (most :=", "if tokens + 1 > (most :=", _DATA, "the last position is refused"),
+    Mutant("spyglass/train/finetune.py", "_refuse_blind(config, chats)\n", "pass\n", _TUNE, "a tower learns nothing from text"),
+    Mutant("spyglass/train/finetune.py", "held_alone(config.output / RUN_FOLDER) if", "contextlib.nullcontext() if", _TUNE, "two runs in one folder"),
+    Mutant("spyglass/config/training.py", "        if self.full:\n", "        if False:\n", _TUNE, "options of adapters beside full"),
+    Mutant("spyglass/train/loop.py", "if not all(tensor.isfinite().all() for tensor in tensors.values()):", "if False:", _LOOP, "a lost state is saved"),
+    Mutant("spyglass/train/loop.py", "contextlib.nullcontext() if ended", "contextlib.nullcontext() if True", _LOOP, "the plot hides what happened"),
+    Mutant("spyglass/train/log.py", 'errors="replace") as file, suppress(csv.Error)', 'errors="replace") as file', _LOOP, "a log of zeros stops a run"),
+    Mutant("spyglass/train/state.py", "        shutil.rmtree(partial, ignore_errors=True)  # what", "        pass  # what", _STATE, "what was not saved keeps the disk full"),
+    Mutant("spyglass/train/state.py", 'folder.glob("step-*"):\n        if other', "_states(folder):\n        if other", _STATE, "parts of a killed run stay"),
 ]  # fmt: skip
