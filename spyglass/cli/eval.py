@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         progress=True,
     )
+    if (thoughts := report.thoughts()) is not None:
+        print(thoughts)
     print(report.table(), flush=True)  # before the sheet: a disk that is full by now costs no answers
     if args.sheet is not None:
         contact_sheet(report.verdicts).save(args.sheet, format="PNG")

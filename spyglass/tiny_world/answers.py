@@ -38,6 +38,11 @@ def is_right(expected: str, text: str) -> bool:
     )
 
 
+def is_thought(expected: str, text: str) -> bool:
+    """Whether `text` begins with the whole of the `expected` reasoning, letter for letter, and its end."""
+    return text.rpartition(_END_OF_REASONING)[0] == expected
+
+
 def overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
     """Intersection over union of two boxes (x1, y1, x2, y2); 0 where either is turned inside out or empty."""
     if min(a[2] - a[0], a[3] - a[1], b[2] - b[0], b[3] - b[1]) <= 0:

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.errors import ConfigError
 from spyglass.prompt.chat import Effort
-from spyglass.tiny_world.answers import is_right
+from spyglass.tiny_world.answers import is_right, is_thought
 from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_pictures
 from spyglass.tiny_world.questions import WITHOUT_PICTURE
 from spyglass.tiny_world.words import Variant
@@ -39,7 +39,10 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One question and how it was answered. `question` is the conversation up to it, `thumbnails` its pictures."""
+    """One question and how it was answered. `question` is the conversation up to it, `thumbnails` its pictures.
+
+    `thought`: whether the whole reasoning was right, None = it was asked for none.
+    """
 
     kind: str
     pair: tuple[str, str] | None
@@ -48,6 +51,7 @@ class Verdict:
     said: str
     right: bool
     thumbnails: tuple[Image.Image, ...]
+    thought: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,11 @@ class Report:
     def accuracy(self) -> float:
         """Share of right answers, 0 to 1."""
         return sum(verdict.right for verdict in self.verdicts) / len(self.verdicts)
+
+    def thoughts(self) -> str | None:
+        """How many whole thoughts were right, in words; None = no question asked for one."""
+        thoughts = [verdict.thought for verdict in self.verdicts if verdict.thought is not None]
+        return f"thoughts: {sum(thoughts)} of {len(thoughts)} right, every word" if thoughts else None
 
     def table(self) -> str:
         """Right answers by kind and, of unseen combinations, by pair; the last line is the overall figure."""
@@ -163,6 +172,7 @@ def _verdict(case: Case, said: str) -> Verdict:
         said=said,
         right=is_right(case.answer, said),
         thumbnails=tuple(ImageOps.contain(picture, _THUMBNAIL) for picture in case.pictures),
+        thought=None if case.reasoning is None else is_thought(case.reasoning, said),
     )
 
 

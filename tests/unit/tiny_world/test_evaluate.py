@@ -15,7 +15,7 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.engine.request import RequestOutput, SamplingParams, Usage
 from spyglass.errors import ConfigError
-from spyglass.tiny_world.answers import is_right, overlap, parse_answer
+from spyglass.tiny_world.answers import is_right, is_thought, overlap, parse_answer
 from spyglass.tiny_world.cases import EFFORT, Case, case_words, make_case
 from spyglass.tiny_world.evaluate import Report, Verdict, evaluate
 from spyglass.tiny_world.questions import KINDS, WITHOUT_PAIRS, WITHOUT_PICTURE
@@ -43,7 +43,7 @@ class Told:
         told = [
             self.answers[key(chat)] if isinstance(self.answers, Mapping) else self.answers(chat) for chat in messages
         ]
-        texts = [f"I see.</think>{text}" if thinking else text for text in told]
+        texts = [text if "</think>" in text or not thinking else f"I see.</think>{text}" for text in told]
         usage = Usage(prompt_tokens=1, picture_tokens=0, completion_tokens=1)
         return [
             RequestOutput(request_id=n, text=text, token_ids=(1,), finish_reason="stop", usage=usage)
@@ -86,6 +86,20 @@ def test_the_table_adds_up_and_ends_with_the_overall_figure() -> None:
     assert rows["count"] == ["0", "4", "0.0", "%"] and rows["colour"] == ["4", "4", "100.0", "%"]
     assert lines[-1].startswith("overall") and rows["overall"] == ["36", "40", "90.0", "%"]
     assert list(rows) == [*KINDS, "overall"]
+
+
+def test_thoughts_are_counted_beside_the_answers_whole_ones_only() -> None:
+    """Four are thought as they should be, the fifth lacks its last letter, for the rest "I see." is said."""
+    cases = [case for case in asked(120) if case.reasoning is not None]
+    told = {key(case.messages): case.answer for case in asked(120)}
+    for case, end in zip(cases, (None, None, None, None, -1), strict=False):
+        told[key(case.messages)] = f"{(case.reasoning or '')[:end]}</think>{case.answer}"
+    report = evaluate(Told(told), 120, 5)
+    assert len(cases) > 5 and report.thoughts() == f"thoughts: 4 of {len(cases)} right, every word"
+    assert [verdict.thought for verdict in report.verdicts].count(None) == 120 - len(cases)
+    assert report.accuracy == 1.0, "answers do not depend on them"
+    assert evaluate(Told(lambda _: ""), 6, 5, kinds=("text",)).thoughts() is None
+    assert is_thought("I see.", "I see.</think>Red.") and not is_thought("I see.", "I see.")
 
 
 def test_unseen_combinations_have_rows_of_their_own() -> None:
@@ -236,6 +250,9 @@ def test_eval_runs_on_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["--num", "3", "--seed", "2", "--batch", "3", "--device", "cpu", "--sheet", str(sheet)]
     assert main(["eval", str(tmp_path / "tiny"), *options]) == 0
     assert re.fullmatch(r"overall +0 +3 +0\.0 %", capsys.readouterr().out.splitlines()[-1])
+    assert main(["eval", str(tmp_path / "tiny"), "--num", "3", "--seed", "5", "--device", "cpu"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "thoughts: 0 of 1 right, every word" and last.startswith("overall")
     assert main(["eval", str(tmp_path / "tiny"), "--sheet", str(tmp_path)]) == 2
     assert "is a folder; name the file" in capsys.readouterr().err
     with Image.open(sheet) as picture:
