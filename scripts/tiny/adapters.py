@@ -27,9 +27,10 @@ import torch
 import torch._dynamo
 
 from scripts.tiny.feed import Feed, Source
+from scripts.tiny.kept import Kept
 from scripts.tiny.models import NAMES, Family
 from scripts.tiny.pairs import PairMasters, weights_of
-from scripts.tiny.train import Kept, rate_at
+from scripts.tiny.train import rate_at
 from spyglass.checkpoint.layout import Spelling
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED

@@ -1,7 +1,7 @@
 """Train a tiny model on one GPU: `python -m scripts.tiny.train v4 --folder runs/v4 --minutes 8.5`.
 
-Cases are made by other processes while the GPU learns; a step that was made is kept on the GPU and used up to
-`MOST_USES` times when no fresh one is there. The learning rate depends on the share of the planned time that is over,
+Cases are made by other processes while the GPU learns; a step that was made is kept on the GPU and used a few
+times when no fresh one is there (`kept`). The learning rate depends on the share of the planned time that is over,
 so a run may be cut into calls: state is saved at the end of each (SIGTERM or Ctrl-C ends one too), and the next goes
 on from it.
 """
@@ -18,8 +18,8 @@ import shutil
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 import torch._dynamo
 
 from scripts.tiny.feed import Feed, Source
+from scripts.tiny.kept import Kept
 from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
 from scripts.tiny.pairs import weights_of
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
@@ -38,6 +39,7 @@ from spyglass.engram import classes_of_tokenizer
 from spyglass.errors import CheckpointError, DeviceError
 from spyglass.model import find_device
 from spyglass.quant.codec import decode, encode
+from spyglass.tiny_world.cases import Split
 from spyglass.tiny_world.corpus import all_texts
 from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
@@ -45,10 +47,10 @@ from spyglass.train.state import State, load_state, save_state
 from spyglass.train.whole import Outcome, WholeTrainer
 
 CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
-MOST_USES = 4
 KEPT_STEPS = 600
 PEAK_RATE, WARM_UP, BALANCE, PLACES = 3.5e-3, 0.02, 1e-3, 0.1
 LOG_EVERY, REPORT_EVERY = 50, 4000
+HELD_OUT: Mapping[Split, int] = {"test": 6, "unseen": 3}  # steps of each split that are asked
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -97,62 +99,6 @@ def rate_at(progress: float) -> float:
     if progress < WARM_UP:
         return progress / WARM_UP
     return max(0.0, min(1.0, (1 - progress) / 0.6))
-
-
-@dataclass(slots=True)
-class Kept:
-    """Steps on the device: fresh ones replace the oldest; the rest are repeated, the least used first.
-
-    On a GPU they are copied on a stream of their own, beside the steps that are being learned. Their memory belongs to
-    that stream: what the allocator hands out on the other may still be written by work that waits there. A place is
-    written again once its last use is over.
-    """
-
-    device: torch.device
-    most: int
-    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)
-    last_use: dict[int, Any] = field(default_factory=dict)
-    oldest: int = 0
-    stream: Any = None
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> int:
-        """Copy a step to the device; its number here."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self.stream is None:
-            self.stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.stream) if on_gpu else torch.no_grad():
-            place = self._place(tensors)
-            if on_gpu and place in self.last_use:
-                self.stream.wait_event(self.last_use[place])
-            for name, tensor in self.steps[place].items():
-                tensor.copy_(tensors[name])
-        if on_gpu:
-            self.stream.synchronize()
-        return place
-
-    def _place(self, tensors: dict[str, torch.Tensor]) -> int:
-        if len(self.steps) < self.most:
-            self.steps.append({name: torch.empty_like(tensor, device=self.device) for name, tensor in tensors.items()})
-            self.uses.append(0)
-            return len(self.steps) - 1
-        place, self.oldest = self.oldest, (self.oldest + 1) % self.most
-        self.uses[place] = 0
-        return place
-
-    def used(self, place: int) -> None:
-        """The step was handed to the device on the current stream."""
-        self.uses[place] += 1
-        if self.device.type == "cuda":
-            self.last_use[place] = torch.cuda.Event()
-            self.last_use[place].record()
-
-    def repeat(self, source: random.Random) -> int | None:
-        """A step that may be used again; None if all are used up."""
-        least = min(self.uses, default=MOST_USES)
-        if least >= MOST_USES:
-            return None
-        return source.choice([place for place, uses in enumerate(self.uses) if uses == least])
 
 
 def facts_of(state: State | None, options: Options) -> dict[str, Any]:
@@ -206,7 +152,7 @@ class Run:
         self.kept = Kept(place, KEPT_STEPS)
         self.log = options.folder / "log.csv"
         self.stop_asked = False
-        self._held: dict[str, list[tuple[dict[str, torch.Tensor], list[str]]]] = {"test": [], "unseen": []}
+        self._held: dict[str, list[tuple[dict[str, torch.Tensor], list[str]]]] = {split: [] for split in HELD_OUT}
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, self._ask_to_stop)
 
@@ -223,8 +169,10 @@ class Run:
                 slots=4 * options.workers,
                 first=drawn,
             ),
-            "test": Feed(source=source(split="test", seed=1), processes=1, slots=6),
-            "unseen": Feed(source=source(split="unseen", seed=1), processes=1, slots=3),
+            **{
+                split: Feed(source=source(split=split, seed=1), processes=1, slots=slots)
+                for split, slots in HELD_OUT.items()
+            },
         }
         for feed in feeds.values():
             feed.start()
@@ -324,7 +272,7 @@ class Run:
     @torch.no_grad()
     def report(self, most: int = 100) -> None:
         """Share of held-out cases whose whole answer is the likeliest at every token, by kind."""
-        for split in ("test", "unseen"):
+        for split in HELD_OUT:
             feed, right, total = self.feeds[split], Counter[str](), Counter[str]()
             steps = self._held_out(feed, split)[:most]
             for tensors, kinds in steps:

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from scripts.tiny.kept import Kept
 from scripts.tiny.pairs import PairMasters
-from scripts.tiny.train import Kept
 from spyglass.train.masters import Masters
 from spyglass.train.whole import WholeTrainer
 from tests.unit.train.test_whole import (

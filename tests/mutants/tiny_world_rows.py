@@ -17,6 +17,7 @@ CORPUS = "spyglass/tiny_world/corpus.py"
 SHEET = "spyglass/tiny_world/sheet.py"
 UNTAUGHT = "scripts/tiny/untaught.py"
 TRAIN = "scripts/tiny/train.py"
+KEPT = "scripts/tiny/kept.py"
 PLACES = "spyglass/train/places.py"
 SHIPPED = "spyglass/config/shipped.py"
 CASE_TESTS = "tests/unit/tiny_world/test_cases.py"
@@ -130,9 +131,9 @@ TINY_WORLD_ROWS: list[Mutant] = [
     Mutant(TRAIN, "        old.unlink()\n", "        pass\n", ON_UNTAUGHT, "weights of another run are left"),
     Mutant(TRAIN, "        return progress / WARM_UP\n", "        return 1.0\n", ON_SCRIPT, "no warm-up"),
     Mutant(TRAIN, "(1 - progress) / 0.6", "(1 - progress) / 0.5 + 0.1", ON_SCRIPT, "the rate does not end at 0"),
-    Mutant(TRAIN, "        self.uses[place] = 0\n", "", ON_SCRIPT, "fresh steps count as used"),
-    Mutant(TRAIN, "if uses == least])", "if uses <= MOST_USES])", ON_SCRIPT, "some steps more often than others"),
-    Mutant(TRAIN, "if least >= MOST_USES:", "if least > MOST_USES:", ON_SCRIPT, "steps once too often"),
+    Mutant(KEPT, "        self.uses[place] = 0\n", "", ON_SCRIPT, "fresh steps count as used"),
+    Mutant(KEPT, "if uses == least])", "if uses <= MOST_USES])", ON_SCRIPT, "some steps more often than others"),
+    Mutant(KEPT, "if least >= MOST_USES:", "if least > MOST_USES:", ON_SCRIPT, "steps once too often"),
     Mutant(PLACES, "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=1e-6)", "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=0.0)", ON_PLACES,
            "rows of zeros are NaN"),
     Mutant(PLACES, "rms_norm(rows_IC.float(), rows", "rms_norm(rows_IC, rows", ON_PLACES, "norm of a place's row in bf16"),

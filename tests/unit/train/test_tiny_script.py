@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from scripts.tiny import train
 from scripts.tiny.feed import Feed, Source, learner_of, make_step
+from scripts.tiny.kept import MOST_USES, Kept
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
 from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
-from scripts.tiny.train import MOST_USES, Kept, Options, rate_at
+from scripts.tiny.train import Options, rate_at
 from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config import parse_model_config
 from spyglass.config.shipped import find_model
