@@ -27,6 +27,7 @@ EVALUATE_TESTS = "tests/unit/tiny_world/test_evaluate.py"
 ON_UNTAUGHT = "tests/unit/train/test_untaught.py"
 ON_SCRIPT = "tests/unit/train/test_tiny_script.py"
 ON_CASES = "tests/unit/tiny_world/test_cases.py"
+ON_RUN = "tests/unit/train/test_tiny_run.py"
 ON_PLACES = "tests/unit/train/test_places.py"
 SHIPPED_TESTS = "tests/unit/config/test_shipped.py"
 
@@ -134,6 +135,9 @@ TINY_WORLD_ROWS: list[Mutant] = [
     Mutant(KEPT, "        self.uses[place] = 0\n", "", ON_SCRIPT, "fresh steps count as used"),
     Mutant(KEPT, "if uses == least])", "if uses <= MOST_USES])", ON_SCRIPT, "some steps more often than others"),
     Mutant(KEPT, "if least >= MOST_USES:", "if least > MOST_USES:", ON_SCRIPT, "steps once too often"),
+    Mutant(TRAIN, "first=drawn,", "first=0,", ON_RUN, "a run that goes on learns the first cases again"),
+    Mutant(TRAIN, "            self.trainer.restore(state.tensors)\n", "            pass\n", ON_RUN, "a run goes on with drawn weights"),
+    Mutant(TRAIN, 'float(facts["elapsed"]), 0 if', "0.0, 0 if", ON_RUN, "a run that goes on has its whole horizon before it"),
     Mutant(PLACES, "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=1e-6)", "rms_norm(rows_IC.float(), rows_IC.shape[-1:], eps=0.0)", ON_PLACES,
            "rows of zeros are NaN"),
     Mutant(PLACES, "rms_norm(rows_IC.float(), rows", "rms_norm(rows_IC, rows", ON_PLACES, "norm of a place's row in bf16"),
