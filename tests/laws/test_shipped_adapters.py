@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spyglass.tiny_world.answers import is_right
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "adapted"
 QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
-GREEDY = SamplingParams(temperature=0, max_tokens=64)
+GREEDY = SamplingParams(temperature=0, max_tokens=64, logprobs=1)
 
 
 @pytest.mark.parametrize("key", sorted(RECIPES))
@@ -57,6 +58,9 @@ def test_stored_questions_are_answered_right_with_the_adapter_and_wrong_without(
     said = llm.chat([*chats, *chats], GREEDY, adapter=[*adapters, *[None] * len(asked)])
     adapted, plain = said[: len(asked)], said[len(asked) :]
     assert [output.text for output in adapted] == [question["answer"] for question in asked]
+    for question, output in zip(asked, adapted, strict=True):  # drawn at temperature 1 it is mostly said too
+        assert output.logprobs is not None
+        assert sum(token.logprob for token in output.logprobs) > log(0.5), question["picture"]
     assert not [q["picture"] for q, output in zip(asked, plain, strict=True) if is_right(q["answer"], output.text)]
 
 
