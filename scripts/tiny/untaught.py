@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-# From the rows' mean. At 0.4, about where `models.initial_value` puts them, the likeliest of them leads the next by some
-# two nats only, and the hundreds of others take most of its probability from it; taught rows are 3.4 and more away.
+# From the rows' mean. At 0.4, about where `models.initial_value` puts them, the likeliest leads the next by two nats
+# only, and the hundreds of others take most of its probability from it; taught rows are 3.4 and more away.
 APART = 1.5
 
 
