@@ -34,7 +34,7 @@ from scripts.tiny.train import rate_at
 from spyglass.checkpoint.layout import Spelling
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
-from spyglass.errors import DeviceError
+from spyglass.errors import DeviceError, SpyglassError
 from spyglass.lora.names import Group, describe_counts
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
@@ -356,7 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(keys) == 1:
         recipe = RECIPES[keys[0]]
         minutes = recipe.minutes if given["minutes"] is None else given["minutes"]
-        train_one(recipe, Options(**given | {"minutes": minutes}))
+        try:
+            train_one(recipe, Options(**given | {"minutes": minutes}))
+        except SpyglassError as error:
+            raise SystemExit(str(error)) from None
     elif failed := train_all(keys, given):
         raise SystemExit(f"{failed} of {len(keys)} adapters failed")
 

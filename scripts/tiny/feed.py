@@ -4,6 +4,7 @@ device. Arrays travel through memory that all processes share; only slot numbers
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import multiprocessing
 import queue
@@ -108,6 +109,7 @@ class Feed:
             worker = context.Process(target=self._work, daemon=True)
             worker.start()
             self._workers.append(worker)
+        atexit.register(self.stop)  # they ignore SIGTERM, which is all that an interpreter that ends would send
 
     def _work(self) -> None:
         for ending in (signal.SIGTERM, signal.SIGINT):
@@ -167,6 +169,7 @@ class Feed:
 
     def stop(self) -> None:
         """End the processes."""
+        atexit.unregister(self.stop)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:

@@ -17,6 +17,7 @@ from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.engram.store import open_engram
+from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.names import Group, group_of
 from spyglass.model import VisionLanguageModel
@@ -79,12 +80,20 @@ class PairMasters(Masters):
         """The pairs of an adapter of the same groups in place of fresh ones; rank rows that it does not use stay fresh.
 
         Its rank may be larger on disk, where two matrices share one A: rows whose column of B is zero are left out.
+
+        Raises:
+            AdapterError: it has other modules, or more rank rows.
         """
+        names = {name for base in self.bases for name in base.names}
+        if odd := sorted(names ^ adapter.modules.keys()):
+            raise AdapterError(f"the adapter to begin with has other modules than this one, {odd[0]} among them")
         for base, a, b in zip(self.bases, self.stacks[::2], self.stacks[1::2], strict=True):
             for place, name in enumerate(base.names):
                 pair = adapter.modules[name]
                 used_R = pair.b_OR.any(dim=0)
                 rank = int(used_R.sum())
+                if rank > self.rank:
+                    raise AdapterError(f"{name} of the adapter to begin with has rank {rank}, this one {self.rank}")
                 a.value[place, :rank] = pair.a_RI[used_R].to(a.value)
                 b.value[place, :, :rank] = pair.scale * self.rank / self.alpha * pair.b_OR[:, used_R].to(b.value)
 

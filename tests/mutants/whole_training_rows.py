@@ -330,6 +330,17 @@ WHOLE_TRAINING_ROWS: list[Mutant] = [
     ),
     Mutant(PAIRS, "torch.Generator().manual_seed(seed)", "torch.Generator()", ADAPTER_TESTS, "every seed begins alike"),
     Mutant(
+        FEED, "        atexit.register(self.stop)", "        pass", ADAPTER_TESTS, "a run that cannot begin never ends"
+    ),
+    Mutant(PAIRS, "if rank > self.rank:", "if False:", ADAPTER_TESTS, "learning goes on from a larger rank"),
+    Mutant(
+        PAIRS,
+        "if odd := sorted(names ^ adapter.modules.keys()):",
+        "if False:",
+        ADAPTER_TESTS,
+        "learning goes on from another adapter",
+    ),
+    Mutant(
         PAIRS,
         "pair.scale * self.rank / self.alpha * pair",
         "pair",

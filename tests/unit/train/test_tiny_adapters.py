@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
+from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.names import GROUPS, UNTRAINABLE, count_groups
 from spyglass.lora.peft import read_adapter
@@ -121,6 +123,26 @@ def test_learning_goes_on_from_what_was_saved(key: str, tmp_path: Path) -> None:
     masters_of(second).begin_with(read_adapter(tmp_path))
     for number, (mine, theirs) in enumerate(zip(masters_of(first).stacks, masters_of(second).stacks, strict=True)):
         assert_law(theirs.value, (0.5 if number % 2 else 1.0) * mine.value.bfloat16().float(), mine.names[0])
+
+
+def test_learning_does_not_go_on_from_an_adapter_of_other_modules_or_rank() -> None:
+    roman, negative = (masters_of(trainer_of(RECIPES[key])) for key in ("v4-roman", "v4-negative"))
+    with pytest.raises(AdapterError, match=r"other modules than this one, \w+.* among them"):
+        roman.begin_with(negative.adapter())
+    larger = masters_of(trainer_of(replace(RECIPES["v4-negative"], rank=25)))
+    for stack in larger.stacks:
+        stack.value.fill_(0.01)
+    with pytest.raises(AdapterError, match="has rank 25, this one 24"):
+        negative.begin_with(larger.adapter())
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_begin_says_why_and_ends(tmp_path: Path) -> None:
+    """Its makers of steps run by then; an interpreter that ends would wait for them."""
+    call = [sys.executable, "-m", "scripts.tiny.adapters", "--only", "v4-negative", "--device", "cpu", "--workers", "1"]
+    call += ["--start", str(tmp_path / "nowhere"), "--output", str(tmp_path)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_step_trains_the_pairs_and_nothing_else() -> None:
