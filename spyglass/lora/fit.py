@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spyglass.checkpoint.safetensors import list_names
+from spyglass.config.training import MOST_FACTOR
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 
 MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
-LEAST_ALPHA, MOST_ALPHA = 1e-12, 1e12
+LEAST_ALPHA, MOST_ALPHA = 1e-12, MOST_FACTOR
 # (groups, inputs of one group, outputs of all groups) of a module; None = there is none, or it takes no adapter
 ShapeOf = Callable[[str], tuple[int, int, int] | None]
 
