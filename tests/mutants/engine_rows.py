@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-LIKELIEST = "tests/unit/engine/test_likeliest.py"
+LIKELIEST = "tests/unit/engine/test_argmax.py"
 SAMPLER = "spyglass/engine/sampler.py"
 TEXT = "spyglass/engine/detokenize.py"
-BLOCKS = "spyglass/engine/blocks.py"
+BLOCKS = "spyglass/engine/cache/allocator.py"
 ASSEMBLE = "spyglass/batch/assemble.py"
-PREFIX = "spyglass/engine/prefix.py"
-IMAGES = "spyglass/engine/image_cache.py"
-PAGES = "spyglass/engine/pages.py"
+PREFIX = "spyglass/engine/cache/prefix.py"
+IMAGES = "spyglass/engine/cache/images.py"
+PAGES = "spyglass/engine/cache/pages.py"
 SCHEDULER = "spyglass/engine/scheduler.py"
-GRAMMAR = "spyglass/engine/grammar.py"
-COMPILING = "spyglass/engine/compile_form.py"
-TRIALS = "spyglass/engine/form_trials.py"
+GRAMMAR = "spyglass/engine/structured/grammar.py"
+COMPILING = "spyglass/engine/structured/compile.py"
+TRIALS = "spyglass/engine/structured/sandbox.py"
 WORKER = "spyglass/engine/worker.py"
-FINITE = "spyglass/engine/finite.py"
+FINITE = "spyglass/engine/structured/schema_is_finite.py"
 SEQUENCE = "spyglass/engine/sequence.py"
 WORKSPACE = "spyglass/engine/workspace.py"
 RUNNER = "spyglass/engine/runner.py"
@@ -28,7 +28,7 @@ LLM = "spyglass/engine/llm.py"
 UNIT = "tests/unit/engine"
 ON_SAMPLER = f"{UNIT}/test_sampler.py"
 ON_TEXT = f"{UNIT}/test_detokenize.py"
-ON_BLOCKS = f"{UNIT}/test_blocks.py tests/laws/test_engine.py"
+ON_BLOCKS = f"{UNIT}/test_allocator.py tests/laws/test_engine.py"
 ON_NAMES = f"{UNIT}/test_prefix.py"
 ON_SNAPSHOTS = f"{UNIT}/test_snapshots.py"
 ON_CACHES = (
@@ -38,8 +38,8 @@ ON_SERVED_FORMS = "tests/server/test_forms.py"
 ON_ENDS = f"{UNIT}/test_ends.py"
 ON_TURNS = f"{UNIT}/test_scheduler.py"
 ON_LOOP = f"{UNIT}/test_engine.py {UNIT}/test_answers.py {UNIT}/test_refusals.py tests/laws/test_engine.py"
-ON_TRIALS = f"{UNIT}/test_form_trials.py"
-ON_FINITE = f"{UNIT}/test_finite.py"
+ON_TRIALS = f"{UNIT}/test_sandbox.py"
+ON_FINITE = f"{UNIT}/test_schema_is_finite.py"
 ON_FORMS = f"{UNIT}/test_grammar.py"
 ON_REFUSALS = f"{UNIT}/test_refusals.py"
 ON_PREEMPTION = "tests/laws/test_preemption.py"
@@ -94,15 +94,10 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(TEXT, "*range(0xAE, 0x100)", "*range(0xAD, 0x100)", ON_TEXT, "the soft hyphen as itself"),
     Mutant(BLOCKS, "np.maximum(start - self._retention_G1, 0)", "np.maximum(start - self._retention_G1 + 1, 0)",
            ON_BLOCKS, "one kept row too few"),
-    Mutant(BLOCKS, "self._hold(rows, first_GS, first_GS + _ALL, stop)", "pass", ON_BLOCKS,
-           "nothing given back behind the window"),
     Mutant(BLOCKS, "np.where(self._carries_G1, np.maximum(start, stop - self._retention_G1), start)",
            "start + 0 * first_GS", ON_BLOCKS, "state pages for rows that nobody keeps"),
     Mutant(PAGES, "grown[: self.capacity] = self.tensors[plan.kind, plan.layer]", "pass", ON_BLOCKS,
            "growing forgets what was written"),
-    Mutant(BLOCKS, "        self._steady_S[row] = 0\n", "", ON_BLOCKS, "a reused row believes its pages suffice"),
-    Mutant(BLOCKS, "np.minimum(grows_GS, sheds_GS)", "sheds_GS", ON_BLOCKS, "a pool does not grow in time"),
-    Mutant(BLOCKS, "np.minimum(grows_GS, sheds_GS)", "grows_GS", ON_BLOCKS, "a ring does not give back in time"),
     Mutant(BLOCKS, "            self._live[group.name][:, row] = 0\n", "", ON_BLOCKS, "a reused row believes it has pages"),
     Mutant(BLOCKS, "self.pools[group.name].give_back(pages[pages >= 0])", "pass", ON_BLOCKS, "pages leak"),
     Mutant(PAGES, "free = pages[self._holders[pages] == 0].tolist()", "free = pages.tolist()", ON_SNAPSHOTS,
@@ -140,7 +135,6 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(PREFIX, "sorted(self._tails.get(names.block(number), ()), reverse=True)",
            "sorted(self._tails.get(names.block(number), ()))", ON_NAMES, "the shortest known prefix is taken"),
     Mutant(PREFIX, "while self._bytes > self._limit:", "while False:", ON_CACHES, "no limit"),
-    Mutant(PREFIX, "        self._blocks.forget(entry.snapshot)\n", "", ON_NAMES, "pages of evicted snapshots leak"),
     Mutant(PREFIX, "if self._frees_pages(entry.snapshot)", "", ON_NAMES, "beginnings go before ends"),
     Mutant(PREFIX, "if self._has_spare(entry.snapshot)", "", ON_NAMES, "snapshots go although that frees nothing"),
     Mutant(IMAGES, "self._rows[key] = rows_IC.clone()", "self._rows[key] = rows_IC", ON_CACHES, "a part holds the whole"),
@@ -148,13 +142,10 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(IMAGES, "            self._bytes -= oldest.nbytes\n", "            break\n", ON_CACHES, "one goes, then no limit"),
     Mutant(RUNNER, "sequence.prompt.digests[picture], sequence.adapter.vision_digest",
            'sequence.prompt.digests[picture], b""', ON_CACHES, "rows of one adapter for another"),
-    Mutant(RUNNER, "                self._pictures.put(key, part)\n", "", ON_CACHES, "nothing is put into the image cache"),
     Mutant(RUNNER, "unknown.setdefault(key, []).append", "unknown.setdefault((key, sequence), []).append", ON_CACHES,
            "a picture is encoded for each request"),
-    Mutant(SCHEDULER, "                if not self._prefixes.give_way():\n", "                if True:\n", ON_CACHES + " tests/laws/test_interleavings.py",
+    Mutant(SCHEDULER, "                if not self._prefixes.evict_one():\n", "                if True:\n", ON_CACHES + " tests/laws/test_interleavings.py",
            "requests are preempted before the cache gives way"),
-    Mutant(SCHEDULER, "        self._prefixes.keep(sequence, sequence.computed)\n", "", ON_CACHES, "a preempted one starts over"),
-    Mutant(ENGINE, "        self.prefixes.clear()\n        self.pictures.clear()\n", "", ON_CACHES, "what is broken stays"),
     Mutant(ENGINE, "if error is None and sequence.row is not None:", "if False:", ON_CACHES, "no snapshot where an answer ends"),
     Mutant(SEQUENCE, "max(self.reached, self.computed))", "self.computed)", ON_CACHES,
            "what a preempted request computed itself counts as cached"),
@@ -194,7 +185,7 @@ ENGINE_ROWS: list[Mutant] = [
            "one part is enough"),
     Mutant(FINITE, " and len(name) <= _INDEX_DIGITS", "", ON_FINITE, "an index of thousands of digits"),
     Mutant(COMPILING, "threading.stack_size(_STACK)", "threading.stack_size()", ON_FORMS, "long chains end the process"),
-    Mutant(GRAMMAR, "if len(text) > LARGEST_FORM:", "if False:", ON_FORMS, "forms without end on the stack"),
+    Mutant(GRAMMAR, "if len(text) > MAX_GRAMMAR_CHARS:", "if False:", ON_FORMS, "forms without end on the stack"),
     Mutant(GRAMMAR, "sum(seconds for _, seconds in self._compiled.values()) > _KEPT_SECONDS", "False", ON_FORMS,
            "forms that took long are all kept"),
     Mutant(COMPILING, "        _limit(*limits)\n", "", ON_TRIALS, "a trial without a limit"),
@@ -231,29 +222,15 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(RUNNER, "if picture not in sequence.image_rows:", "if True:", ON_LOOP, "pictures encoded again in every chunk"),
     Mutant(RUNNER, "visible_T2=_visible(chunks, pictures),", "visible_T2=None,", ON_LOOP,
            "no in-span visibility"),
-    Mutant(RUNNER, "        self._blocks.settle(rows, stop)\n", "", ON_LOOP, "a long prompt keeps its window pages"),
     Mutant(RUNNER, "<= chunk.stop]:", "<= chunk.stop - 10**6]:", ON_LOOP, "image rows kept for ever"),
-    Mutant(RUNNER, "if calls[-1] and taken + cells > self._blocks.step_tokens:", "if False:", ON_ROOM,
-           "pictures of many requests in one call of the tower"),
     Mutant(WORKSPACE, "- step - prefixes", "- prefixes", ON_ROOM, "rows take what a step works with"),
     Mutant(PAGES, "        self._untouched += fresh\n", "", ON_BLOCKS, "the same fresh pages for everyone"),
     Mutant(ENGINE, '"stop" if stopped and reason != "abort" else reason', "reason", ON_ENDS,
            "a stop string that the end completes is no reason"),
     Mutant(ENGINE, '"stop" if stopped and reason != "abort" else reason', '"stop" if stopped else reason', ON_ENDS,
            "an aborted answer has ended of itself"),
-    Mutant(ENGINE, "self._form(params) if form is None else form.copy()", "self._form(params)", ON_FORMS,
-           "a form that was checked is compiled again between steps"),
-    Mutant(ENGINE, "if form is None else form.copy()", "if form is None else form", ON_FORMS,
-           "answers of one call go through one form together"),
     Mutant(COMPILING, "    os.nice(_NICE)\n", "", ON_TRIALS, "trials take processors from steps"),
     Mutant(TRIALS, "process_group=0,", "start_new_session=True,", ON_TRIALS, "the niceness of trials means nothing"),
-    Mutant(WORKER, "adapter=adapter, form=form)", "adapter=adapter)", ON_SERVED_FORMS, "the thread compiles forms itself"),
-    Mutant("spyglass/server/app.py", "call.params, adapter, call.form)", "call.params, adapter)", ON_SERVED_FORMS,
-           "compiled forms do not reach the engine's thread"),
-    Mutant("spyglass/server/readiness.py", "form = await asyncio.to_thread(self._llm.engine.check, prompt, params)", "form = None",
-           ON_SERVED_FORMS, "the trial of forms at the start runs between steps"),
-    Mutant("spyglass/server/batch.py", "with_form(call, self._engine.check) if has_form(call) else call", "call",
-           "tests/server/test_batch.py", "forms of a batch are compiled between steps"),
     Mutant(ENGINE, "text + rest, ", "text, ", ON_ENDS, "what was held back at the end is lost"),
     Mutant(ENGINE, '"stop", (token,), text, flush=False)', '"stop", (token,), text)', ON_ENDS,
            "half a character behind a stop string"),
@@ -272,13 +249,11 @@ ENGINE_ROWS: list[Mutant] = [
            "a step too small for pictures"),
     Mutant(LLM, "        finally:\n            self._cancel(request)", "        finally:\n            pass", ON_LLM,
            "a closed stream goes on"),
-    Mutant(LLM, "                        if delta.request_id in self._mail:\n",
-           "                        if delta.request_id == request:\n", ON_LLM, "what a step brings for others is lost"),
     Mutant(LLM, "[self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]", "self.tokenizer.encode_text(prompt)",
            ON_LLM, "text without BOS"),
     Mutant(SAMPLER, "masked_fill_(~allowed", "masked_fill_(allowed", ON_FORMS, "exactly the wrong tokens allowed"),
     Mutant(SAMPLER, "logits_SV[row_J, id_J] += bias_J.float()", "pass", ON_FORMS, "biases without effect"),
-    Mutant(GRAMMAR, "Form(matcher.deep_copy(), after)", "Form(matcher, after)", ON_FORMS,
+    Mutant(GRAMMAR, "GrammarMatcher(matcher.deep_copy(), after)", "GrammarMatcher(matcher, after)", ON_FORMS,
            "answers share one place in their form"),
     Mutant(GRAMMAR, "(~(allowed_SV & self._usable).any(dim=1))", "(~allowed_SV.any(dim=1))", ON_FORMS,
            "a form of tokens that are never drawn, taken for a fault of the model"),
@@ -288,8 +263,6 @@ ENGINE_ROWS: list[Mutant] = [
     Mutant(COMPILING, "if trial.is_error() or notes:", "if trial.is_error():", ON_FORMS, "a part of a schema ignored"),
     Mutant(GRAMMAR, "if token in added or", "if", ON_FORMS, "added tokens as text"),
     Mutant(GRAMMAR, "self._after is None and self._matcher.is_stopped()", "False", ON_FORMS, "a form never ends an answer"),
-    Mutant(ENGINE, "form_rows=[row for row, _ in forms_of(drawing)]", "form_rows=list(range(len(forms_of(drawing))))",
-           ON_FORMS, "a mask on the wrong answer"),
     Mutant(CHECKS, "if vision is None or not options.images or vision.layout != \"paired\":", "if vision is None or vision.layout != \"paired\":",
            ON_LOOP, "steps must hold pictures that never come"),
     Mutant(CHECKS, " or vision.layout != \"paired\":", ":",
@@ -340,8 +313,6 @@ ENGINE_ROWS: list[Mutant] = [
            ON_LOOP + " tests/laws/test_caches.py", "cached tokens not told"),
     Mutant(ANSWERS, "sequence.logprobs[-len(tokens) :]", "sequence.logprobs[: len(tokens)]",
            ON_LOOP, "the last delta has the first log-probability"),
-    Mutant(ANSWERS, "misfit=sequence.form is not None and sequence.form.failed is not None", "misfit=False",
-           ON_LOOP + " " + ON_FORMS, "misfits not told"),
     Mutant(ANSWERS, "None if sequence.detokenizer is None else sequence.detokenizer.stopped_by", "None",
            ON_LLM, "the stop string is not told"),
     Mutant(ANSWERS, " and prompt.ids_T[start + r + 1] >= 0]", "]",
@@ -366,8 +337,6 @@ ENGINE_ROWS: list[Mutant] = [
            ON_LOOP, "every answer without a seed is the same"),
     Mutant(ENGINE, "            self._counted = counted\n", "",
            ON_WARM_UP, "warming up is counted"),
-    Mutant(ENGINE, "            self.prefixes.clear()\n            self.pictures.clear()\n            self._counted", "            self._counted",
-           ON_WARM_UP, "warming up leaves snapshots"),
     Mutant(ENGINE, "                if wrong:\n                    raise SpyglassError", "                if False:\n                    raise SpyglassError",
            ON_WARM_UP, "a model that gives no sound answer is warm"),
     Mutant(ENGINE, "counted.computed_tokens += sum([chunk.stop - chunk.start for chunk in chunks])", "counted.computed_tokens += sum([chunk.stop for chunk in chunks])",
@@ -401,7 +370,6 @@ ENGINE_ROWS: list[Mutant] = [
         LIKELIEST,
         "biases are forgotten where all are greedy",
     ),
-    Mutant("spyglass/engine/sequence.py", "form is None and params.likeliest", "params.likeliest", LIKELIEST, "forms too"),
     Mutant("spyglass/engine/runner.py", "self._banned_V[banned] = True", "pass", LIKELIEST, "nothing is banned"),
     Mutant("spyglass/engine/runner.py", "isfinite(logit)", "True", LIKELIEST, "a NaN is an answer"),
 ]  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-COMPILING = "spyglass/engine/compile_form.py"
-TRIALS = "spyglass/engine/form_trials.py"
-GRAMMAR = "spyglass/engine/grammar.py"
-ON_TRIALS = "tests/unit/engine/test_form_trials.py"
-ON_COMPILING = "tests/unit/engine/test_compile_form.py"
+COMPILING = "spyglass/engine/structured/compile.py"
+TRIALS = "spyglass/engine/structured/sandbox.py"
+GRAMMAR = "spyglass/engine/structured/grammar.py"
+ON_TRIALS = "tests/unit/engine/test_sandbox.py"
+ON_COMPILING = "tests/unit/engine/test_compile_grammar.py"
 ON_FORMS = "tests/unit/engine/test_grammar.py"
 
 FORM_ROWS: list[Mutant] = [

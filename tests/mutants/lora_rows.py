@@ -92,7 +92,6 @@ LORA_ROWS: list[Mutant] = [
            "adapters are not counted at start"),
     Mutant(LLM, "{adapter_name(name): read", "{name: read", ON_LLM, "adapters of the start have any name"),
     Mutant(LLM, "self.lora.attach(adapter_name(name), file", "self.lora.attach(name, file", ON_LLM, "adapters have any name"),
-    Mutant(LLM, "            self._users[request] = adapter\n", "            pass\n", ON_LLM, "adapters in use may go"),
     Mutant(USE, "[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", "[A-Za-z0-9._:-]{1,128}", ON_USE, "a name begins with a sign"),
     Mutant(USE, "{0,127}", "{0,128}", ON_USE, "a name of 129"),
     Mutant(USE, "{0,127}", "{0,126}", ON_USE, "a name of 128 is too long"),
