@@ -103,7 +103,13 @@ def prepared(call: Call, prepare: Prepare) -> Call:
     Raises:
         PromptError, CapacityError: as `Engine.prepare`.
     """
-    return replace(call, requests=[prepare(p, params) for p, params in zip(call.prompts, call.params, strict=True)])
+    requests: list[Request] = []
+    for prompt, params in zip(call.prompts, call.params, strict=True):
+        if requests and requests[-1].prompt is prompt:  # answers to one prompt differ in their seeds alone
+            requests.append(replace(requests[-1], params=params))
+        else:
+            requests.append(prepare(prompt, params))
+    return replace(call, requests=requests)
 
 
 def _refer_elsewhere(address: str) -> bytes:
