@@ -55,7 +55,7 @@ FULL_TRAINING_ROWS: list[Mutant] = [
     Mutant(FULL, "names=spelling_of(base)", "names=\"native\"", ON_FULL, "a model comes back in other names"),
     Mutant(FINETUNE, "base_model=named", "base_model=str(config.model)", ON_FINETUNE, "a machine's path in an adapter"),
     Mutant(PARALLEL, "            dist.all_reduce(value)\n", "            pass\n", ON_PROCESSES, "each process sees its own sums"),
-    Mutant(SHARDING, "if _MEMORY in module.spec.name:", "if False:", ON_PROCESSES, "what reads memories is gone when it runs"),
+    Mutant(SHARDING, "if _MEMORY in module.name:", "if False:", ON_PROCESSES, "what reads memories is gone when it runs"),
     Mutant(FULL, "[self._processes.total(load) for load in self._loads]", "self._loads", ON_PROCESSES,
            "each process balances by its own use of experts"),
     Mutant(FULL, "items + self._others(base)", "items", "tests/unit/train/test_finetune.py -k 'whole_model and v41'",

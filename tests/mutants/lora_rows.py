@@ -11,7 +11,7 @@ CONFIG = "spyglass/lora/config.py"
 FIT = "spyglass/lora/fit.py"
 LOW_RANK = "spyglass/lora/low_rank.py"
 MERGE = "spyglass/lora/merge.py"
-NAMES = "spyglass/lora/names.py"
+NAMES = "spyglass/params/targets.py"
 NEW = "spyglass/lora/new.py"
 PEFT = "spyglass/lora/peft.py"
 PLACES = "spyglass/lora/places.py"
@@ -79,7 +79,7 @@ LORA_ROWS: list[Mutant] = [
     Mutant(MERGE, "after = encode(before + delta, format)", "after = encode(before, format)", ON_MERGE, "delta not added"),
     Mutant(MERGE, "if lost and not self._force:", "if False:", ON_MERGE, "a merge of nothing accepted"),
     Mutant(MERGE, "return self.unchanged_share > MOST_UNCHANGED", "return self.unchanged_share > 0.999", ON_MERGE, "a group is lost beside others"),
-    Mutant(MERGE, "return specs | draft_tensors(config, kind) if kind is not None and config.num_draft_layers else specs", "return specs", ON_MERGE + " tests/unit/train/test_full.py", "draft stages are left out"),
+    Mutant(MERGE, "return specs | draft_params(config, kind) if kind is not None and config.num_draft_layers else specs", "return specs", ON_MERGE + " tests/unit/train/test_full.py", "draft stages are left out"),
     Mutant(MERGE, "self.unchanged += int((after == before).sum())", "self.unchanged += 0", ON_MERGE, "loss not counted"),
     Mutant(MERGE, "if key not in _QUANTISATION_FIELDS\n        }", "}", ON_MERGE, "a plain checkpoint that says FP8"),
     Mutant(RUNNER, "slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),", "slot_S=None,", LAWS,
