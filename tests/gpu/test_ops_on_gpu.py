@@ -8,7 +8,8 @@ import torch
 from spyglass.ops.table import Which, bind_ops
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed
-from tests.ops.cases import CASES, DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
+from tests.ops.call import DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
+from tests.ops.cases import CASES
 from tests.tolerance import OP_FLIPPED
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,8 @@ from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
 from tests import small_v41
-from tests.ops.cases import Source, sparse_attention, to_device
+from tests.ops.call import Source, to_device
+from tests.ops.cases import sparse_attention
 from tests.ops.test_training_ops import as_pairs, expert_call, leaves_of_pairs
 from tests.tolerance import GRADIENT_OF_MAX, OP_FLOAT32, assert_close
 from tests.unit.train.leaves import FAMILIES, family

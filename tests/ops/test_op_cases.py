@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spyglass.ops.table import OPS, bind_ops, describe
-from tests.ops.cases import CASES, DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
+from tests.ops.call import DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
+from tests.ops.cases import CASES
 from tests.ops.cpu_kernels import ROWS, every_isa, kernels
 from tests.tolerance import OP_FLIPPED
 

@@ -17,7 +17,8 @@ from spyglass.ops.table import OPS, bind_ops, describe
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
-from tests.ops.cases import CASES, Source, assert_agrees, run_call, sparse_attention, tolerance_of
+from tests.ops.call import Source, assert_agrees, run_call, tolerance_of
+from tests.ops.cases import CASES, sparse_attention
 from tests.tolerance import OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)

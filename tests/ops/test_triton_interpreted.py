@@ -12,7 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.ops.cases import CASES, DTYPES, Source, assert_agrees, tolerance_of
+from tests.ops.call import DTYPES, Source, assert_agrees, tolerance_of
+from tests.ops.cases import CASES
 from tests.ops.triton_lane import interpret, interpreted, triton_ops
 
 pytest.importorskip("triton", "3.9", reason="older interpreters do not know numpy 2")

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from spyglass.ops.gpu import SHARED_MEMORY
-from tests.ops.cases import CASES, Source, poisoned, run_call
+from tests.ops.call import Source, poisoned, run_call
+from tests.ops.cases import CASES
 
 OPS_FOLDER = Path(__file__).resolve().parents[2] / "spyglass" / "ops"
 GENERATIONS = tuple(SHARED_MEMORY)
