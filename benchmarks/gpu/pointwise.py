@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from spyglass.quant.formats import FakeQuant
-from tests.gpu.op_cases import CASES, Source, run_call
-from tests.ops.triton_lane import poisoned, pretended, triton_ops
-from tests.tolerance import OP_BFLOAT16, OP_FLOAT32, assert_close
+from tests.ops.call import DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
+from tests.ops.cases import CASES
+from tests.ops.triton_lane import pretended, triton_ops
 
 STARTED = time.time()
-DTYPES = {"bfloat16": (torch.bfloat16, OP_BFLOAT16), "float32": (torch.float32, OP_FLOAT32)}
+CHECKED_ROWS = (1, 37, 300)
 ROWS = (1, 8, 32, 128, 4096)
 F32 = torch.float32
 
@@ -44,7 +44,8 @@ def compile_case(op: str, case: str, dtype: str, generation: int) -> str:
     """Compile what a case launches, in a process that leaves the GPU alone."""
     try:
         with pretended(generation):
-            run_call(triton_function(op), CASES[op, case](Source(DTYPES[dtype][0])), "cpu", poisoned)
+            for rows in CHECKED_ROWS:
+                run_call(triton_function(op), CASES[op, case](Source(DTYPES[dtype], rows)), "cpu", poisoned)
     except Exception as error:
         return f"{op} {case} {dtype}: {type(error).__name__}: {str(error)[:200]}"
     return ""
@@ -61,24 +62,18 @@ def compile_sizes(name: str, size: str, generation: int) -> str:
     return ""
 
 
-def check(op: str, case: str, dtype: str) -> dict[str, Any]:
-    chosen, tolerance = DTYPES[dtype]
-    call = CASES[op, case](Source(chosen))
+def check(op: str, case: str, dtype: str, rows: int) -> dict[str, Any]:
+    call = CASES[op, case](Source(DTYPES[dtype], rows))
     reference = getattr(importlib.import_module(f"spyglass.ops.{op}.reference"), op)
-    found: dict[str, Any] = {"op": op, "case": case, "dtype": dtype, "ok": True, "note": ""}
+    found: dict[str, Any] = {"op": op, "case": case, "dtype": dtype, "rows": rows, "ok": True, "note": ""}
     try:
-        expected = run_call(reference, call, "cpu")
+        expected = run_call(reference, call)
         there = run_call(reference, call, "cuda")
         results = run_call(triton_function(op), call, "cuda", poisoned)
         torch.cuda.synchronize()
         same = [float((a == b).float().mean()) for a, b in zip(results, there, strict=True) if a.numel()]
         found["same_as_reference_on_gpu"] = min(same, default=1.0)
-        for result, want in zip(results, expected, strict=True):
-            assert result.dtype == want.dtype, (result.dtype, want.dtype)
-            if call.exact or not want.dtype.is_floating_point:
-                assert torch.equal(result.cpu(), want), f"{int((result.cpu() != want).sum())} of {want.numel()} differ"
-            else:
-                assert_close(result, want, tolerance)
+        assert_agrees(call, results, expected, tolerance_of(DTYPES[dtype]), f"{op} {case}")
     except Exception as error:
         found |= {"ok": False, "note": f"{type(error).__name__}: {str(error)[:300]}"}
         if not isinstance(error, AssertionError):
@@ -210,7 +205,8 @@ def main() -> None:
     args = parser.parse_args()
     generation = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     ops = [op for op in triton_ops() if args.only is None or op in args.only]
-    cases = [(op, case, dtype) for op, case in CASES if op in ops for dtype in DTYPES if runs(op, dtype)]
+    dtypes = ("bfloat16", "float32")
+    cases = [(op, case, dtype) for op, case in CASES if op in ops for dtype in dtypes if runs(op, dtype)]
     sizes = [] if args.no_times else [(name, size) for name in TIMED for size in ("v4", "v41")]
     with ProcessPoolExecutor(min(os.cpu_count() or 2, 16), get_context("spawn")) as pool:
         jobs = [pool.submit(compile_case, *case, generation) for case in cases]
@@ -222,7 +218,7 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    checks = [check(*case) for case in cases]
+    checks = [check(*case, rows) for case in cases for rows in CHECKED_ROWS]
     torch.use_deterministic_algorithms(False)
     print(f"checked at {time.time() - STARTED:.0f} s", flush=True)
     times: dict[str, dict[str, dict[int, float]]] = {}
@@ -249,10 +245,13 @@ def main() -> None:
     for one in checks:
         if one["ok"]:
             continue
-        print("WRONG", one["op"], one["case"], one["dtype"], one["note"])
+        print("WRONG", one["op"], one["case"], one["dtype"], one["rows"], one["note"])
     print(f"{sum(one['ok'] for one in checks)} of {len(checks)} checks right;", end=" ")
-    inexact = {f"{c['op']} {c['case']} {c['dtype']}": c.get("same_as_reference_on_gpu", 0.0) for c in checks if c["ok"]}
-    print("least share of equal bits:", sorted(inexact.items(), key=lambda item: item[1])[:8])
+    equal: dict[str, float] = {}
+    for one in checks:
+        name = f"{one['op']} {one['dtype']}"
+        equal[name] = min(equal.get(name, 1.0), one.get("same_as_reference_on_gpu", 0.0))
+    print("equal bits:", ", ".join(f"{name} {share:.4f}" for name, share in equal.items() if share < 1))
 
 
 if __name__ == "__main__":
