@@ -117,7 +117,7 @@ class EngineWorker:
     """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end."""
 
     def __init__(self, engine: StepLoop, *, max_live: int) -> None:
-        self._engine, self._most_live = engine, max_live
+        self._engine, self._max_live = engine, max_live
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._live = 0
@@ -197,15 +197,15 @@ class EngineWorker:
         self._thread.join(wait_s)
 
     def _require_capacity(self, answers: int) -> None:
-        if answers > self._most_live:
+        if answers > self._max_live:
             raise CapacityError(
-                f"the request wants {answers} answers, {self._most_live} may be under way; ask for fewer"
+                f"the request wants {answers} answers, {self._max_live} may be under way; ask for fewer"
             )
         if not self._accepting:
             raise OverloadedError("the server is shutting down; send the request to another one", 5.0)
-        if self._live + answers > self._most_live:
+        if self._live + answers > self._max_live:
             raise OverloadedError(
-                f"{self._live} answers are under way and waiting, {self._most_live} may be; send it again later",
+                f"{self._live} answers are under way and waiting, {self._max_live} may be; send it again later",
                 max(1.0, self._pace_s * answers),
             )
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.engine.test_allocator import make_blocks, used
 
 from spyglass.engine.cache.prefix import PrefixCache, PrefixHashes
 from spyglass.engine.request import SamplingParams
@@ -17,6 +16,7 @@ from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
 from tests.engine_parts import engine_config, patches
+from tests.unit.engine.test_allocator import make_blocks, used
 
 CONFIG = engine_config()
 B = 8

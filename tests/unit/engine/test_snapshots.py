@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.engine.test_allocator import TEXT, make_blocks, page_of, used
 
 from spyglass.engine.cache.allocator import CacheAllocator, Snapshot
 from tests.engine_parts import PAGE_ROWS
+from tests.unit.engine.test_allocator import TEXT, make_blocks, page_of, used
 
 REACH = {"window": TEXT.sliding_window - 1, "state4": 8, "state128": 128}
 RATIO = {"pool4": 4, "pool128": 128}
