@@ -255,7 +255,8 @@ class Engine:
         try:
             with torch.inference_mode():
                 drawing = [chunk.sequence for chunk in chunks if chunk.draws]
-                masks = self._begin_masks(drawing)
+                matchers = [matcher for _, matcher in matchers_of(drawing)]
+                masks = self._masks.begin(matchers) if matchers else None
                 output = self._runner.run(chunks)
                 self._score(chunks, output)
                 if len(drawing) < len(chunks):
@@ -301,10 +302,6 @@ class Engine:
                     sequence.sink[start : start + count] = logits_RV
                 if sequence.params.prompt_logprobs is not None:
                     keep_prompt_logprobs(sequence, start, logits_RV)
-
-    def _begin_masks(self, drawing: Sequence[TokenSequence]) -> _Masking:
-        matchers = matchers_of(drawing)
-        return self._masks.begin([matcher for _, matcher in matchers]) if matchers else None
 
     def _draw(self, drawing: Sequence[TokenSequence], output: StepOutput, deltas: list[Delta], masks: _Masking) -> None:
         """A token for every sequence whose tokens are all computed."""
@@ -390,7 +387,8 @@ class Engine:
         """The last delta of a request, everything it held given back; the next turn of a chat may go on from it."""
         if error is None and sequence.row is not None:
             self.prefixes.store(sequence, sequence.computed)
-        self._drop(sequence)
+        if self._sequences.pop(sequence.request_id, None) is not None:
+            self._scheduler.remove(sequence)
         if flush and sequence.detokenizer is not None:
             rest, stopped = sequence.detokenizer.finish()
             text, reason = text + rest, "stop" if stopped and reason != "abort" else reason
@@ -401,7 +399,3 @@ class Engine:
         """End those of them that have not ended, with an error."""
         over = [sequence for sequence in sequences if sequence.request_id in self._sequences]
         return [self._finish(sequence, "abort", (), "", flush=False, error=why) for sequence in over]
-
-    def _drop(self, sequence: TokenSequence) -> None:
-        if self._sequences.pop(sequence.request_id, None) is not None:
-            self._scheduler.remove(sequence)
