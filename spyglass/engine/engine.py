@@ -39,9 +39,7 @@ from spyglass.prompt.tokens import Prompt
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
 _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
-_Masking = (
-    Callable[[], torch.Tensor] | None
-)  # next tokens of the rows whose answers follow a grammar, once they are known
+_Masking = Callable[[], torch.Tensor] | None  # next tokens of rows that follow a grammar, once known
 
 
 class Engine:
