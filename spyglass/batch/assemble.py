@@ -49,7 +49,7 @@ class PackedSteps:
     """The rows of all sequences of a step, at least one each, one behind the other: `SequenceStep`s side by side.
 
     `table_SP` by group, padded with -1. `logit_rows_R` count from the first row of the step. `resumable` (sequence,
-    position) pairs. What no sequence has is None.
+    position) pairs. What no sequence has is None. The last `lookahead` tokens of each may be taken back later.
     """
 
     ids_T: NDArray[np.int32]
@@ -63,6 +63,7 @@ class PackedSteps:
     image_index_T: NDArray[np.int32] | None = None
     slot_S: Ints | None = None
     lookback_SL: NDArray[np.int32] | None = None
+    lookahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class _Rows:
     start_S: Ints
     stop_S: Ints
     resumable: Sequence[tuple[int, int]]
+    lookahead: int
 
     def before_stops(self, reach: int) -> NDArray[np.bool_] | None:
         """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T].
@@ -84,6 +86,7 @@ class _Rows:
         """
         if len(self.seq_T) == len(self.start_S):
             return None
+        reach += self.lookahead
         kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
         for seq, place in self.resumable:
             offset = self.first_S1[seq] - self.start_S[seq]
@@ -248,6 +251,7 @@ def _rows(packed: PackedSteps) -> _Rows:
         start_S=start_S,
         stop_S=packed.stop_S,
         resumable=packed.resumable,
+        lookahead=packed.lookahead,
     )
 
 

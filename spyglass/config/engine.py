@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "ops": ("auto", "reference"),
     "vision_graphs": ("auto", "on", "off"),
     "engram": ("mmap", "host", "device"),
+    "async_scheduling": ("auto", "on", "off"),
     "load": ("files", "dummy"),
 }
 # Page tables have room for every row of a step in every sequence, and a thread takes a stack, before anything runs.
@@ -97,6 +98,10 @@ class EngineConfig:
             "dummy: draw random weights at full size instead of reading them, to measure speed and memory; config.json "
             "(or a preset's name in place of a folder) is enough"
         ),
+    )
+    async_scheduling: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=about("start a step before the tokens of the last one are read: on, off or auto (on a GPU)"),
     )
     threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)"))
 

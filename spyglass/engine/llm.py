@@ -91,6 +91,7 @@ class LLM:
         image_cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
+        async_scheduling: Literal["auto", "on", "off"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
@@ -133,7 +134,7 @@ class LLM:
             with_room(options, self.loaded, engram_feed),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
-            banned=self._never_drawn(),
+            banned=self.banned_ids,
             token_bytes=token_bytes,
             grammars=None if token_bytes is None else GrammarCompiler(token_bytes, self.config),
             engram=engram_feed,
@@ -377,7 +378,8 @@ class LLM:
         self._deltas.pop(request, None)
         self._users.pop(request, None)
 
-    def _never_drawn(self) -> set[int]:
+    @property
+    def banned_ids(self) -> set[int]:
         """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:
