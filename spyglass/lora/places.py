@@ -14,7 +14,7 @@ from spyglass.params.targets import group_of, split_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class LoraTargets:
     """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`)."""
 
     linears: dict[str, Linear | GroupedLinear] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class Places:
         return [name for name in self.linears if group_of(name) == group]
 
 
-def find_places(model: nn.Module) -> Places:
+def find_targets(model: nn.Module) -> LoraTargets:
     """Every linear map of a model that an adapter may change."""
-    places = Places()
+    places = LoraTargets()
     for module in model.modules():
         if isinstance(module, Linear | GroupedLinear) and group_of(module.name) is not None:
             places.linears[module.name] = module

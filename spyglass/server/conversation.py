@@ -1,6 +1,6 @@
 """What the three chat protocols share: a request body becomes a prompt, and what its answer may hold is known.
 
-Pictures are taken out before the library reads a body (`PictureStubs`) and come back where it puts their stubs.
+Pictures are taken out before the library reads a body (`ImageStubs`) and come back where it puts their stubs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import deepseek_recipe
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
-from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
+from spyglass.prompt.chat import ImageStubs, convert_request, render_conversation
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.exchange import Call, Fetch, Reply, Served
@@ -77,7 +77,7 @@ class Pictures:
     """Takes the pictures of one request: data URLs and bytes as they are, remote ones through `fetch`."""
 
     def __init__(self, served: Served, fetch: Fetch | None) -> None:
-        self.stubs = PictureStubs(served.config, served.without_vision)
+        self.stubs = ImageStubs(served.config, served.without_vision)
         self._fetch, self._limits, self._fetched = fetch, served.limits, 0
 
     def source(self, value: object, where: str) -> object:

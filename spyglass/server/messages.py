@@ -12,7 +12,7 @@ import deepseek_recipe
 
 from spyglass.engine.request import Delta, RequestOutput, Structured
 from spyglass.errors import PromptError
-from spyglass.prompt.chat import WITHOUT_PICTURE
+from spyglass.prompt.chat import IMAGE_LEFT_OUT
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
@@ -197,7 +197,7 @@ def _image(stated: Mapping[str, Any], where: str, role: object, pictures: Pictur
         raise PromptError(f"{where}.source.type is {str(source.get('type'))[:100]!r}; sources are base64 and url")
     stub = pictures.stubs.take(picture, where, field)
     if stub is None:
-        return {"type": "text", "text": WITHOUT_PICTURE}
+        return {"type": "text", "text": IMAGE_LEFT_OUT}
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": stub}}
 
 

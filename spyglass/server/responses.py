@@ -13,7 +13,7 @@ import deepseek_recipe
 
 from spyglass.engine.request import Delta, RequestOutput, Structured, TokenLogprob
 from spyglass.errors import PromptError
-from spyglass.prompt.chat import PICTURE_ROLES, STUB_URL, WITHOUT_PICTURE
+from spyglass.prompt.chat import IMAGE_ROLES, STUB_URL, IMAGE_LEFT_OUT
 from spyglass.server.answer import Answer, Tokens, event, failure, spell
 from spyglass.server.conversation import Conversed, Pictures, choose_model, converse, form_of, tokenizer_of
 from spyglass.server.exchange import Call, Fetch, Served
@@ -154,13 +154,13 @@ def _part(part: object, where: str, role: object, pictures: Pictures, ignored: l
     if kind != "input_image":
         text_field(stated, "text", where)
         return stated
-    if role not in (*PICTURE_ROLES, "developer"):
+    if role not in (*IMAGE_ROLES, "developer"):
         raise PromptError(
-            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(PICTURE_ROLES)}"
+            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(IMAGE_ROLES)}"
         )
     stub = pictures.stubs.take(pictures.source(stated.get("image_url"), f"{where}.image_url"), where, ".image_url")
     if stub is None:
-        return {"type": "input_text", "text": WITHOUT_PICTURE}
+        return {"type": "input_text", "text": IMAGE_LEFT_OUT}
     return {"type": "input_image", "image_url": STUB_URL + stub}
 
 
