@@ -177,7 +177,7 @@ def test_shipped_models_are_small_and_of_the_official_shape(family: Family) -> N
     assert values == tiny_config(family, VOCAB_SIZE, image_token_id=placeholder, classes=classes)
     config = parse_model_config(values, family)
     text = config.text
-    assert (text.head_dim, text.qk_rope_head_dim, text.sliding_window, text.hc_mult) == (512, 64, 128, 4)
+    assert (text.head_dim, text.layers[0].rope.dim, text.sliding_window, text.hc_mult) == (512, 64, 128, 4)
     ratios = {plan.ratio for plan in text.layers}
     assert ratios == ({0, 4, 128} if family == "v4" else {0, 1, 2})
     names = param_table(config)
