@@ -18,7 +18,7 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.checkpoint.dummy import dummy_folder, load_dummy
 from spyglass.checkpoint.load import LoadReport, load_into
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
+from spyglass.params.table import param_table
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
@@ -236,7 +236,7 @@ def load_model(
     model = VisionLanguageModel(config, options)
     model.eval()
     if checkpoint is None:
-        report = load_dummy(model.slots(), expected_tensors(config), place, progress=progress)
+        report = load_dummy(model.slots(), param_table(config), place, progress=progress)
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
         report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)

@@ -38,7 +38,7 @@ from spyglass.checkpoint.layout import Spelling
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
 from spyglass.errors import DeviceError, SpyglassError
-from spyglass.lora.names import Group, describe_counts
+from spyglass.params.targets import Group, describe_counts
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import find_device

@@ -14,7 +14,7 @@ from scripts.tiny.bins import Capacity, cells_of, device_step, masks_of, picture
 from scripts.tiny.cell_loss import place_loss, place_names
 from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import Muon, MuonSettings
-from spyglass.checkpoint.schema import TensorSpec, expected_tensors
+from spyglass.params.table import Param, param_table
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
@@ -55,7 +55,7 @@ class WholeTrainer:
         self,
         config: ModelConfig,
         capacity: Capacity,
-        initial: Callable[[str, TensorSpec], torch.Tensor],
+        initial: Callable[[str, Param], torch.Tensor],
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
@@ -70,7 +70,7 @@ class WholeTrainer:
         ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
         build = Build(ops=ops, device=place, dtype=dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics))
-        self.masters = masters(self.model, expected_tensors(config), initial, fixed=BIASES)
+        self.masters = masters(self.model, param_table(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
         self.place_rate = torch.zeros((), device=place)

@@ -21,7 +21,7 @@ TABLE_ROWS = fp8((1, 32))  # an engram table has one scale per row and 32 column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class Param:
     """One entry. `shape` is logical, `official` the format of the official checkpoint; optional ones may be absent.
 
     `siblings`: how many experts the layer has, for an expert's matrix and for the table of experts; 0 elsewhere.
@@ -48,7 +48,7 @@ def group_of(name: str) -> Group:
     return "image" if name in IMAGE_VECTORS else "text"
 
 
-def stored_tensors(name: str, spec: TensorSpec, format: Format) -> list[tuple[str, str, tuple[int, ...]]]:
+def stored_tensors(name: str, spec: Param, format: Format) -> list[tuple[str, str, tuple[int, ...]]]:
     """(tensor name, safetensors dtype, stored shape) of an entry written in `format`: the weight, then its scale."""
     if spec.kind not in ("matrix", "table"):
         return [(name, format.weight_dtype, spec.shape)]
@@ -76,8 +76,8 @@ def _official_formats(config: ModelConfig) -> _Formats:
     return _Formats(fp8(block), expert)
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Text, and with a tower also vision, aligner and image vectors; draft stages are in `draft_tensors`."""
+def param_table(config: ModelConfig) -> dict[str, Param]:
+    """Text, and with a tower also vision, aligner and image vectors; draft stages are in `draft_params`."""
     text, formats = config.text, _official_formats(config)
     result = _ends(text)
     for plan in text.layers:
@@ -99,7 +99,7 @@ def draft_kind(names: Iterable[str]) -> Literal["dspark", "classic"] | None:
     return None
 
 
-def draft_tensors(config: ModelConfig, kind: Literal["dspark", "classic"]) -> dict[str, TensorSpec]:
+def draft_params(config: ModelConfig, kind: Literal["dspark", "classic"]) -> dict[str, Param]:
     """`mtp.*`: stages like window-only layers without table, plus projections and heads of their kind (spec v4 8)."""
     text, formats = config.text, _official_formats(config)
     stage = _window_only(text)
@@ -107,7 +107,7 @@ def draft_tensors(config: ModelConfig, kind: Literal["dspark", "classic"]) -> di
     if kind == "dspark" and experts is not None:
         text = replace(text, n_routed_experts=int(experts))
     width, last = text.hidden_size, config.num_draft_layers - 1
-    result: dict[str, TensorSpec] = {}
+    result: dict[str, Param] = {}
     for index in range(config.num_draft_layers):
         prefix = f"mtp.{index}."
         result |= _layer(prefix, text, stage, formats, has_vision=config.vision is not None)
@@ -126,7 +126,7 @@ def draft_tensors(config: ModelConfig, kind: Literal["dspark", "classic"]) -> di
 _MARKOV = {"deepseek_v4": ("markov_w1", "markov_w2"), "deepseek_v41": ("embed", "head")}
 
 
-def _dspark_ends(config: ModelConfig, dense: Format) -> dict[str, TensorSpec]:
+def _dspark_ends(config: ModelConfig, dense: Format) -> dict[str, Param]:
     """What only the first and the last DSpark stage have (spec v4 2.2, v41 2.2)."""
     text, last = config.text, config.num_draft_layers - 1
     width, rank = text.hidden_size, int(config.draft["dspark_markov_rank"])
@@ -139,19 +139,19 @@ def _dspark_ends(config: ModelConfig, dense: Format) -> dict[str, TensorSpec]:
     }
 
 
-def _matrix(shape: tuple[int, ...], official: Format = BF16, group: Group = "text") -> TensorSpec:
-    return TensorSpec(shape=shape, kind="matrix", group=group, official=official)
+def _matrix(shape: tuple[int, ...], official: Format = BF16, group: Group = "text") -> Param:
+    return Param(shape=shape, kind="matrix", group=group, official=official)
 
 
-def _vector(shape: tuple[int, ...], official: Format = BF16, group: Group = "text") -> TensorSpec:
-    return TensorSpec(shape=shape, kind="vector", group=group, official=official)
+def _vector(shape: tuple[int, ...], official: Format = BF16, group: Group = "text") -> Param:
+    return Param(shape=shape, kind="vector", group=group, official=official)
 
 
-def _in_group(spec: TensorSpec, group: Group) -> TensorSpec:
+def _in_group(spec: Param, group: Group) -> Param:
     return replace(spec, group=group)
 
 
-def _ends(text: TextConfig) -> dict[str, TensorSpec]:
+def _ends(text: TextConfig) -> dict[str, Param]:
     """What lies before the first and behind the last layer."""
     table = _matrix((text.vocab_size, text.hidden_size))
     return {
@@ -162,7 +162,7 @@ def _ends(text: TextConfig) -> dict[str, TensorSpec]:
     }
 
 
-def _hyper_head(prefix: str, text: TextConfig) -> dict[str, TensorSpec]:
+def _hyper_head(prefix: str, text: TextConfig) -> dict[str, Param]:
     streams = text.hc_mult
     return {
         f"{prefix}fn": _vector((streams, streams * text.hidden_size), F32),
@@ -189,7 +189,7 @@ def _window_only(text: TextConfig) -> LayerPlan:
 
 def _layer(
     prefix: str, text: TextConfig, plan: LayerPlan, formats: _Formats, *, has_vision: bool
-) -> dict[str, TensorSpec]:
+) -> dict[str, Param]:
     """One decoder layer or draft stage."""
     result = {f"{prefix}{name}.weight": _vector((text.hidden_size,)) for name in ("attn_norm", "ffn_norm")}
     result |= _hyper(f"{prefix}hc_attn_", text) | _hyper(f"{prefix}hc_ffn_", text)
@@ -201,7 +201,7 @@ def _layer(
     return result | _experts(f"{prefix}ffn.", text, formats)
 
 
-def _hyper(prefix: str, text: TextConfig) -> dict[str, TensorSpec]:
+def _hyper(prefix: str, text: TextConfig) -> dict[str, Param]:
     """Pre, post and mixing rows of one sub-layer."""
     streams = text.hc_mult
     rows = (2 + streams) * streams
@@ -212,7 +212,7 @@ def _hyper(prefix: str, text: TextConfig) -> dict[str, TensorSpec]:
     }
 
 
-def _attention(prefix: str, text: TextConfig, dense: Format) -> dict[str, TensorSpec]:
+def _attention(prefix: str, text: TextConfig, dense: Format) -> dict[str, Param]:
     heads, dim, rank = text.num_attention_heads, text.head_dim, text.q_lora_rank
     group_rows = text.o_groups * text.o_lora_rank
     return {
@@ -227,9 +227,9 @@ def _attention(prefix: str, text: TextConfig, dense: Format) -> dict[str, Tensor
     }
 
 
-def _compression(prefix: str, text: TextConfig, plan: LayerPlan, dense: Format) -> dict[str, TensorSpec]:
+def _compression(prefix: str, text: TextConfig, plan: LayerPlan, dense: Format) -> dict[str, Param]:
     """Compressor and indexer of a layer that owns them."""
-    result: dict[str, TensorSpec] = {}
+    result: dict[str, Param] = {}
     if plan.compressor is not None:
         result |= _pooling(f"{prefix}compressor.", text, plan.compressor, text.head_dim)
         result |= _index_keys(f"{prefix}indexer.", text, plan.compressor)
@@ -240,7 +240,7 @@ def _compression(prefix: str, text: TextConfig, plan: LayerPlan, dense: Format) 
     return result
 
 
-def _index_keys(prefix: str, text: TextConfig, compressor: CompressorPlan) -> dict[str, TensorSpec]:
+def _index_keys(prefix: str, text: TextConfig, compressor: CompressorPlan) -> dict[str, Param]:
     """What makes the index keys of a layer that owns compressed rows: a compressor of their own, or the latent."""
     dim = text.index_head_dim
     if compressor.index_keys == "compressor":
@@ -250,7 +250,7 @@ def _index_keys(prefix: str, text: TextConfig, compressor: CompressorPlan) -> di
     return {}
 
 
-def _pooling(prefix: str, text: TextConfig, compressor: CompressorPlan, dim: int) -> dict[str, TensorSpec]:
+def _pooling(prefix: str, text: TextConfig, compressor: CompressorPlan, dim: int) -> dict[str, Param]:
     """One compressor that makes rows of `dim` channels; overlapping ones carry a second series of columns."""
     width = dim * (2 if compressor.overlap else 1)
     result = {f"{prefix}wkv": _matrix((width, text.hidden_size)), f"{prefix}norm.weight": _vector((dim,))}
@@ -261,13 +261,13 @@ def _pooling(prefix: str, text: TextConfig, compressor: CompressorPlan, dim: int
     return result
 
 
-def _engram(prefix: str, text: TextConfig, layer: int, formats: _Formats) -> dict[str, TensorSpec]:
+def _engram(prefix: str, text: TextConfig, layer: int, formats: _Formats) -> dict[str, Param]:
     """Table and gate of an engram layer (spec v41 2.2)."""
     engram, streams, width = text.engram, text.hc_mult, text.hidden_size
     assert engram is not None
     rows = engram.num_rows[engram.layers.index(layer)]
     stored = BF16 if formats.dense == BF16 else TABLE_ROWS
-    table = TensorSpec(shape=(rows, engram.head_dim), kind="table", group="engram", official=stored)
+    table = Param(shape=(rows, engram.head_dim), kind="table", group="engram", official=stored)
     return {
         f"{prefix}embed": table,
         f"{prefix}wkv": _matrix(((streams + 1) * width, engram.row_width), formats.dense),
@@ -275,21 +275,21 @@ def _engram(prefix: str, text: TextConfig, layer: int, formats: _Formats) -> dic
     }
 
 
-def _router(prefix: str, text: TextConfig, plan: LayerPlan, *, has_vision: bool) -> dict[str, TensorSpec]:
+def _router(prefix: str, text: TextConfig, plan: LayerPlan, *, has_vision: bool) -> dict[str, Param]:
     experts, hashed = text.n_routed_experts, plan.router == "hash"
-    bias = TensorSpec(shape=(experts,), kind="vector", group="text", official=F32, optional=hashed)
+    bias = Param(shape=(experts,), kind="vector", group="text", official=F32, optional=hashed)
     result = {prefix: _matrix((experts, text.hidden_size)), f"{prefix}.bias": bias}
     if has_vision:
         result[f"{prefix}.bias_vl"] = _vector((experts,), F32)
     if hashed:
         shape = (text.vocab_size, text.num_experts_per_tok)
-        result[f"{prefix}.tid2eid"] = TensorSpec(
+        result[f"{prefix}.tid2eid"] = Param(
             shape=shape, kind="index", group="text", official=I64, siblings=experts
         )
     return result
 
 
-def _experts(prefix: str, text: TextConfig, formats: _Formats) -> dict[str, TensorSpec]:
+def _experts(prefix: str, text: TextConfig, formats: _Formats) -> dict[str, Param]:
     width, inner = text.hidden_size, text.moe_intermediate_size
     up, down = (
         replace(_matrix(shape, formats.expert), siblings=text.n_routed_experts)
@@ -305,13 +305,13 @@ def _experts(prefix: str, text: TextConfig, formats: _Formats) -> dict[str, Tens
     return result | {f"{prefix}shared_experts.{name}": spec for name, spec in (("w1", up), ("w2", down), ("w3", up))}
 
 
-def _vision(vision: VisionConfig, text_width: int) -> dict[str, TensorSpec]:
+def _vision(vision: VisionConfig, text_width: int) -> dict[str, Param]:
     """Tower, aligner and the vectors of the token block; one in reading order has no pads."""
     width, inner, patch = vision.hidden_size, vision.intermediate_size, 3 * vision.patch_size**2
 
     def linear(
         name: str, rows: int, columns: int, group: Group = "vision", *, bias: bool = True
-    ) -> dict[str, TensorSpec]:
+    ) -> dict[str, Param]:
         result = {name: _matrix((rows, columns), group=group)}
         return result | ({f"{name}.bias": _vector((rows,), group=group)} if bias else {})
 

@@ -34,7 +34,7 @@ from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
-from spyglass.lora.names import Group
+from spyglass.params.targets import Group
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterUse, adapter_name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spyglass.lora.names import VISION_GROUPS, Group, count_groups, group_of, split_expert
+from spyglass.params.targets import VISION_GROUPS, Group, count_groups, group_of, split_expert
 
 _ROW_BYTES = 8  # the factor of a rank row and its slot
 

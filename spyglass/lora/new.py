@@ -14,7 +14,7 @@ from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import Group, check_targets
+from spyglass.params.targets import Group, check_targets
 from spyglass.lora.places import Places, find_places
 
 TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it

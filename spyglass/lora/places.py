@@ -9,7 +9,7 @@ from torch import nn
 
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
-from spyglass.lora.names import Group, group_of, split_expert
+from spyglass.params.targets import Group, group_of, split_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
-from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts, group_of
+from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model

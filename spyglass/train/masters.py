@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from spyglass.checkpoint.schema import TensorSpec
+from spyglass.params.table import Param
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
@@ -79,8 +79,8 @@ class Masters:
     def __init__(
         self,
         model: VisionLanguageModel,
-        specs: Mapping[str, TensorSpec],
-        initial: Callable[[str, TensorSpec], torch.Tensor],
+        specs: Mapping[str, Param],
+        initial: Callable[[str, Param], torch.Tensor],
         *,
         fixed: Sequence[str] = (),
         quantise: Callable[..., torch.Tensor] = stored_values,
@@ -144,9 +144,9 @@ class Masters:
         for name, value in (self.fixed | self.only_stored).items():
             spec = self.specs[name]
             out[name] = (
-                Packed(spec.official, value.cpu(), None, spec.shape)
+                Packed(spec.format, value.cpu(), None, spec.shape)
                 if spec.kind == "index"
-                else encode(value.cpu().float(), spec.official)
+                else encode(value.cpu().float(), spec.format)
             )
         return out
 
@@ -155,18 +155,18 @@ class Masters:
         return sum(math.prod(stack.value.shape) for stack in self.stacks)
 
 
-def _is_fixed(name: str, specs: Mapping[str, TensorSpec], fixed: Sequence[str]) -> bool:
+def _is_fixed(name: str, specs: Mapping[str, Param], fixed: Sequence[str]) -> bool:
     return specs[name].kind in ("index", "table") or name.endswith(tuple(fixed))
 
 
-def _groups(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[_Group, tuple[str, ...]]:
+def _groups(names: Iterable[str], specs: Mapping[str, Param]) -> dict[_Group, tuple[str, ...]]:
     """Names by shape, format and rule; experts of a layer and matrix stand together, in order."""
     groups: dict[_Group, list[str]] = {}
     for name in sorted(names, key=_order):
         spec = specs[name]
         is_map = (spec.kind == "matrix" and name not in _TABLES) or name.endswith(_MIXING)
         rule: Rule = "matrix" if is_map else "other"
-        key = (spec.shape, spec.official, rule, _EXPERT.fullmatch(name) is not None)
+        key = (spec.shape, spec.format, rule, _EXPERT.fullmatch(name) is not None)
         groups.setdefault(key, []).append(name)
     return {key: tuple(group) for key, group in groups.items()}
 

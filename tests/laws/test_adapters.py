@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.names import GROUPS
+from spyglass.params.targets import GROUPS
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER
 from spyglass.ops.build import why_not

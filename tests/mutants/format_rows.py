@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, faults
 
 FORMAT_ROWS: list[Mutant] = [
-    *faults("spyglass/checkpoint/names.py", "tests/unit/checkpoint/test_names.py",
+    *faults("spyglass/params/hf_names.py", "tests/unit/checkpoint/test_names.py",
         ("w3 stacked before w1", "\"w1\": (\"gate_up_proj\", 0, 2), \"w3\": (\"gate_up_proj\", 1, 2)", "\"w1\": (\"gate_up_proj\", 1, 2), \"w3\": (\"gate_up_proj\", 0, 2)"),
         ("gate and up of experts exchanged", "\"w1\": \"gate_proj\", \"w2\": \"down_proj\", \"w3\": \"up_proj\"}", "\"w1\": \"up_proj\", \"w2\": \"down_proj\", \"w3\": \"gate_proj\"}"),
         ("scales keep their native ending", "\".scale\": \".weight_scale_inv\"", "\".scale\": \".scale\"")),

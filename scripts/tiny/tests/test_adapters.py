@@ -27,7 +27,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.names import GROUPS, UNTRAINABLE, count_groups
+from spyglass.params.targets import GROUPS, UNTRAINABLE, count_groups
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.write import write_adapter

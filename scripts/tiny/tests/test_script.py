@@ -26,7 +26,7 @@ from scripts.tiny.kept import MOST_USES, Kept
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
 from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
 from scripts.tiny.train import Options, rate_at
-from spyglass.checkpoint.schema import expected_tensors
+from spyglass.params.table import param_table
 from spyglass.config import parse_model_config
 from spyglass.config.shipped import find_model
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
@@ -180,7 +180,7 @@ def test_shipped_models_are_small_and_of_the_official_shape(family: Family) -> N
     assert (text.head_dim, text.qk_rope_head_dim, text.sliding_window, text.hc_mult) == (512, 64, 128, 4)
     ratios = {plan.ratio for plan in text.layers}
     assert ratios == ({0, 4, 128} if family == "v4" else {0, 1, 2})
-    names = expected_tensors(config)
+    names = param_table(config)
     for part in (".tid2eid",) if family == "v4" else (".engram.wkv", ".engram.embed"):
         assert any(name.endswith(part) for name in names)
     assert any(name.endswith("bias_vl") for name in names) and any(".indexer." in name for name in names)

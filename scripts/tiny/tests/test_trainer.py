@@ -13,7 +13,7 @@ from scripts.tiny.bins import Capacity, Filling, Masks, lay_out
 from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import MuonSettings, orthogonalise
 from scripts.tiny.trainer import WholeTrainer, imbalance
-from spyglass.checkpoint.schema import expected_tensors
+from spyglass.params.table import param_table
 from spyglass.config.model import ModelConfig
 from spyglass.engram import EngramStore
 from spyglass.engram.feed import EngramFeed
@@ -116,7 +116,7 @@ def test_bins_give_the_logits_and_gradients_of_the_defining_ops(config: ModelCon
         feed = EngramFeed(rounded_store(config), device=torch.device("cpu"), dtype=torch.float32)
     step = pack(order, config, dtype=torch.float32, engram=feed)
     model = empty_model(config, expand=False)
-    masters = Masters(model, expected_tensors(config), initial_of(weights), fixed=BIASES)
+    masters = Masters(model, param_table(config), initial_of(weights), fixed=BIASES)
     masters.deliver()
     expected = step_logits(model, step)
     count = len(expected)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spyglass.checkpoint.names import to_hf
+from spyglass.params.hf_names import to_hf
 from spyglass.errors import AdapterError
 from spyglass.lora.config import Patterns
 from spyglass.lora.low_rank import AdapterFile, LowRank

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spyglass.engram.feed import EngramFeed
-from spyglass.lora.names import GROUPS, UNTRAINABLE
+from spyglass.params.targets import GROUPS, UNTRAINABLE
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.model import VisionLanguageModel
 from spyglass.train.loss import step_logits, token_loss
