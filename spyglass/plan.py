@@ -18,11 +18,11 @@ from typing import Literal
 
 from spyglass.checkpoint.match import Source, match, part_of
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.params.table import param_table
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.table import param_table
 from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]

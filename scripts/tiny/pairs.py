@@ -14,14 +14,15 @@ import torch
 
 from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.params.table import Param, param_table
 from spyglass.config.model import ModelConfig
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.params.targets import Group, group_of
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.table import Param, param_table
+from spyglass.params.targets import group_of
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
@@ -63,7 +64,7 @@ class PairMasters(Masters):
         initial: Callable[[str, Param], torch.Tensor],
         *,
         fixed: Sequence[str] = (),
-        targets: Collection[Group],
+        targets: Collection[AdapterGroup],
         rank: int,
         alpha: float,
         seed: int,
@@ -115,7 +116,7 @@ class PairMasters(Masters):
         return AdapterFile(modules=dict(sorted(modules.items())))
 
 
-def _targeted(stack: Stack, targets: Collection[Group]) -> Stack:
+def _targeted(stack: Stack, targets: Collection[AdapterGroup]) -> Stack:
     """The matrices of a stack that belong to the groups, as the file has them. Experts of a layer stay together."""
     places = [place for place, name in enumerate(stack.names) if group_of(name) in targets]
     names = tuple(stack.names[n] for n in places)

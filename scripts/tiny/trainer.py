@@ -14,11 +14,11 @@ from scripts.tiny.bins import Capacity, cells_of, device_step, masks_of, picture
 from scripts.tiny.cell_loss import place_loss, place_names
 from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import Muon, MuonSettings
-from spyglass.params.table import Param, param_table
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
+from spyglass.params.table import Param, param_table
 from spyglass.train.balance import BIASES, balance
 from spyglass.train.loss import IGNORED, token_loss
 from spyglass.train.masters import Masters, stored_values
@@ -76,7 +76,7 @@ class WholeTrainer:
         self.place_rate = torch.zeros((), device=place)
         self._place_names = place_names(config.text.hidden_size, place)
         self._tables = {
-            int(name.split(".")[1]): stored_values(value, self.masters.specs[name].official).to(dtype)
+            int(name.split(".")[1]): stored_values(value, self.masters.specs[name].format).to(dtype)
             for name, value in self.masters.fixed.items()
             if name.endswith(".engram.embed")
         }

@@ -24,14 +24,14 @@ from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.vision import matmul_tflops, tower_flops
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import preset_tensors, random_tensor
-from spyglass.params.table import Param
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
-from spyglass.params.targets import GROUPS, UNTRAINABLE
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import Param
+from spyglass.params.targets import GROUPS, UNTRAINABLE
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
 from spyglass.quant.codec import encode

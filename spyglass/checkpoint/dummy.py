@@ -21,9 +21,9 @@ from tqdm import tqdm
 from spyglass.checkpoint.load import LoadReport
 from spyglass.checkpoint.presets import PRESETS
 from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
-from spyglass.params.table import Param
 from spyglass.config.shipped import find_model
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed, WeightSlot, empty_packed
 

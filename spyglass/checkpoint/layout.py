@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from spyglass.params.hf_names import to_hf, to_stacked
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
-from spyglass.params.table import Param, group_of, stored_tensors
+from spyglass.params.hf_names import to_hf, to_stacked
+from spyglass.params.table import Param, component_of, stored_tensors
 from spyglass.quant.formats import Format
 
 Spelling = Literal["native", "hf"]
@@ -90,7 +90,7 @@ def plan_layout(
 def _unit(name: str) -> tuple[int, int]:
     """Sort key of what stays in one file: inputs and tower, layers, outputs, draft stages, engram tables."""
     group, _, tail = name.partition(".")
-    if group_of(name) == "engram":
+    if component_of(name) == "engram":
         return (4, int(tail.partition(".")[0]))
     if group in ("layers", "mtp"):
         return (1 if group == "layers" else 3, int(tail.partition(".")[0]))

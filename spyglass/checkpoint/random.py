@@ -19,10 +19,10 @@ import torch
 from spyglass.checkpoint.layout import Layout, Spelling
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
-from spyglass.params.table import Param, draft_params, param_table
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import parse_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param, draft_params, param_table
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import Packed

@@ -17,8 +17,8 @@ import torch
 
 from spyglass.checkpoint.layout import SHARD_BYTES, Layout, Shard, Spelling, plan_layout
 from spyglass.checkpoint.safetensors import INDEX_NAME, list_names
-from spyglass.params.table import Param
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 

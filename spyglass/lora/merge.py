@@ -20,17 +20,18 @@ import torch
 
 from spyglass.checkpoint.layout import Spelling
 from spyglass.checkpoint.match import Match, Source, match, native_tensors
-from spyglass.params.hf_names import to_native
 from spyglass.checkpoint.safetensors import INDEX_NAME, Checkpoint, TensorHeader, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
-from spyglass.params.table import Param, draft_kind, draft_params, param_table
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.fit import ShapeOf, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.params.targets import GROUPS, Group, group_of
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.hf_names import to_native
+from spyglass.params.table import Param, draft_kind, draft_params, param_table
+from spyglass.params.targets import GROUPS, group_of
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
@@ -77,7 +78,7 @@ class Loss:
 class MergeReport:
     """Losses by group of modules, in the order of `names.GROUPS`."""
 
-    groups: dict[Group, Loss] = field(default_factory=dict)
+    groups: dict[AdapterGroup, Loss] = field(default_factory=dict)
 
     @property
     def unchanged_share(self) -> float:
@@ -192,9 +193,7 @@ class _Merge:
             )
 
 
-def _items(
-    matched: Match, specs: Mapping[str, Param], work: _Merge, format: Literal["bf16", "same"]
-) -> list[SaveItem]:
+def _items(matched: Match, specs: Mapping[str, Param], work: _Merge, format: Literal["bf16", "same"]) -> list[SaveItem]:
     def item(name: str, source: Source) -> SaveItem:
         spec = specs[name]
         plain = format == "bf16" and spec.kind == "matrix" and source.format.block is not None

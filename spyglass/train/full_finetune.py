@@ -19,7 +19,6 @@ from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.match import match
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
-from spyglass.params.table import Param, param_table
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
@@ -29,6 +28,7 @@ from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, 
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
 from spyglass.parallel import Processes
+from spyglass.params.table import Param, param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
 from spyglass.train.balance import BIASES, CountingRouter, ExpertLoads, balance

@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
-from spyglass.params.table import Param
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
+from spyglass.params.table import Param
 from spyglass.quant.codec import E4M3_MAX, encode, round_e2m1, round_e4m3
 from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
@@ -109,9 +109,9 @@ class Masters:
         self._quantise = quantise
         self._dtype = build.dtype
         self._slots = slots
-        self._experts = {module.spec.name: module for module in model.modules() if isinstance(module, Experts)}
+        self._experts = {module.name: module for module in model.modules() if isinstance(module, Experts)}
         for name in self.fixed.keys() & slots.keys():  # memory tables are no part of the model
-            slots[name].put(Packed(specs[name].official, self.fixed[name], None, specs[name].shape))
+            slots[name].put(Packed(specs[name].format, self.fixed[name], None, specs[name].shape))
 
     def deliver(self) -> None:
         """Hand the rounded weights to the modules; their gradients reach `leaves`.
@@ -126,7 +126,7 @@ class Masters:
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
         if (match := _EXPERT.fullmatch(stack.names[0])) is not None:
-            experts = self._experts[match[1]].spec.num_experts
+            experts = self._experts[match[1]].num_experts
             for first, part in zip(stack.names[::experts], values.unflatten(0, (-1, experts)), strict=True):
                 found = _EXPERT.fullmatch(first)
                 assert found is not None

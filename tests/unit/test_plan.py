@@ -12,9 +12,9 @@ from spyglass.checkpoint.match import match
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.params.table import param_table
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.table import param_table
 from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, plan_memory, this_machine
 
 GB = 10**9

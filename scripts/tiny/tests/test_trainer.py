@@ -13,11 +13,11 @@ from scripts.tiny.bins import Capacity, Filling, Masks, lay_out
 from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import MuonSettings, orthogonalise
 from scripts.tiny.trainer import WholeTrainer, imbalance
-from spyglass.params.table import param_table
 from spyglass.config.model import ModelConfig
 from spyglass.engram import EngramStore
 from spyglass.engram.feed import EngramFeed
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import param_table
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
 from spyglass.quant.formats import F32

@@ -13,9 +13,9 @@ from scripts.tiny.pairs import weights_of
 from scripts.tiny.tests.test_trainer import SMALL, config_of, small_weights, trainer_of
 from scripts.tiny.train import write_checkpoint
 from scripts.tiny.untaught import APART, set_apart
-from spyglass.params.table import param_table
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
+from spyglass.params.table import param_table
 
 
 @pytest.mark.parametrize("family", FAMILIES)

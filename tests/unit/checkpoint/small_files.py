@@ -16,9 +16,9 @@ from spyglass.checkpoint.match import Part
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, open_checkpoint
 from spyglass.checkpoint.save import save_checkpoint
-from spyglass.params.table import Param, draft_params, param_table
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.params.table import Param, draft_params, param_table
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed, WeightSlot
 from tests.small_models import SMALL
@@ -81,7 +81,7 @@ def load_all(directory: Path, *, skip: Iterable[Part] = ("draft",)) -> tuple[dic
 
 def wanted(config: ModelConfig, skip: Iterable[Part]) -> dict[str, Param]:
     specs = param_table(config)
-    return {name: spec for name, spec in specs.items() if spec.group == "text" or "vision" not in skip}
+    return {name: spec for name, spec in specs.items() if spec.component == "text" or "vision" not in skip}
 
 
 @dataclass(frozen=True, slots=True)

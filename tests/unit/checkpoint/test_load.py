@@ -12,12 +12,12 @@ import torch
 
 from spyglass.checkpoint import stream
 from spyglass.checkpoint.load import load_into
-from spyglass.params.hf_names import to_hf
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.params.table import Param, param_table, stored_tensors
 from spyglass.config.read import read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.hf_names import to_hf
+from spyglass.params.table import Param, param_table, stored_tensors
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
@@ -168,7 +168,7 @@ def test_the_tower_s_router_biases_may_stay_unread_with_the_tower(tmp_path: Path
     specs = {
         name: spec
         for name, spec in param_table(read_model_config(tmp_path)).items()
-        if spec.group == "text" and not name.endswith("bias_vl")
+        if spec.component == "text" and not name.endswith("bias_vl")
     }
     slots = [WeightSlot(name, spec.shape, spec.kind, lambda found: None, spec.optional) for name, spec in specs.items()]
     report = load_into(slots, tmp_path, skip=("draft", "vision"), progress=False)
@@ -305,7 +305,7 @@ def test_experts_of_one_layer_must_share_a_format(tmp_path: Path) -> None:
 
 def store(tensors: Tensors, name: str, packed: Packed) -> None:
     """Replace one matrix of a checkpoint by another, in any format."""
-    spec = Param(shape=packed.shape, kind="matrix", group="text", official=packed.format)
+    spec = Param(shape=packed.shape, kind="matrix", component="text", format=packed.format)
     tensors.pop(f"{name}.scale", None)
     for (tensor, dtype, shape), data in zip(
         stored_tensors(name, spec, packed.format), (packed.data, packed.scale), strict=False

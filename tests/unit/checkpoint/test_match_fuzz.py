@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from spyglass.checkpoint.match import Match, match
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, Checkpoint, TensorHeader
-from spyglass.params.table import param_table, stored_tensors
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table, stored_tensors
 from tests.small_models import small_config
 from tests.unit.checkpoint.small_files import PACKED
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.layout import plan_layout
+from spyglass.checkpoint.presets import preset_config
+from spyglass.config.read import parse_model_config
 from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
 from spyglass.params.table import param_table
-from spyglass.config.read import parse_model_config
 from tests.unit.checkpoint.test_schema import flash_vision
 
 INDEXER = "model.layers.4.self_attn.compressor.indexer"
@@ -78,6 +79,8 @@ def test_native_names_are_left_alone() -> None:
 
 def test_every_row_of_the_table_is_used() -> None:
     used = {name.removesuffix(".weight").removesuffix(".scale") for name in flash_vision()}
+    v41 = param_table(parse_model_config(preset_config("tiny-v41", packed=True), "tiny-v41"))
+    used |= {name.removesuffix(".weight") for name in v41}
     assert set(TOP_LEVEL) <= used
     assert set(LAYER) <= {name.split(".", 2)[-1] for name in used}
 

@@ -13,9 +13,9 @@ import torch
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors, random_item, random_tensor
 from spyglass.checkpoint.safetensors import INDEX_NAME, open_checkpoint
-from spyglass.params.table import param_table
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16
 from tests.small_models import small_config

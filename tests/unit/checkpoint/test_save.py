@@ -15,9 +15,9 @@ from safetensors import safe_open
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
-from spyglass.params.table import param_table
 from spyglass.config.read import read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table
 from spyglass.quant.packed import Packed
 from tests.small_models import small_config
 from tests.unit.checkpoint.small_files import PACKED, load_all, write_small

@@ -10,8 +10,8 @@ import pytest
 
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
-from spyglass.params.table import draft_kind, draft_params, param_table, group_of, stored_tensors
 from spyglass.config.read import parse_model_config
+from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
 from tests.small_models import SMALL
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
@@ -57,7 +57,7 @@ def test_totals() -> None:
     ],
 )
 def test_groups(group: str, tensors: int, size: int) -> None:
-    names = [name for name in flash_vision() if group_of(name) == group]
+    names = [name for name in flash_vision() if component_of(name) == group]
     assert (len(names), sum(map(nbytes, names))) == (tensors, size)
 
 
@@ -222,7 +222,7 @@ def test_there_is_nothing_the_tables_do_not_print() -> None:
 
 def test_text_models_have_no_tower_and_no_picture_bias() -> None:
     specs = param_table(parse_model_config({**SMALL, "vision_n_layers": 0}, "small"))
-    assert {spec.group for spec in specs.values()} == {"text"}
+    assert {spec.component for spec in specs.values()} == {"text"}
     assert not [name for name in specs if name.endswith("bias_vl")]
 
 

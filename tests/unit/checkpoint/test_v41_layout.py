@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
-from spyglass.params.hf_names import to_hf, to_native
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
-from spyglass.params.table import draft_kind, draft_params, param_table, group_of, stored_tensors
 from spyglass.config import parse_model_config, read_model_config
 from spyglass.engram import hash_constants, open_engram
+from spyglass.params.hf_names import to_hf, to_native
+from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import fp8
@@ -62,7 +62,7 @@ def test_totals_by_dtype() -> None:
 
 def test_totals_by_part() -> None:
     def total(*groups: str) -> tuple[int, int]:
-        names = [name for name in flash() if group_of(name) in groups]
+        names = [name for name in flash() if component_of(name) in groups]
         return len(names), sum(map(nbytes, names))
 
     assert total("engram") == (4, 202_758_032_400)

@@ -13,7 +13,6 @@ import torch
 from spyglass.checkpoint.match import native_tensors
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.params.table import Param
 from spyglass.cli.main import main
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
@@ -21,6 +20,7 @@ from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.merge import Loss, dense_delta, merge
 from spyglass.lora.write import write_adapter
 from spyglass.model import load_model
+from spyglass.params.table import Param
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, fp8
 from spyglass.quant.packed import TORCH_DTYPES, Packed

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spyglass.params.table import param_table
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
+from spyglass.params.table import param_table
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed
