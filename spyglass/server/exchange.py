@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.grammar import Form
+from spyglass.engine.structured.grammar import GrammarMatcher
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
@@ -84,7 +84,7 @@ class Call:
     stream: bool
     reply: Reply
     adapter: str | None = None
-    form: Form | None = None
+    form: GrammarMatcher | None = None
     pictures: int = 0
     user_fields: tuple[str, ...] = ()
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.grammar import Form
+from spyglass.engine.structured.grammar import GrammarMatcher
 from spyglass.engine.request import SamplingParams
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
@@ -28,7 +28,7 @@ from spyglass.server.held import Claim
 
 _UNPACKING = 4
 _COMPILING = 4
-Check = Callable[[Prompt, SamplingParams], Form | None]
+Check = Callable[[Prompt, SamplingParams], GrammarMatcher | None]
 
 
 class _ElsewhereError(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.grammar import Form, Forms
+from spyglass.engine.structured.grammar import GrammarMatcher, GrammarCompiler
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
@@ -62,13 +62,13 @@ def test_forms_are_compiled_while_lines_are_read_and_not_between_steps(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    begin = Forms.begin
+    begin = GrammarCompiler.begin
 
-    def told(forms: Forms, structured: Structured) -> Form:
+    def told(forms: GrammarCompiler, structured: Structured) -> GrammarMatcher:
         threads.append(threading.current_thread().name)
         return begin(forms, structured)
 
-    monkeypatch.setattr(Forms, "begin", told)
+    monkeypatch.setattr(GrammarCompiler, "begin", told)
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     lines = [{**line(n, **asked, guided_regex=f"{n}[ab]"), "url": "/v1/chat/completions"} for n in range(3)]
     lines.append({**line(3, **asked, guided_regex="("), "url": "/v1/chat/completions"})

@@ -143,7 +143,7 @@ class Checking(ScriptedEngine):
 @pytest.fixture(scope="module")
 def open_to_all(llm: LLM) -> Iterator[Live]:
     """A server of all protocols."""
-    worker = EngineWorker(Checking(llm), most_live=200)
+    worker = EngineWorker(Checking(llm), max_live=200)
     with running(create_app(llm, ServerConfig(max_body_bytes=1 << 20), worker=worker)) as server:
         yield server
 

@@ -27,7 +27,7 @@ EVERYTHING = {"text", "pictures", "structured answers"}
 
 @contextmanager
 def held(llm: LLM, engine: ScriptedEngine) -> Iterator[Live]:
-    worker = EngineWorker(engine, most_live=100)
+    worker = EngineWorker(engine, max_live=100)
     app = create_app(llm, ServerConfig(grace_seconds=0), worker=worker, endpoints=[plain(llm)])
     with running(app, ready=False) as server:
         yield server
@@ -92,7 +92,7 @@ def test_a_feature_that_ends_without_a_token_is_not_ready(llm: LLM) -> None:
 
 def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spyglass.server.readiness._AGAIN_S", 0.01)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     submit, refused = worker.submit, []
 
     def full_at_first(*call: Any) -> Any:
