@@ -50,7 +50,12 @@ class ScriptedEngine:
         return EngineStats(running=len(self.live), steps=self.steps)
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterHandle = NO_ADAPTER, form: GrammarMatcher | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        adapter: AdapterHandle = NO_ADAPTER,
+        form: GrammarMatcher | None = None,
     ) -> int:
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")

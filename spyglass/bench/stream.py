@@ -59,7 +59,12 @@ class InstantEngine:
         return EngineStats(running=len(self._live))
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterHandle = NO_ADAPTER, form: GrammarMatcher | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        adapter: AdapterHandle = NO_ADAPTER,
+        form: GrammarMatcher | None = None,
     ) -> int:
         """As `Engine`."""
         self._next += 1
