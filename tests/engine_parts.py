@@ -12,8 +12,8 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
-from spyglass.engine.engine import Engine
 from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.engine.runner import ModelParts
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -70,7 +70,7 @@ def make_engine(
         dtype=torch.float32,
         device=torch.device("cpu"),
         banned=[0],
-        blocks=blocks,
+        allocator=blocks,
         prefixes=prefixes,
         token_bytes=token_bytes,
     )

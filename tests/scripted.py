@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spyglass.engine.structured.grammar import GrammarMatcher
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, Usage
+from spyglass.engine.sequence import Request
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import PromptError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -49,14 +49,12 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.live), steps=self.steps)
 
-    def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        adapter: AdapterHandle = NO_ADAPTER,
-        form: GrammarMatcher | None = None,
-    ) -> int:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """As `Engine`."""
+        return Request(prompt=prompt, params=params)
+
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+        prompt, params = request.prompt, request.params
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")
         if 67 in prompt.ids_T:

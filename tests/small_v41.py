@@ -14,8 +14,8 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.engine.cache.allocator import CacheAllocator
-from spyglass.engine.engine import Engine
 from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.engine import Engine
 from spyglass.engram import EngramStore, TableRows, hash_constants
 from spyglass.engram.feed import EngramFeed
 from spyglass.quant.formats import F32
@@ -148,7 +148,7 @@ def make_engine(
         dtype=dtype,
         device=torch.device("cpu"),
         banned=[0, 69],
-        blocks=blocks,
+        allocator=blocks,
         prefixes=prefixes,
         engram=feed,
     )

@@ -24,9 +24,9 @@ from spyglass.bench.stream_client import ask_all
 from spyglass.config.numbers import number
 from spyglass.config.server import ServerConfig
 from spyglass.config.shipped import default_model
-from spyglass.engine.structured.grammar import GrammarMatcher
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
+from spyglass.engine.sequence import Request
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -58,17 +58,14 @@ class InstantEngine:
         """As `Engine`."""
         return EngineStats(running=len(self._live))
 
-    def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        adapter: AdapterHandle = NO_ADAPTER,
-        form: GrammarMatcher | None = None,
-    ) -> int:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """As `Engine`."""
+        return Request(prompt=prompt, params=params)
+
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
         """As `Engine`."""
         self._next += 1
-        self._live[self._next] = prompt, params.max_tokens or 1, 0
+        self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0
         return self._next
 
     def step(self) -> list[Delta]:

@@ -51,7 +51,7 @@ class Service:
         self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.check)
+        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
         self.held = HeldBytes(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
@@ -131,7 +131,7 @@ class EndpointRoute:
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
-            submission = self._service.worker.submit(call.prompts, call.params, adapter, call.form)
+            submission = self._service.worker.submit(call.requests, adapter)
             watch = Watch(record, began, call.prompts)
             try:
                 if call.stream:

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from spyglass.engine.structured.schema_is_finite import has_finite_value
 from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
+from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
 
@@ -95,7 +95,7 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
 def _json(schema: Any, whose: str) -> str:
     text = json.dumps(schema)
     _left_after(text, MAX_GRAMMAR_CHARS)
-    if not has_finite_value(schema):
+    if not schema_is_finite(schema):
         raise PromptError(
             f"the schema {whose} has no value that ends: what it requires is impossible or refers to itself"
         )

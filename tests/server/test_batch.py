@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.structured.grammar import GrammarMatcher, GrammarCompiler
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMatcher
 from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
 from spyglass.server.app import served_by
@@ -207,15 +207,15 @@ def test_a_fault_of_ours_in_one_line_is_that_lines_answer(
 def test_a_line_that_is_refused_half_way_leaves_nothing_running(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, calls = llm.engine.add, []
+    submit, calls = llm.engine.submit, []
 
     def refuses_the_second(*call: Any, **more: Any) -> int:
         calls.append(call)
         if len(calls) == 2:
             raise PromptError("no more")
-        return add(*call, **more)
+        return submit(*call, **more)
 
-    monkeypatch.setattr(llm.engine, "add", refuses_the_second)
+    monkeypatch.setattr(llm.engine, "submit", refuses_the_second)
     (answer,), counts = run(llm, written(tmp_path / "in.jsonl", line(0, n=2, max_tokens=50)))
     assert counts == (0, 1) and answer["response"]["status_code"] == 400
     assert not llm.engine.has_work

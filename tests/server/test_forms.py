@@ -1,4 +1,4 @@
-"""GrammarCompiler of answers that take long to compile: whoever sends one is told, and nobody else notices."""
+"""Grammars that take long to compile: whoever sends one is told, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.structured.sandbox import FormTrials
-from spyglass.engine.structured.grammar import GrammarMatcher, GrammarCompiler
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Structured
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMatcher
+from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
@@ -56,15 +56,15 @@ def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, waiting = threading.Event(), threading.Semaphore(0)
-    seconds = FormTrials.seconds
+    seconds = GrammarSandbox.seconds
 
-    def slow(trials: FormTrials, kind: str, request: str) -> float:
+    def slow(trials: GrammarSandbox, kind: str, request: str) -> float:
         if "slow" in request:
             waiting.release()
             assert go_on.wait(60)
         return seconds(trials, kind, request)
 
-    monkeypatch.setattr(FormTrials, "seconds", slow)
+    monkeypatch.setattr(GrammarSandbox, "seconds", slow)
     with ThreadPoolExecutor(8) as pool:
         held = [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3)]
         assert all(waiting.acquire(timeout=30) for _ in held)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Structured
+from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.server.tags import DSML
 from spyglass.server.tool_grammar import calls_grammar
 

@@ -1,4 +1,4 @@
-"""Forms that nobody can wait for: tried in a process that can be ended, which is ended."""
+"""Grammars that nobody can wait for: tried in a process that can be ended, which is ended."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from spyglass.engine import compile_form as program
-from spyglass.engine import form_trials
-from spyglass.engine.compile_form import Words, compile_form, run_deep
-from spyglass.engine.form_trials import FormTrials
+from spyglass.engine.structured import compile as program
+from spyglass.engine.structured import sandbox
+from spyglass.engine.structured.compile import Words, compile_grammar, run_deep
+from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 WORDS = Words([bytes((byte,)) for byte in range(256)] + [b"ab", b""], [257], [257])
@@ -29,14 +29,14 @@ SLOW: list[tuple[str, Any]] = [
 
 
 @pytest.fixture
-def trials() -> Iterator[FormTrials]:
-    made = FormTrials(WORDS, cpu_seconds=0.2, wall_seconds=60)
+def trials() -> Iterator[GrammarSandbox]:
+    made = GrammarSandbox(WORDS, cpu_seconds=0.2, wall_seconds=60)
     yield made
     for process in made._waiting:
         process.end()
 
 
-def seconds(trials: FormTrials, kind: str, value: Any) -> float:
+def seconds(trials: GrammarSandbox, kind: str, value: Any) -> float:
     return trials.seconds(kind, json.dumps([kind, value]))
 
 
@@ -56,7 +56,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
 
 @pytest.mark.parametrize(("kind", "value"), SLOW, ids=["pattern", "grammar", "allOf"])
 def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
-    trials: FormTrials, running: Callable[[], set[int]], kind: str, value: Any
+    trials: GrammarSandbox, running: Callable[[], set[int]], kind: str, value: Any
 ) -> None:
     with pytest.raises(PromptError, match=f"the {kind} asked for takes more than 0.2 s to compile.*make it smaller"):
         seconds(trials, kind, value)
@@ -64,7 +64,7 @@ def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
     assert seconds(trials, "regex", "ab*") < 1, "and the next one is tried as ever"
 
 
-def test_what_overflows_ends_the_trial_and_not_us(trials: FormTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds(trials, "regex", "a") < 1
     (process,) = trials._waiting
     monkeypatch.setattr(process, "_exchange", lambda line: process._process.send_signal(signal.SIGSEGV) or "")
@@ -73,7 +73,7 @@ def test_what_overflows_ends_the_trial_and_not_us(trials: FormTrials, monkeypatc
     assert seconds(trials, "regex", "b") < 1
 
 
-def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: FormTrials) -> None:
+def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: GrammarSandbox) -> None:
     seconds(trials, "regex", "a")
     (process,) = trials._waiting
     process._process.kill()
@@ -83,12 +83,12 @@ def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: 
 
 def test_a_machine_that_is_too_busy_is_no_fault_of_a_form(running: Callable[[], set[int]]) -> None:
     with pytest.raises(OverloadedError, match=r"could not be compiled in 0\.1 s.*send it again later") as caught:
-        seconds(FormTrials(WORDS, cpu_seconds=60, wall_seconds=0.1), *SLOW[0])
+        seconds(GrammarSandbox(WORDS, cpu_seconds=60, wall_seconds=0.1), *SLOW[0])
     assert caught.value.retry_after_s == 0.1 and not running()
 
 
 def test_time_counts_only_while_a_form_is_tried(running: Callable[[], set[int]]) -> None:
-    trials = FormTrials(WORDS, cpu_seconds=60, wall_seconds=0.5)
+    trials = GrammarSandbox(WORDS, cpu_seconds=60, wall_seconds=0.5)
     seconds(trials, "regex", "a")
     time.sleep(0.8)
     assert len(running()) == 1
@@ -97,7 +97,7 @@ def test_time_counts_only_while_a_form_is_tried(running: Callable[[], set[int]])
 
 
 def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
-    trials: FormTrials, running: Callable[[], set[int]]
+    trials: GrammarSandbox, running: Callable[[], set[int]]
 ) -> None:
     threads = [threading.Thread(target=seconds, args=(trials, "regex", f"a{number}")) for number in range(5)]
     for thread in threads:
@@ -110,7 +110,7 @@ def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
     assert running() == kept, "the same ones"
 
 
-def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials: FormTrials) -> None:
+def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials: GrammarSandbox) -> None:
     """Where sessions share the processors between them, it must be in ours, or its niceness means nothing."""
     seconds(trials, "regex", "a")
     (process,) = trials._waiting
@@ -119,11 +119,11 @@ def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials:
     assert os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
 
 
-def test_without_a_process_there_is_a_clear_error(trials: FormTrials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_trials.sys, "executable", "/no/such/python")
+def test_without_a_process_there_is_a_clear_error(trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
     with pytest.raises(SpyglassError, match="cannot be started"):
         seconds(trials, "regex", "a")
-    monkeypatch.setattr(form_trials.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sandbox.sys, "executable", "/bin/false")
     with pytest.raises(SpyglassError, match="ended at once, with 1"):
         seconds(trials, "regex", "a")
 
@@ -131,7 +131,7 @@ def test_without_a_process_there_is_a_clear_error(trials: FormTrials, monkeypatc
 @pytest.mark.parametrize(
     ("kind", "value"), [("regex", "(a"), ("grammar", "start: b"), ("json_schema", {"type": "x"}), ("regex", "a[bc]{3}")]
 )
-def test_a_trial_says_what_compiling_here_says(trials: FormTrials, kind: str, value: Any) -> None:
+def test_a_trial_says_what_compiling_here_says(trials: GrammarSandbox, kind: str, value: Any) -> None:
     def told(work: Any) -> str:
         try:
             work()
@@ -140,14 +140,14 @@ def test_a_trial_says_what_compiling_here_says(trials: FormTrials, kind: str, va
         return ""
 
     vocabulary = WORDS.vocabulary()
-    here = told(lambda: run_deep(lambda: compile_form(kind, value, vocabulary), threading.Lock()))
+    here = told(lambda: run_deep(lambda: compile_grammar(kind, value, vocabulary), threading.Lock()))
     assert told(lambda: seconds(trials, kind, value)) == here and bool(here) == (value != "a[bc]{3}")
 
 
 def test_a_form_that_took_long_leaves_no_large_process_behind(
-    trials: FormTrials, running: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
+    trials: GrammarSandbox, running: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(form_trials, "_LONG", 0.0)
+    monkeypatch.setattr(sandbox, "_LONG", 0.0)
     assert 0 < seconds(trials, "regex", "a?" * 2000) < 1
     assert not running() and not trials._waiting
     with pytest.raises(PromptError) as caught:  # whoever keeps the error keeps no process
@@ -155,7 +155,7 @@ def test_a_form_that_took_long_leaves_no_large_process_behind(
     assert caught and not running()
 
 
-def test_what_waits_is_asked_next(trials: FormTrials, running: Callable[[], set[int]]) -> None:
+def test_what_waits_is_asked_next(trials: GrammarSandbox, running: Callable[[], set[int]]) -> None:
     seconds(trials, "regex", "a")
     (first,) = running()
     for number in range(3):
@@ -164,7 +164,7 @@ def test_what_waits_is_asked_next(trials: FormTrials, running: Callable[[], set[
 
 
 def test_what_ends_this_process_by_a_key_leaves_trials_at_work(
-    trials: FormTrials, running: Callable[[], set[int]]
+    trials: GrammarSandbox, running: Callable[[], set[int]]
 ) -> None:
     """Ctrl+C goes to all of a terminal's group."""
     seconds(trials, "regex", "a")
@@ -173,10 +173,10 @@ def test_what_ends_this_process_by_a_key_leaves_trials_at_work(
 
 
 def test_files_beside_the_program_are_no_modules_of_it(
-    trials: FormTrials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trials: GrammarSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A room may have a file of any name; `json.py` would be read in place of Python's own."""
-    copied = tmp_path / "compile_form.py"
+    copied = tmp_path / "compile_grammar.py"
     copied.write_text(Path(program.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "json.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
     monkeypatch.setattr(program, "__file__", str(copied))
@@ -185,7 +185,7 @@ def test_files_beside_the_program_are_no_modules_of_it(
 
 @pytest.mark.parametrize("how", ["ignored", "blocked"])
 def test_limits_hold_whatever_this_process_does_with_signals(how: str) -> None:
-    trials = FormTrials(WORDS, cpu_seconds=0.2, wall_seconds=10)
+    trials = GrammarSandbox(WORDS, cpu_seconds=0.2, wall_seconds=10)
     handler, mask = signal.getsignal(signal.SIGPROF), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     if how == "ignored":
         signal.signal(signal.SIGPROF, signal.SIG_IGN)
@@ -202,6 +202,6 @@ def test_limits_hold_whatever_this_process_does_with_signals(how: str) -> None:
 def test_a_process_that_ends_before_it_has_read_the_vocabulary_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(form_trials.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sandbox.sys, "executable", "/bin/false")
     with pytest.raises(SpyglassError, match="ended at once, with 1"):
-        seconds(FormTrials(Words([b"x" * (1 << 20)], [], [0])), "regex", "a")
+        seconds(GrammarSandbox(Words([b"x" * (1 << 20)], [], [0])), "regex", "a")

@@ -10,8 +10,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from spyglass.engine import compile_form
-from spyglass.engine.compile_form import Words
+from spyglass.engine.structured.compile import Words
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 _KEPT = 2  # processes that wait for the next form, some 100 MB each
@@ -21,7 +20,7 @@ _WALL_SECONDS = 20.0  # on a machine that is too busy to give it that
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
 
-class FormTrials:
+class GrammarSandbox:
     """Tries forms for one vocabulary. Any thread may call it; each call has a process of its own meanwhile.
 
     One form may take so many seconds of a processor, and so many of the clock.
@@ -59,7 +58,7 @@ class FormTrials:
 class _Process:
     def __init__(self, words: Words, limits: tuple[float, float]) -> None:
         self._limits = limits
-        command = [sys.executable, "-P", str(Path(compile_form.__file__))]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("compile.py"))]
         try:
             process = subprocess.Popen(
                 command,

@@ -19,7 +19,7 @@ _NESTED = ("object", "array")
 _INDEX_DIGITS = 9
 
 
-def has_finite_value(schema: Any) -> bool:
+def schema_is_finite(schema: Any) -> bool:
     """Whether a value could end, as far as properties, items, alternatives and local references say."""
     return _Parts(schema).end()
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
-from spyglass.engine.pages import Group, PagePool, groups_of
+from spyglass.engine.cache.pages import Group, PagePool, groups_of
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
@@ -40,7 +40,7 @@ class Snapshot:
         return sum(rows.nbytes for rows in self.rows.values())
 
 
-class Blocks:
+class CacheAllocator:
     """Page pools of all groups and the page tables of the running sequences.
 
     `max_sequences` sequences hold a table row each; no step has more than `step_tokens` rows. With `cache_bytes` all
@@ -77,7 +77,7 @@ class Blocks:
             self._tables[group.name] = np.full((max_sequences, width), -1, np.int32)
         self._live_G2S = np.zeros((len(self.groups), 2, max_sequences), np.int64)  # logical pages: first, stop
         self.page_rows = {g.name: g.page_rows for g in self.groups}
-        self._steady_S = np.zeros(max_sequences, np.int64)  # fewer tokens than these need no other pages
+        self._stable_until_S = np.zeros(max_sequences, np.int64)  # fewer tokens than these need no other pages
         self._live = {g.name: live for g, live in zip(self.groups, self._live_G2S, strict=True)}
         columns = [(g.tokens_per_row, g.page_rows, _ALL if g.retention is None else g.retention) for g in self.groups]
         self._row_tokens_G1, self._page_rows_G1, self._retention_G1 = np.array(columns, np.int64).T[:, :, None]
@@ -141,7 +141,7 @@ class Blocks:
 
         False, and nothing taken, if there are too few pages for all of them.
         """
-        due = self._due(rows, tokens)
+        due = self._outgrown(rows, tokens)
         if not len(due):
             return True
         rows, tokens = rows[due], tokens[due]
@@ -154,34 +154,34 @@ class Blocks:
             if pool.limit is not None and missing > pool.num_free:
                 return False
         none_GS = np.zeros_like(stop_GS)
-        self._hold(rows, none_GS, none_GS, stop_GS)
+        self._set_live(rows, none_GS, none_GS, stop_GS)
         return True
 
-    def extend(self, rows: Ints, start: Ints, stop: Ints, resumable: Sequence[tuple[int, int]] = ()) -> None:
+    def allocate(self, rows: Ints, start: Ints, stop: Ints, resumable: Sequence[tuple[int, int]] = ()) -> None:
         """Give table rows `rows` the pages that a step over tokens [start, stop) reads and writes.
 
         A fixed memory has pages of rings for every step; those of pools must have been reserved. `resumable` (table
         row, position in (start, stop]): a snapshot is to be taken there after the step.
         """
-        due = self._due(rows, stop)
+        due = self._outgrown(rows, stop)
         if len(due):
             rows, start, stop = rows[due], start[due], stop[due]
             first_GS = np.maximum(start - self._retention_G1, 0)
             write_GS = np.where(self._carries_G1, np.maximum(start, stop - self._retention_G1), start)
-            self._hold(rows, first_GS, write_GS, stop)
+            self._set_live(rows, first_GS, write_GS, stop)
         for group in self.groups:
             if group.carries:
                 for row, place in resumable:
                     self._fill_in(group, row, place)
 
-    def settle(self, rows: Ints, stop: Ints) -> None:
+    def release_expired(self, rows: Ints, stop: Ints) -> None:
         """Take back the pages behind the retention of sequences that now have `stop` tokens."""
-        due = self._due(rows, stop)
+        due = self._outgrown(rows, stop)
         if not len(due):
             return
         rows, stop = rows[due], stop[due]
         first_GS = np.maximum(stop - self._retention_G1, 0)
-        self._hold(rows, first_GS, first_GS + _ALL, stop)
+        self._set_live(rows, first_GS, first_GS + _ALL, stop)
 
     def table_rows(self, rows: Ints) -> dict[str, NDArray[np.int32]]:
         """Page tables of table rows `rows` as they are now, [S, P] by group (logical page modulo width)."""
@@ -190,7 +190,7 @@ class Blocks:
     def snapshot(self, row: int, tokens: int) -> Snapshot:
         """What is needed to go on after the first `tokens` tokens of a sequence, until `forget`.
 
-        They end this step or are a resumable position of it, and `settle` has not been called since.
+        They end this step or are a resumable position of it, and `release_expired` has not been called since.
         """
         pages, rows = {}, {}
         for group in self.groups:
@@ -254,14 +254,14 @@ class Blocks:
             first, stop = self._live[group.name][:, row].tolist()
             self._drop(group, row, first, stop)
             self._live[group.name][:, row] = 0
-        self._steady_S[row] = 0
+        self._stable_until_S[row] = 0
 
-    def _due(self, rows: Ints, stop: Ints) -> Ints:
+    def _outgrown(self, rows: Ints, stop: Ints) -> Ints:
         """Which of some table rows may need other pages than they have, for steps that end at `stop` tokens."""
-        due: Ints = (stop >= self._steady_S[rows]).nonzero()[0]
+        due: Ints = (stop >= self._stable_until_S[rows]).nonzero()[0]
         return due
 
-    def _hold(self, rows: Ints, first_GS: Ints, write_GS: Ints, stop_GS: Ints) -> None:
+    def _set_live(self, rows: Ints, first_GS: Ints, write_GS: Ints, stop_GS: Ints) -> None:
         """Hold the pages of tokens from `first` on that are there, and of [write, stop); tokens, by group and row."""
         live_first_GS, live_stop_GS = self._live_G2S[:, 0, rows], self._live_G2S[:, 1, rows]
         first_GS = first_GS // self._page_tokens_G1
@@ -278,8 +278,8 @@ class Blocks:
             self._live_G2S[g, :, row] = first, max(stop, live_stop)
         live_first_GS, live_stop_GS = self._live_G2S[:, 0, rows], self._live_G2S[:, 1, rows]
         grows_GS = (live_stop_GS * self._page_rows_G1 + 1) * self._row_tokens_G1
-        sheds_GS = (live_first_GS + 1) * self._page_tokens_G1 + self._retention_G1
-        self._steady_S[rows] = np.minimum(grows_GS, sheds_GS).min(axis=0)
+        expires_GS = (live_first_GS + 1) * self._page_tokens_G1 + self._retention_G1
+        self._stable_until_S[rows] = np.minimum(grows_GS, expires_GS).min(axis=0)
 
     def _pages(self, tokens_GS: Ints) -> Ints:
         """`Group.pages_for` of many, by group and row."""

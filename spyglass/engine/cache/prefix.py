@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spyglass.engine.blocks import Blocks, Snapshot
+from spyglass.engine.cache.allocator import CacheAllocator, Snapshot
 from spyglass.engine.sequence import TokenSequence
 
 BLOCK_TOKENS = 256
@@ -41,10 +41,10 @@ class PrefixCounts:
     bytes_held: int = 0
 
 
-class PrefixNames:
-    """Names of the prefixes of one sequence, as far as they have been asked for; `places` rising, worth a snapshot."""
+class PrefixHashes:
+    """Hashes of the prefixes of one sequence, computed when asked for; `positions` rising, worth a snapshot."""
 
-    __slots__ = ("_block", "_names", "_secret", "_sequence", "_starts", "places")
+    __slots__ = ("_block", "_names", "_secret", "_sequence", "_starts", "positions")
 
     def __init__(self, sequence: TokenSequence, secret: bytes, block: int) -> None:
         self._sequence, self._secret, self._block = sequence, secret, block
@@ -52,7 +52,7 @@ class PrefixNames:
         spans, length = sequence.prompt.spans, len(sequence.prompt)
         self._starts = np.array([span.start for span in spans], np.int64)
         ends = {span.start + span.length for span in spans} | {sequence.cut_at_most(length - 1)}
-        self.places = np.array(sorted(ends - {0}), np.int64)
+        self.positions = np.array(sorted(ends - {0}), np.int64)
 
     def block(self, number: int) -> bytes:
         """Name of the first `number` blocks."""
@@ -96,12 +96,12 @@ class PrefixCache:
     `block_tokens`: B.
     """
 
-    def __init__(self, blocks: Blocks, limit_bytes: int, block_tokens: int = BLOCK_TOKENS) -> None:
-        self._blocks, self._limit, self._block = blocks, limit_bytes, block_tokens
+    def __init__(self, allocator: CacheAllocator, limit_bytes: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._allocator, self._limit, self._block = allocator, limit_bytes, block_tokens
         self._secret = secrets.token_bytes(_DIGEST_BYTES)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._tails: dict[bytes, dict[int, int]] = {}  # parent -> length of a tail -> entries
-        self._held = {name: np.zeros(0, np.int32) for name in blocks.pools}  # entries per page
+        self._held = {name: np.zeros(0, np.int32) for name in allocator.pools}  # entries per page
         self._bytes = 0
         self._queried = self._found = self._evictions = 0
 
@@ -120,7 +120,7 @@ class PrefixCache:
 
     def spare_pages(self) -> dict[str, int]:
         """Pages by group that only snapshots hold."""
-        return {name: pool.count_only_in(self._held[name]) for name, pool in self._blocks.pools.items()}
+        return {name: pool.count_only_in(self._held[name]) for name, pool in self._allocator.pools.items()}
 
     def resume(self, sequence: TokenSequence) -> None:
         """Let a sequence that has a table row go on from the longest known prefix, if that is more than it has.
@@ -136,34 +136,34 @@ class PrefixCache:
         for name in self._matches(sequence):
             entry = self._entries[name]
             self._entries.move_to_end(name)
-            while not self._blocks.has_page_for(entry.snapshot) and self.give_way():
+            while not self._allocator.has_page_for(entry.snapshot) and self.evict_one():
                 pass
-            if name in self._entries and self._blocks.has_page_for(entry.snapshot):
-                self._blocks.restore(sequence.row, entry.snapshot)
-                sequence.go_on_from(entry.snapshot.tokens)
+            if name in self._entries and self._allocator.has_page_for(entry.snapshot):
+                self._allocator.restore(sequence.row, entry.snapshot)
+                sequence.resume_from(entry.snapshot.tokens)
                 self._found += sequence.cached - known
                 return
 
-    def places(self, sequence: TokenSequence, start: int, stop: int) -> list[int]:
+    def snapshot_positions(self, sequence: TokenSequence, start: int, stop: int) -> list[int]:
         """Where in (start, stop] a step over these tokens should leave snapshots that are not there yet."""
         if not self._limit:
             return []
         blocks = range(start - start % self._block + self._block, stop + 1, self._block)
         if start >= len(sequence.prompt) and not blocks:
             return []
-        special = self._names(sequence).places
+        special = self._names(sequence).positions
         first, last = np.searchsorted(special, [start, stop], side="right")
         places = {place for place in blocks if sequence.cut_at_most(place) == place} | set(special[first:last].tolist())
         return [place for place in sorted(places) if not self._touch(sequence, place)]
 
-    def keep(self, sequence: TokenSequence, tokens: int) -> None:
-        """Leave a snapshot of the first `tokens` tokens of a running sequence, where `Blocks.snapshot` can make one."""
+    def store(self, sequence: TokenSequence, tokens: int) -> None:
+        """Keep a snapshot of the first `tokens` tokens of a running sequence (see `CacheAllocator.snapshot`)."""
         if not self._limit or not tokens or self._touch(sequence, tokens):
             return
         assert sequence.row is not None
         names, number = self._names(sequence), (tokens - 1) // self._block
         entry = _Entry(
-            snapshot=self._blocks.snapshot(sequence.row, tokens),
+            snapshot=self._allocator.snapshot(sequence.row, tokens),
             parent=names.block(number),
             tail=tokens - number * self._block,
         )
@@ -174,7 +174,7 @@ class PrefixCache:
         while self._bytes > self._limit:
             self._evict(next(iter(self._entries)))
 
-    def give_way(self) -> bool:
+    def evict_one(self) -> bool:
         """Forget one snapshot so that pages become free, now or when more go; False when all are in use by sequences.
 
         Of those whose end alone can go, the least recently used: what it shares with shorter ones stays.
@@ -187,10 +187,10 @@ class PrefixCache:
         return name is not None
 
     def _frees_pages(self, snapshot: Snapshot) -> bool:
-        return any(self._blocks.pools[group].held_once(pages) for group, pages in snapshot.pages.items())
+        return any(self._allocator.pools[group].held_once(pages) for group, pages in snapshot.pages.items())
 
     def _has_spare(self, snapshot: Snapshot) -> bool:
-        pools, held = self._blocks.pools, self._held
+        pools, held = self._allocator.pools, self._held
         return any(pools[group].only_in(held[group], pages) for group, pages in snapshot.pages.items())
 
     def _evict(self, name: bytes) -> None:
@@ -207,7 +207,7 @@ class PrefixCache:
         if not tails:
             del self._tails[entry.parent]
         self._count(entry.snapshot, -1)
-        self._blocks.forget(entry.snapshot)
+        self._allocator.forget(entry.snapshot)
 
     def clear(self) -> None:
         """Forget everything; that is no eviction, since room was not what was wanted."""
@@ -232,16 +232,16 @@ class PrefixCache:
         self._entries.move_to_end(name)
         return True
 
-    def _names(self, sequence: TokenSequence) -> PrefixNames:
+    def _names(self, sequence: TokenSequence) -> PrefixHashes:
         if sequence.names is None:
-            sequence.names = PrefixNames(sequence, self._secret, self._block)
+            sequence.names = PrefixHashes(sequence, self._secret, self._block)
         return sequence.names
 
     def _count(self, snapshot: Snapshot, by: int) -> None:
         """Add a snapshot to the bytes held, or take it away."""
         self._bytes += by * snapshot.row_bytes
         for name, pages in snapshot.pages.items():
-            pool = self._blocks.pools[name]
+            pool = self._allocator.pools[name]
             held = self._held[name] = _widened(self._held[name], pool.capacity)
             before = int(np.count_nonzero(held[pages]))
             held[pages] += by

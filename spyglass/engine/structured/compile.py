@@ -1,7 +1,7 @@
-"""Forms of answers compiled by `llguidance`, and a program that tries whether one can be, in a process of its own.
+"""Grammars compiled by `llguidance`, and a program that tries whether one can be, in a process of its own.
 
 Some short patterns take minutes, some grammars more stack than there is, and nothing can end a thread: so a form is
-tried first where it can be ended (`form_trials` starts this file and talks to it). It imports nothing of ours, since
+tried first where it can be ended (`sandbox` starts this file and talks to it). It imports nothing of ours, since
 the process is to start in tenths of a second.
 """
 
@@ -68,7 +68,7 @@ class _Wrapped:
         return [self._of_byte[byte] for byte in takewhile(self._of_byte.__contains__, text.encode())]
 
 
-def compile_form(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     """The form compiled, and one token taken on trial, which is where forms without measure take their time or fail.
 
     Raises:
@@ -136,7 +136,7 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
         began = time.process_time()
         kind, value = json.loads(line)
         try:
-            run_deep(partial(compile_form, kind, value, vocabulary), starting)
+            run_deep(partial(compile_grammar, kind, value, vocabulary), starting)
             wrong = None
         except ValueError as error:
             wrong = str(error)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spyglass.config.cache import cache_plans
-from spyglass.engine.blocks import Blocks
+from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.errors import CapacityError
 from tests.engine_parts import PAGE_ROWS
 from tests.small_models import small_config
@@ -20,7 +20,7 @@ TEXT = small_config().text
 STEP = 50
 
 
-def make_blocks(**options: Any) -> Blocks:
+def make_blocks(**options: Any) -> CacheAllocator:
     settings: dict[str, Any] = {
         "dtype": torch.float32,
         "device": torch.device("cpu"),
@@ -30,30 +30,30 @@ def make_blocks(**options: Any) -> Blocks:
         "page_rows": PAGE_ROWS,
         "fill": float("nan"),
     }
-    return Blocks(cache_plans(TEXT), **(settings | options))
+    return CacheAllocator(cache_plans(TEXT), **(settings | options))
 
 
-def step(blocks: Blocks, rows: list[int], start: list[int], stop: list[int]) -> None:
+def step(blocks: CacheAllocator, rows: list[int], start: list[int], stop: list[int]) -> None:
     arrays = [np.array(values, np.int64) for values in (rows, start, stop)]
-    blocks.extend(*arrays)
+    blocks.allocate(*arrays)
 
 
-def reserve(blocks: Blocks, row: int | None, tokens: int) -> bool:
+def reserve(blocks: CacheAllocator, row: int | None, tokens: int) -> bool:
     assert row is not None
     return blocks.reserve(np.array([row]), np.array([tokens]))
 
 
-def settle(blocks: Blocks, rows: list[int], stop: list[int]) -> None:
-    blocks.settle(np.array(rows, np.int64), np.array(stop, np.int64))
+def settle(blocks: CacheAllocator, rows: list[int], stop: list[int]) -> None:
+    blocks.release_expired(np.array(rows, np.int64), np.array(stop, np.int64))
 
 
-def page_of(blocks: Blocks, row: int, group: str, number: int) -> int:
+def page_of(blocks: CacheAllocator, row: int, group: str, number: int) -> int:
     """Page of a group's row `number`, by CacheView's rule."""
     table = blocks.table_rows(np.array([row]))[group][0]
     return int(table[(number // PAGE_ROWS[group]) % len(table)])
 
 
-def used(blocks: Blocks) -> dict[str, int]:
+def used(blocks: CacheAllocator) -> dict[str, int]:
     return {name: pool.num_used for name, pool in blocks.pools.items()}
 
 

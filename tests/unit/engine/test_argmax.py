@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.sequence import TokenSequence
+from spyglass.engine.structured.grammar import GrammarMatcher
 from tests.engine_parts import GREEDY, engine_config, make_engine, make_prompt, run_all
 from tests.small_models import ops_of, small_model
 
@@ -19,7 +19,7 @@ class Counted:
     """A model that counts how its tokens were asked for."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.whole, self.likeliest = model, 0, 0
+        self._model, self.whole, self.argmax_calls = model, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -30,7 +30,7 @@ class Counted:
         return out
 
     def largest(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> Any:
-        self.likeliest += 1
+        self.argmax_calls += 1
         return self._model.largest(hidden_TC, rows_R, banned_V)
 
 
@@ -51,8 +51,8 @@ def test_greedy_answers_are_those_of_whole_logits(fast: Any) -> None:
     got, counted = answers(fast, long)
     expected, whole = answers(fast, replace(long, logprobs=0))
     assert got == expected and len(set(got)) == 3
-    assert counted.whole == 0 and counted.likeliest > 0
-    assert whole.whole > 0 and whole.likeliest == 0
+    assert counted.whole == 0 and counted.argmax_calls > 0
+    assert whole.whole > 0 and whole.argmax_calls == 0
 
 
 def test_banned_ids_are_never_the_likeliest(fast: Any) -> None:
@@ -78,7 +78,7 @@ def test_banned_ids_are_never_the_likeliest(fast: Any) -> None:
 )
 def test_a_step_with_anybody_who_needs_more_has_whole_logits(fast: Any, other: SamplingParams) -> None:
     got, counted = answers(fast, [GREEDY, other, GREEDY])
-    assert counted.likeliest == 0 and counted.whole > 0
+    assert counted.argmax_calls == 0 and counted.whole > 0
     alone, _ = answers(fast, GREEDY)
     assert [got[0], got[2]] == [alone[0], alone[2]]
     if other.logit_bias:
@@ -86,9 +86,9 @@ def test_a_step_with_anybody_who_needs_more_has_whole_logits(fast: Any, other: S
 
 
 def test_an_answer_that_follows_a_form_needs_more() -> None:
-    prompt, form = make_prompt(engine_config(), [4]), cast(Form, object())
-    assert not TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None, form=form).likeliest
-    assert TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None).likeliest
+    prompt, matcher = make_prompt(engine_config(), [4]), cast(GrammarMatcher, object())
+    assert not TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None, matcher=matcher).is_greedy
+    assert TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None).is_greedy
 
 
 def test_a_row_of_no_numbers_ends_its_answer(fast: Any) -> None:
@@ -97,9 +97,9 @@ def test_a_row_of_no_numbers_ends_its_answer(fast: Any) -> None:
     model.head.weight.data[5] = float("nan")
     counted = Counted(model)
     [output] = run_all(make_engine(counted, engine_config()), [make_prompt(engine_config(), [4])])
-    assert output.finish_reason == "abort" and "finite" in str(output.error) and counted.likeliest == 1
+    assert output.finish_reason == "abort" and "finite" in str(output.error) and counted.argmax_calls == 1
 
 
 def test_a_model_without_such_a_kernel_gives_whole_logits() -> None:
     got, counted = answers(small_model(4, config=engine_config()), GREEDY)
-    assert counted.whole == counted.likeliest > 0 and len(got) == 3
+    assert counted.whole == counted.argmax_calls > 0 and len(got) == 3

@@ -22,18 +22,18 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.compile_form import Words, compile_form, first_line, run_deep
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.finite import has_finite_value
-from spyglass.engine.form_trials import FormTrials
 from spyglass.engine.request import Structured
+from spyglass.engine.structured.compile import Words, compile_grammar, first_line, run_deep
+from spyglass.engine.structured.sandbox import GrammarSandbox
+from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 
 _KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
-LARGEST_FORM = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
+MAX_GRAMMAR_CHARS = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
 
 
-class Form:
+class GrammarMatcher:
     """Where one answer is in its form. With `after` (a token id) the form begins behind that token, which must come."""
 
     __slots__ = ("_after", "_matcher", "failed")
@@ -49,12 +49,12 @@ class Form:
 
     @property
     def matcher(self) -> llguidance.LLMatcher:
-        """What `Masks` asks for the next token's mask."""
+        """What `GrammarMasks` asks for the next token's mask."""
         return self._matcher
 
-    def copy(self) -> Form:
+    def copy(self) -> GrammarMatcher:
         """The same form for another answer, which is as far in it."""
-        return Form(self._matcher.deep_copy(), self._after)
+        return GrammarMatcher(self._matcher.deep_copy(), self._after)
 
     def push(self, token: int) -> str | None:
         """Take one drawn token; what went wrong, or None."""
@@ -72,17 +72,17 @@ class Form:
         return bool(self._after is None and self._matcher.is_stopped())
 
 
-class Forms:
+class GrammarCompiler:
     """Compiles forms for one tokenizer and keeps them. Any thread may call it."""
 
     def __init__(self, token_bytes: TokenBytes, config: ModelConfig) -> None:
         self._bytes, self._tokenizer = token_bytes, token_bytes.tokenizer
         self._vocab_size, self._eos = config.text.vocab_size, sorted(config.eos_token_ids)
         self._lock = threading.Lock()
-        self._library: tuple[llguidance.LLTokenizer, FormTrials] | None = None
+        self._library: tuple[llguidance.LLTokenizer, GrammarSandbox] | None = None
         self._compiled: OrderedDict[str, tuple[llguidance.LLMatcher, float]] = OrderedDict()  # with seconds
 
-    def begin(self, structured: Structured) -> Form:
+    def begin(self, structured: Structured) -> GrammarMatcher:
         """The form of a new answer; compiles it unless the same one was asked for before.
 
         Raises:
@@ -99,18 +99,18 @@ class Forms:
             (vocabulary, trials), found = self._open_library(), self._compiled.get(request)
         if found is None:  # without the lock: it may take seconds, and others' forms are ready
             seconds = trials.seconds(structured.kind, request)
-            if structured.kind == "json_schema" and not has_finite_value(structured.value):
+            if structured.kind == "json_schema" and not schema_is_finite(structured.value):
                 raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
             found = self._compile(structured, vocabulary), seconds
         with self._lock:
             matcher, _ = self._compiled.setdefault(request, found)
             self._compiled.move_to_end(request)
             self._forget()
-            return Form(matcher.deep_copy(), after)
+            return GrammarMatcher(matcher.deep_copy(), after)
 
     def _compile(self, structured: Structured, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
         try:
-            return run_deep(partial(compile_form, structured.kind, structured.value, vocabulary), self._lock)
+            return run_deep(partial(compile_grammar, structured.kind, structured.value, vocabulary), self._lock)
         except ValueError as error:
             raise PromptError(str(error)) from error
 
@@ -121,12 +121,12 @@ class Forms:
         ):
             self._compiled.popitem(last=False)
 
-    def _open_library(self) -> tuple[llguidance.LLTokenizer, FormTrials]:
+    def _open_library(self) -> tuple[llguidance.LLTokenizer, GrammarSandbox]:
         if self._library is None:
             if not self._eos:
                 raise PromptError("structured answers need a token that ends an answer; config.json names none")
             words = self._words()
-            self._library = words.vocabulary(), FormTrials(words)
+            self._library = words.vocabulary(), GrammarSandbox(words)
         return self._library
 
     def _words(self) -> Words:
@@ -137,7 +137,7 @@ class Forms:
         return Words(tokens, silent, self._eos, self._tokenizer.encode_text)
 
 
-class Masks:
+class GrammarMasks:
     """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured.
 
     A form that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
@@ -158,7 +158,7 @@ class Masks:
         """Share of the work that no step waited for; None before there was any."""
         return None if self.seconds == 0 else max(0.0, 1 - self.waited / self.seconds)
 
-    def begin(self, forms: Sequence[Form]) -> Callable[[], torch.Tensor]:
+    def begin(self, forms: Sequence[GrammarMatcher]) -> Callable[[], torch.Tensor]:
         """Start on the masks of these forms; the result waits and gives them, bool [len(forms), V], True = allowed."""
         begun = [row for row, form in enumerate(forms) if form.begun]
         job: Future[NDArray[np.int32]] = self._pool.submit(self._fill, [forms[row].matcher for row in begun])
@@ -199,6 +199,6 @@ def _request(structured: Structured) -> str:
         text = json.dumps([structured.kind, structured.value], allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"the {structured.kind} asked for cannot be read: {error}") from error
-    if len(text) > LARGEST_FORM:
-        raise PromptError(f"the {structured.kind} asked for has {len(text):,} characters; {LARGEST_FORM:,} may be")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise PromptError(f"the {structured.kind} asked for has {len(text):,} characters; {MAX_GRAMMAR_CHARS:,} may be")
     return text

@@ -1,4 +1,4 @@
-"""Forms compiled over a vocabulary of all bytes: which tokens may come next, and what is refused how."""
+"""Grammars compiled over a vocabulary of all bytes: which tokens may come next, and what is refused how."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from spyglass.engine.compile_form import Words, compile_form, run_deep
+from spyglass.engine.structured.compile import Words, compile_grammar, run_deep
 
 SILENT = 257  # spelled like a word, and no way to spell it
 WORDS = Words([bytes((byte,)) for byte in range(256)] + [b"ab", b"ab"], [SILENT], [SILENT])
@@ -19,7 +19,7 @@ VOCABULARY = WORDS.vocabulary()
 
 
 def compiled(kind: str, value: Any, begun: str = "") -> llguidance.LLMatcher:
-    matcher = compile_form(kind, value, VOCABULARY)
+    matcher = compile_grammar(kind, value, VOCABULARY)
     for byte in begun.encode():
         assert matcher.consume_token(byte), matcher.get_error()
     return matcher
@@ -64,14 +64,14 @@ def test_text_that_a_form_leaves_no_choice_about_is_spelled_as_the_tokenizer_doe
 )
 def test_a_form_of_another_type_is_refused_by_its_kind(kind: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"the {kind} asked for cannot be"):
-        compile_form(kind, value, VOCABULARY)
+        compile_grammar(kind, value, VOCABULARY)
 
 
 def test_a_refusal_is_as_short_as_a_person_reads() -> None:
     made_up = {f"p{number}": {"type": "string", "format": f"made-up-{number}"} for number in range(90)}
     schema = {"type": "object", "properties": made_up, "x-guidance": {"lenient": True}}
     with pytest.raises(ValueError, match=r"cannot be followed.*made-up-0") as caught:
-        compile_form("json_schema", schema, VOCABULARY)
+        compile_grammar("json_schema", schema, VOCABULARY)
     assert len(str(caught.value)) < 600
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spyglass.engine.finite import has_finite_value
+from spyglass.engine.structured.schema_is_finite import schema_is_finite
 
 LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 NAMES = ("a", "b", "c")
@@ -38,7 +38,7 @@ def defined(**schemas: Any) -> dict[str, Any]:
     ],
 )
 def test_what_requires_itself_has_no_value_that_ends(schema: Any) -> None:
-    assert not has_finite_value(schema)
+    assert not schema_is_finite(schema)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_what_requires_itself_has_no_value_that_ends(schema: Any) -> None:
     ],
 )
 def test_everything_else_may_pass(schema: Any) -> None:
-    assert has_finite_value(schema)
+    assert schema_is_finite(schema)
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_chain_of_references_is_followed_link_by_link_and_not_all_anew_for_each(last: bool) -> None:
     chain = {str(link): {"$ref": f"#/$defs/{link + 1}"} for link in range(4000)}
     began = time.monotonic()
-    assert has_finite_value({"$ref": "#/$defs/0", "$defs": {**chain, "4000": last}}) is last
+    assert schema_is_finite({"$ref": "#/$defs/0", "$defs": {**chain, "4000": last}}) is last
     assert time.monotonic() - began < 5, "each link looked at once: milliseconds; all for each: a minute"
 
 
@@ -81,12 +81,12 @@ def test_many_references_in_one_place_are_each_followed_once(kind: str, last: bo
     chain = {str(link): {"$ref": f"#/$defs/{link + 1}"} for link in range(links)}
     schema = {kind: [{"$ref": f"#/$defs/{link}"} for link in range(links)], "$defs": {**chain, str(links): last}}
     began = time.monotonic()
-    assert has_finite_value(schema) is last
+    assert schema_is_finite(schema) is last
     assert time.monotonic() - began < 5, "0.2 s; looked at anew for each of them, minutes"
 
 
 def test_an_index_of_thousands_of_digits_names_nothing() -> None:
-    assert has_finite_value({"$ref": f"#/$defs/{'9' * 5000}", "$defs": [False]})
+    assert schema_is_finite({"$ref": f"#/$defs/{'9' * 5000}", "$defs": [False]})
 
 
 REFERENCES = st.sampled_from(NAMES).map(lambda name: {"$ref": f"#/$defs/{name}"})
@@ -129,4 +129,4 @@ def test_a_value_that_ends_exists_where_one_can_be_built_in_as_many_steps_as_the
 ) -> None:
     """A shortest derivation never follows the same reference inside itself."""
     definitions = dict(zip(NAMES, schemas, strict=True))
-    assert has_finite_value(defined(**definitions)) == builds({"$ref": "#/$defs/a"}, definitions, len(NAMES) + 1)
+    assert schema_is_finite(defined(**definitions)) == builds({"$ref": "#/$defs/a"}, definitions, len(NAMES) + 1)
