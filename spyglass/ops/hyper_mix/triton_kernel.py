@@ -44,8 +44,10 @@ def project(
     blocks = triton.cdiv(width, _WIDTH)
     ROWS, STEPS = (16, 1) if rows <= 128 else (32, 8)
     splits = triton.cdiv(blocks, STEPS)
-    new = {"dtype": torch.float32, "device": streams_TMC.device}
-    sums = Sums(products=torch.empty((rows, splits, OUTPUTS), **new), squares=torch.empty((rows, splits), **new))
+    sums = Sums(
+        products=torch.empty((rows, splits, OUTPUTS), dtype=torch.float32, device=streams_TMC.device),
+        squares=torch.empty((rows, splits), dtype=torch.float32, device=streams_TMC.device),
+    )
     if rows == 0:
         return sums
     shared = None if write is None else write.shared_TC
@@ -170,9 +172,8 @@ def finish(
     normed with `weight_C`.
     """
     rows, streams, width = streams_TMC.shape
-    new = {"dtype": torch.float32, "device": streams_TMC.device}
-    pre_TM, post_TM = torch.empty((rows, streams), **new), torch.empty((rows, streams), **new)
-    comb_TMM = torch.empty((rows, streams, streams), **new)
+    pre_TM = torch.empty((rows, streams), dtype=torch.float32, device=streams_TMC.device)
+    post_TM, comb_TMM = torch.empty_like(pre_TM), pre_TM.new_empty((rows, streams, streams))
     if rows == 0:
         return pre_TM, post_TM, comb_TMM
     splits, OUTPUTS = sums.products.shape[1:]
@@ -286,10 +287,11 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 def finish_head(
-    sums: Sums, streams: int, width: int, scale_1: torch.Tensor, base_M: torch.Tensor, norm_eps: float, hc_eps: float
+    sums: Sums, streams_TMC: torch.Tensor, scale_1: torch.Tensor, base_M: torch.Tensor, norm_eps: float, hc_eps: float
 ) -> torch.Tensor:
     """σ(m · scale + base) + hc_eps from their sums, [T, M]."""
-    rows, splits, OUTPUTS = sums.products.shape
+    _, splits, OUTPUTS = sums.products.shape
+    rows, streams, width = streams_TMC.shape
     out_TM = torch.empty((rows, streams), dtype=torch.float32, device=sums.products.device)
     if rows:
         _finish_head[(rows,)](

@@ -14,9 +14,12 @@ import torch
 
 from scripts.tiny import adapters
 from scripts.tiny.adapters import RECIPES, Options, Recipe, train_all, train_one
+from scripts.tiny.bins import Capacity, Filling, lay_out
 from scripts.tiny.feed import Source, learner_of, make_step
 from scripts.tiny.models import NAMES
+from scripts.tiny.muon import MuonSettings
 from scripts.tiny.pairs import PairMasters, weights_of
+from scripts.tiny.trainer import WholeTrainer
 from spyglass import LLM, SamplingParams
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
@@ -30,11 +33,8 @@ from spyglass.lora.write import write_adapter
 from spyglass.model import load_model
 from spyglass.params.targets import GROUPS, UNTRAINABLE, count_groups
 from spyglass.tiny_world.cases import make_case
-from spyglass.train.bins import Capacity, Filling, lay_out
 from spyglass.train.loss import step_logits
-from spyglass.train.muon import MuonSettings
 from spyglass.train.packing import pack
-from spyglass.train.whole import WholeTrainer
 from tests.tolerance import assert_law
 
 SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, pictures=4, largest_picture=1800, targets=64)

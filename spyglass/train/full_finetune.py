@@ -31,8 +31,7 @@ from spyglass.parallel import Processes
 from spyglass.params.table import Param, param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
-from spyglass.train.balance import BIASES, balance
-from spyglass.train.dense import Router, StepState
+from spyglass.train.balance import BIASES, CountingRouter, ExpertLoads, balance
 from spyglass.train.loop import ALONE, MicroLoss, Task, adamw
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.masters import Masters
@@ -63,11 +62,11 @@ class FullRun:
         if numerics == "auto":
             numerics = "reference" if has_packed_weights(checkpoint) else "plain"
         dtype_name = "bfloat16" if options.dtype == "auto" else options.dtype
-        self.dtype, self._state = DTYPES[dtype_name], StepState()
+        self.dtype, self._state = DTYPES[dtype_name], ExpertLoads()
         self._engram: EngramFeed | None = None
         if config.text.engram is not None:
             self._engram = EngramFeed(open_engram(options.model, config), device=device, dtype=self.dtype)
-        ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=Router(self._state))
+        ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=CountingRouter(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
         specs = {name: spec for name, spec in param_table(config).items() if spec.kind != "table"}

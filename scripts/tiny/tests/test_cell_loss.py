@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from scripts.tiny.cell_loss import PARTS, cell_places, place_loss, place_names
+from scripts.tiny.tests.test_trainer import SMALL, config_of, few_samples, small_weights, tensors_of, trainer_of
 from spyglass.train.loss import IGNORED
-from spyglass.train.places import PARTS, cell_places, place_loss, place_names
 from tests.tolerance import GRADIENT_OF_MAX
-from tests.unit.train.test_whole import SMALL, config_of, few_samples, small_weights, tensors_of, trainer_of
 
 
 def test_a_cell_stands_where_its_centre_is_in_its_picture() -> None:

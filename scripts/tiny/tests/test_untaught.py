@@ -10,12 +10,12 @@ from torch.nn.functional import normalize
 
 from scripts.tiny.models import FAMILIES, NAMES, Family
 from scripts.tiny.pairs import weights_of
+from scripts.tiny.tests.test_trainer import SMALL, config_of, small_weights, trainer_of
 from scripts.tiny.train import write_checkpoint
 from scripts.tiny.untaught import APART, set_apart
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.params.table import param_table
-from tests.unit.train.test_whole import SMALL, config_of, small_weights, trainer_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from scripts.tiny import train
+from scripts.tiny.bins import Capacity
 from scripts.tiny.models import NAMES
 from scripts.tiny.train import Options, Run
-from spyglass.train.bins import Capacity
+from scripts.tiny.trainer import Outcome, Tensors, WholeTrainer
 from spyglass.train.state import State, load_state
-from spyglass.train.whole import Outcome, Tensors, WholeTrainer
 
 pytestmark = pytest.mark.slow
 CAPACITY = Capacity(bins=1, length=256, patches=4096, cells=512, pictures=8, largest_picture=1800, targets=64)

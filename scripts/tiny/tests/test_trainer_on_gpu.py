@@ -9,9 +9,7 @@ import torch
 
 from scripts.tiny.kept import Kept
 from scripts.tiny.pairs import PairMasters
-from spyglass.train.masters import Masters
-from spyglass.train.whole import WholeTrainer
-from tests.unit.train.test_whole import (
+from scripts.tiny.tests.test_trainer import (
     QUANTISED,
     SMALL,
     config_of,
@@ -20,6 +18,8 @@ from tests.unit.train.test_whole import (
     small_weights,
     tensors_of,
 )
+from scripts.tiny.trainer import WholeTrainer
+from spyglass.train.masters import Masters
 
 pytestmark = pytest.mark.gpu
 

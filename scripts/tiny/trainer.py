@@ -5,23 +5,23 @@ Forward, backward, update and balancing are one graph of launches, so the host o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from scripts.tiny.bins import Capacity, cells_of, device_step, masks_of, picture_rows
+from scripts.tiny.cell_loss import place_loss, place_names
+from scripts.tiny.dense_ops import StepState, training_ops
+from scripts.tiny.muon import Muon, MuonSettings
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.params.table import Param, param_table
-from spyglass.train.balance import BIASES, balance, imbalance
-from spyglass.train.bins import Capacity, cells_of, device_step, masks_of, picture_rows
-from spyglass.train.dense import StepState, training_ops
+from spyglass.train.balance import BIASES, balance
 from spyglass.train.loss import IGNORED, token_loss
 from spyglass.train.masters import Masters, stored_values
-from spyglass.train.muon import Muon, MuonSettings
-from spyglass.train.places import place_loss, place_names
 from spyglass.vision.tower import angle_tables
 
 _WARM_UP = 3
@@ -31,8 +31,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one step, on the device: summed loss, number of targets, of right ones, loss of places (`train.places`, mean
-    of the cells), gradient norm, `imbalance`."""
+    """Of one step, on the device: summed loss, number of targets, of right ones, loss of places (`cell_loss`, mean of
+    the cells), gradient norm, `imbalance`."""
 
     loss: torch.Tensor
     count: torch.Tensor
@@ -185,6 +185,12 @@ class WholeTrainer:
             raise CheckpointError("the saved training state is that of another model; start anew in another folder")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
+
+
+def imbalance(loads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest share of one expert over the even share, of all layers and both kinds of rows; 1 = even."""
+    stacked = torch.stack(list(loads))
+    return (stacked.amax(dim=-1) / stacked.mean(dim=-1).clamp(min=1e-9)).amax()
 
 
 def _refuse_choosing(config: ModelConfig, capacity: Capacity) -> None:

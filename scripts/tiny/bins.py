@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scripts.tiny.cell_loss import cell_places
 from spyglass.batch.assemble import assemble
 from spyglass.batch.types import Batch, CacheView, PoolStep
 from spyglass.config.model import EngramConfig, ModelConfig, TextConfig
@@ -23,7 +24,6 @@ from spyglass.engram import hash_constants, row_ids
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.train.loss import IGNORED
 from spyglass.train.packing import Sample, Tables, fresh_pages, sequence_steps
-from spyglass.train.places import cell_places
 from spyglass.vision.aligner import cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, patch_positions
 
@@ -257,7 +257,7 @@ def device_step(
 ) -> tuple[Batch, CacheView]:
     """Batch and cache of a step laid out by `lay_out`, from its device tensors; nothing is read back to the host.
 
-    Tables and state rows are left out: the ops of `train.dense` find keys by their place in a bin.
+    Tables and state rows are left out: the ops of `dense_ops` find keys by their place in a bin.
     """
     ids_T, none = tensors["ids_T"], tensors["ids_T"].new_zeros(1)
     positions_T = tensors["positions_T"]

@@ -34,7 +34,7 @@ def some(split: Split, count: int, seed: int = 0) -> Iterator[Case]:
 def test_any_case_can_be_made_alone_and_in_any_process() -> None:
     code = (
         "from spyglass.tiny_world.cases import make_case\n"
-        "from tests.unit.tiny_world.test_cases import fingerprint\n"
+        "from scripts.tiny.tests.test_cases import fingerprint\n"
         "print(*(fingerprint(make_case(3, i, 'test')) for i in (7, 2)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.tiny.bins import Capacity, Filling, Masks, lay_out
+from scripts.tiny.dense_ops import StepState, training_ops
+from scripts.tiny.muon import MuonSettings, orthogonalise
+from scripts.tiny.trainer import WholeTrainer, imbalance
 from spyglass.config.model import ModelConfig
 from spyglass.engram import EngramStore
 from spyglass.engram.feed import EngramFeed
@@ -16,17 +20,12 @@ from spyglass.ops.table import bind_ops
 from spyglass.params.table import param_table
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
-from spyglass.quant.codec import decode, encode
-from spyglass.quant.formats import BF16, F32, FP4, Format, fp8
+from spyglass.quant.formats import F32
 from spyglass.quant.packed import Packed
-from spyglass.train.balance import BIASES, balance, imbalance
-from spyglass.train.bins import Capacity, Filling, Masks, lay_out
-from spyglass.train.dense import StepState, training_ops
+from spyglass.train.balance import BIASES, balance
 from spyglass.train.loss import step_logits, token_loss
-from spyglass.train.masters import Masters, stored_values
-from spyglass.train.muon import MuonSettings, orthogonalise
+from spyglass.train.masters import Masters
 from spyglass.train.packing import Sample, pack
-from spyglass.train.whole import WholeTrainer
 from tests.small_models import build_model, empty_model, random_text, random_weights, small_config
 from tests.small_v41 import small_store, small_v41_config
 from tests.tolerance import FLIPPED_OF_MAX, GRADIENT_OF_MAX, LAW_OF_MAX
@@ -152,19 +151,6 @@ def close_of_max(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> 
     assert (actual - expected).abs().max() <= limit * expected.abs().max()
 
 
-@pytest.mark.parametrize("format", [fp8((128, 128)), fp8((32, 32)), fp8((128, 128), "F32"), FP4, BF16, F32], ids=str)
-def test_stored_values_are_those_of_the_packed_file(format: Format) -> None:
-    source = torch.Generator().manual_seed(5)
-    for shape in ((3, 200, 96), (2, 2, 40, 320)):
-        values = (
-            torch.randn(shape, generator=source) * torch.exp(3 * torch.randn(shape[:-1], generator=source))[..., None]
-        )
-        values[..., 1, :32] = 0.0
-        values[..., 2, :32] = torch.tensor([6.0, 1.5, 448.0, 1.75]).repeat(8)
-        expected = torch.stack([decode(encode(matrix, format), torch.float32) for matrix in values.flatten(0, -3)])
-        assert torch.equal(stored_values(values, format).flatten(0, -3), expected)
-
-
 def test_one_batch_is_learned_by_heart_in_packed_weights() -> None:
     config = config_of(**QUANTISED)
     trainer = trainer_of(config, small_weights(config), SMALL, settings=MuonSettings(decay=0.0))
@@ -209,22 +195,6 @@ def test_balancing_evens_out_the_use_of_experts() -> None:
             trainer.logits(tensors)
     assert float(imbalance(trainer.state.loads)) < 0.7 * before
     assert all(load.sum(dim=1).tolist() == (2 * rows.sum(dim=1)).tolist() for load in trainer.state.loads)
-
-
-def test_a_bias_moves_by_the_rate_towards_even_use_by_its_own_kind_of_rows() -> None:
-    """Expert 0 has too many text rows, expert 1 too few pictures; by how many does not matter."""
-    text = config_of().text
-    layers, experts = text.num_hidden_layers, text.n_routed_experts
-    biases = {f"layers.{layer}{name}": torch.zeros(experts) for layer in range(layers) for name in BIASES}
-    load_2E = torch.tensor([4.0, 100.0])[:, None].repeat(1, experts)
-    load_2E[0, 0], load_2E[1, 1] = 9, 40
-    balance(biases, [load_2E] * (layers - 1) + [torch.full((2, experts), 3.0)], text, 0.25)
-    expected = torch.full((2, experts), 0.25)
-    expected[0, 0], expected[1] = -0.25, -0.25
-    expected[1, 1] = 0.25
-    for layer in range(layers):
-        moved = torch.stack([biases[f"layers.{layer}{name}"] for name in BIASES])
-        assert torch.equal(moved, expected if layer < layers - 1 else torch.zeros(2, experts)), layer
 
 
 def test_attention_over_bins_rounds_its_probabilities_as_serving_does() -> None:

@@ -1,4 +1,4 @@
-"""Differentiable ops for whole-model training on steps laid out in bins (`train.bins`).
+"""Differentiable ops for whole-model training on steps laid out in bins (`bins`).
 
 Same results as the reference ops; what differs is the shape of the work: attention is a dense product over a bin with a
 mask, all experts are one wide layer whose unchosen parts are multiplied by 0, gathers have cheap gradients, and nothing
@@ -9,33 +9,28 @@ asks the host. Rounding is straight-through: the value is rounded, the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from scripts.tiny.bins import Masks
 from spyglass.ops.fake_quant import reference as fake_quant_reference
 from spyglass.ops.fake_quant.training import straight_through
 from spyglass.ops.hyper_mix.reference import coefficients
 from spyglass.ops.linear_block.training import multiply
-from spyglass.ops.router_topk import reference as router_topk_reference
 from spyglass.ops.table import Ops, bind_ops
 from spyglass.ops.vit_attention import varlen
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
-from spyglass.train.bins import Masks
+from spyglass.train.balance import CountingRouter, ExpertLoads
 
 
 @dataclass(slots=True)
-class StepState:
-    """What the ops of one step share: its masks, set before the forward pass, and how often experts were chosen.
-
-    `real_T` bool: rows that count; `loads` float [2, E] per routed layer in order: choices of text rows, of pictures.
-    """
+class StepState(ExpertLoads):
+    """What the ops of one step share: its masks, set before the forward pass, and how often experts were chosen."""
 
     masks: Masks | None = None
-    real_T: torch.Tensor | None = None
-    loads: list[torch.Tensor] = field(default_factory=list)
 
     def begin(self, masks: Masks, real_T: torch.Tensor) -> None:
         """Start a step."""
@@ -57,7 +52,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
         "linear_block": linear.linear_block,
         "linear_grouped": linear_grouped,
         "experts_grouped": linear.experts_grouped,
-        "router_topk": Router(state),
+        "router_topk": CountingRouter(state),
         "sparse_attention": Attention(state, fused(_attend)),
         "compress_pool": fused(compress_pool),
         "hyper_mix": HyperMix(fused(coefficients)),
@@ -183,25 +178,6 @@ def linear_grouped(x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Ten
     assert addend_TGO is None, "the whole model is trained, not an adapter"
     weight_GIO = _values(weight).to(x_TGI.dtype).unflatten(0, (x_TGI.shape[1], -1)).mT
     return torch.bmm(x_TGI.transpose(0, 1), weight_GIO).transpose(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """`router_topk`, which also counts how often each expert is chosen."""
-
-    state: StepState
-
-    def __call__(
-        self, x_TC: torch.Tensor, weight_EC: torch.Tensor, *, picture_T: torch.Tensor | None = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids_TK, weights_TK = router_topk_reference.router_topk(x_TC, weight_EC, picture_T=picture_T, **options)
-        with torch.no_grad():
-            real_T = self.state.real_T
-            assert real_T is not None
-            picture = torch.zeros_like(real_T) if picture_T is None else picture_T
-            chosen_TE = torch.nn.functional.one_hot(ids_TK.long(), len(weight_EC)).sum(dim=1).float()
-            self.state.loads.append(torch.stack([real_T & ~picture, real_T & picture]).float() @ chosen_TE)
-        return ids_TK, weights_TK
 
 
 @dataclass(frozen=True, slots=True)

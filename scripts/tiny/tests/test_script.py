@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.tiny import train
+from scripts.tiny.bins import Capacity
 from scripts.tiny.feed import Feed, Source, learner_of, make_step
 from scripts.tiny.kept import MOST_USES, Kept
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
@@ -30,7 +31,6 @@ from spyglass.config.shipped import find_model
 from spyglass.params.table import param_table
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.tiny_world.cases import make_case
-from spyglass.train.bins import Capacity
 from spyglass.train.state import State, save_state
 
 CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, pictures=16, largest_picture=1800, targets=256)
@@ -99,7 +99,7 @@ def test_the_makers_of_steps_end_with_their_parent() -> None:
 import os, multiprocessing
 from pathlib import Path
 from scripts.tiny import feed
-from tests.unit.train.test_tiny_script import CAPACITY
+from scripts.tiny.tests.test_script import CAPACITY
 feed._LOOK_EVERY = 0.2
 source = feed.Source(folder=Path({str(find_model("spyglass-tiny-v4"))!r}), capacity=CAPACITY, kinds=("text",))
 made = feed.Feed(source=source, processes=1, slots=1)
