@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from spyglass.checkpoint.presets import Preset
+from spyglass.config.presets import Preset
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
 from spyglass.config.shipped import shipped_models
