@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, SamplingParams
+from spyglass.engine.sequence import Request
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
@@ -74,8 +74,9 @@ class Reply(Protocol):
 class Call:
     """One parsed request. `params` and `prompts` one per answer, in order; `adapter` None = the base model.
 
-    `form` is what each answer follows, once it is compiled. `images` counts images of the request (usage and metrics);
-    `ignored` are places of the request without effect, named in the log and in a header, never their contents.
+    `requests` is what the engine takes for each answer, once they are checked. `images` counts images of the request
+    (usage and metrics); `ignored` are places of the request without effect, named in the log and in a header, never
+    their contents.
     """
 
     model: str
@@ -84,7 +85,7 @@ class Call:
     stream: bool
     reply: Reply
     adapter: str | None = None
-    form: Form | None = None
+    requests: Sequence[Request] = ()
     images: int = 0
     ignored: tuple[str, ...] = ()
 

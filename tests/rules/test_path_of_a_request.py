@@ -1,4 +1,4 @@
-"""A chat request is followed from its first byte to a kernel and back: how many files of ours run, and how long they are.
+"""A chat request is followed from its first byte to a kernel and back: how many files of ours run, how long they are.
 
 Who wants to understand one request must read these. Of the ops, which are each other's like, one is counted. The bounds
 are what is reached; they go down, not up.
