@@ -28,7 +28,7 @@ help:
 	@echo 'make lint, format    the first part of check; mend what can be mended'
 	@echo 'make bench           benchmarks, each beside its baseline; spyglass bench --help names others'
 	@echo 'make soak            ten minutes of mixed load on a server, every answer checked'
-	@echo 'make mutants         plant faults that some test must notice'
+	@echo 'make mutants         plant faults that some test must notice: SINCE=main in the lines changed since then'
 	@echo 'make gpu             tests marked gpu, with the python that is there'
 	@echo 'make train-tiny      train the small model anew on a GPU: FAMILY=v4 or v41'
 	@echo 'make train-adapters  train the adapters that come with the small models'
@@ -83,7 +83,7 @@ train-adapters:
 	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.adapters --output runs/adapters
 
 mutants: setup
-	$(TEST_ENV) $(BIN)/python -m tests.mutants
+	$(TEST_ENV) $(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))
 
 # Ten minutes of mixed load on a live server: every answer is known beforehand, memory is watched.
 soak: setup

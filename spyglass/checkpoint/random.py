@@ -28,7 +28,7 @@ from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import Packed
 
 RANDOM_WEIGHTS = "spyglass_random_weights"  # key of config.json that says so; nothing is computed from it
-_FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
+FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
 _DRAWN_VALUES = 1 << 22
 
 
@@ -116,7 +116,7 @@ def _fp4_matrix(spec: TensorSpec, generator: torch.Generator) -> Packed:
     """Codes drawn evenly, scales of two neighbouring sizes: standard deviation about 1/sqrt(inputs)."""
     rows, columns = spec.official.storage_shape(spec.shape)
     codes = torch.empty((rows, columns), dtype=torch.uint8).random_(0, 256, generator=generator)
-    exponent = round(math.log2(1.0 / (_FP4_SPREAD * math.sqrt(spec.shape[-1])))) + 127
+    exponent = round(math.log2(1.0 / (FP4_SPREAD * math.sqrt(spec.shape[-1])))) + 127
     scale_shape = spec.official.scale_shape(spec.shape)
     assert scale_shape is not None
     scale = torch.empty(scale_shape, dtype=torch.uint8).random_(exponent - 1, exponent + 1, generator=generator)

@@ -13,7 +13,7 @@ import torch
 
 from spyglass.config.engine import read_engine_config
 from spyglass.config.model import ModelConfig
-from spyglass.config.shipped import find_adapter, find_model
+from spyglass.config.shipped import find_adapter
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import read_beside, require_fit
@@ -38,7 +38,7 @@ from spyglass.lora.names import Group
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterUse, adapter_name
-from spyglass.model import find_device, load_model
+from spyglass.model import find_device, load_model, model_folder
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -89,30 +89,17 @@ class LLM:
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
+        load: Literal["files", "dummy"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
         stated = {
-            "device": device,
-            "dtype": dtype,
-            "numerics": numerics,
-            "images": images,
-            "ops": ops,
-            "vision_graphs": vision_graphs,
-            "expand_weights": expand_weights,
-            "max_step_tokens": max_step_tokens,
-            "max_sequences": max_sequences,
-            "max_length": max_length,
-            "cache_bytes": cache_bytes,
-            "prefix_cache_bytes": prefix_cache_bytes,
-            "image_cache_bytes": image_cache_bytes,
-            "engram": engram,
-            "threads": threads,
+            name: value for name, value in locals().items() if name not in ("self", "path", "adapters", "progress")
         }
-        self._path = path = find_model(path)
-        self.name = path.resolve().name
         self.options = options = read_engine_config(stated)
+        self._path = path = model_folder(path, options.load)
+        self.name = path.resolve().name
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +116,7 @@ class LLM:
             ops=options.ops,
             vision_graphs=options.vision_graphs,
             expand=options.expand_weights,
+            load=options.load,
             progress=progress,
         )
         self.config: ModelConfig = self.loaded.config

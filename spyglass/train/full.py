@@ -26,7 +26,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.layers.build import Build
 from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
-from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, default_numerics
+from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
 from spyglass.parallel import Processes
 from spyglass.quant.codec import decode
@@ -59,7 +59,9 @@ class FullRun:
     ) -> None:
         self.config, self.device, self._options, self._processes = config, device, options, processes
         checkpoint = open_checkpoint(str(options.model))
-        numerics = default_numerics(checkpoint) if options.numerics == "auto" else options.numerics
+        numerics = options.numerics
+        if numerics == "auto":
+            numerics = "reference" if has_packed_weights(checkpoint) else "plain"
         dtype_name = "bfloat16" if options.dtype == "auto" else options.dtype
         self.dtype, self._state = DTYPES[dtype_name], StepState()
         self._engram: EngramFeed | None = None

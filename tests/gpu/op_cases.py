@@ -266,23 +266,25 @@ CASES: dict[tuple[str, str], Builder] = {
 }
 
 
-def to_device(value: Any, device: str) -> Any:
-    """The same argument with every tensor in it on `device`; always a copy, for ops that write in place."""
+def to_device(value: Any, device: str, place: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+    """The same argument with every tensor in it on `device`, where `place` copies it (some ops write in place)."""
     if isinstance(value, torch.Tensor):
-        return value.clone().to(device)
+        return place(value.to(device))
     if isinstance(value, Packed):
-        scale = None if value.scale is None else value.scale.to(device)
-        return replace(value, data=value.data.to(device), scale=scale)
+        scale = None if value.scale is None else place(value.scale.to(device))
+        return replace(value, data=place(value.data.to(device)), scale=scale)
     if isinstance(value, dict):
-        return {key: to_device(part, device) for key, part in value.items()}
+        return {key: to_device(part, device, place) for key, part in value.items()}
     return value
 
 
-def run_call(op: Callable[..., Any], call: Call, device: str) -> tuple[torch.Tensor, ...]:
+def run_call(
+    op: Callable[..., Any], call: Call, device: str, place: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> tuple[torch.Tensor, ...]:
     """The op's results on `device`, as a tuple."""
-    args = tuple(to_device(arg, device) for arg in call.args)
+    args = tuple(to_device(arg, device, place) for arg in call.args)
     with torch.inference_mode():
-        out = op(*args, **to_device(call.options, device))
+        out = op(*args, **to_device(call.options, device, place))
     if call.written is not None:
         return (args[call.written],)
     return out if isinstance(out, tuple) else (out,)
