@@ -1,8 +1,9 @@
-"""Kernels of attention on one GPU: right, and how fast. Run: `OUT=folder PYTHONPATH=. python benchmarks/gpu/attention.py`.
+"""Kernels of attention on one GPU: right, and how fast. `OUT=folder PYTHONPATH=. python benchmarks/gpu/attention.py`.
 
-Variants compile in child processes first. Each is compared with the op's reference on the GPU (pages and outputs full of
-NaN, short and empty rows, wrapped rings), then timed as replays of a CUDA graph whose launches read other pages each
-time, so that no cache holds them. `bound` is bytes / 4.3 TB/s, or FLOPs / 685 TFLOP/s. JSON goes to $OUT/attention.json.
+Variants compile in child processes first. Each is compared with the op's reference on the GPU (pages and outputs full
+of NaN, short and empty rows, wrapped rings), then timed as replays of a CUDA graph whose launches read other pages each
+time, so that no cache holds them. `bound` is bytes / 4.3 TB/s, or FLOPs / 685 TFLOP/s. JSON goes to
+$OUT/attention.json.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,13 +228,13 @@ def attention_decode(report: Report, memory: Memory) -> None:
         for numbers in variants:
             launch = launch_of(numbers)
 
-            def one(launch: Launch = launch) -> dict[str, Any]:
+            def one(launch: Launch = launch, sets: Any = sets, hard: Any = hard, wants: Any = wants) -> dict[str, Any]:
                 errors, out = [], {}
                 for turned in (False, True):
                     for case, want in zip((sets[0], *hard), wants[turned], strict=True):
                         poison()
                         errors.append(judge(run(case, launch, turned), want, 2e-2))
-                    out["fused" if turned else "plain"] = timed([lambda s=s: run(s, launch, turned) for s in sets])
+                    out["fused" if turned else "plain"] = timed([partial(run, s, launch, turned) for s in sets])
                 return {"us": out["fused"], "plain_us": out["plain"], "error": max(errors)}
 
             report.guard(f"decode {rows}", label(launch), one)
@@ -267,13 +269,14 @@ def attention_prefill(report: Report, memory: Memory) -> None:
                     wants: Any = wants,
                     case: Any = case,
                     keys: int = keys,
+                    few: Any = some,
                 ) -> dict[str, Any]:
                     out: dict[str, float] = {}
                     errors = []
                     for turned in (False, True):
                         poison()
-                        errors.append(judge(run(case, launch, turned, pooled)[some], wants[turned], 2e-2))
-                        us = timed([lambda: run(case, launch, turned, pooled)] * 3, 5)
+                        errors.append(judge(run(case, launch, turned, pooled)[few], wants[turned], 2e-2))
+                        us = timed([partial(run, case, launch, turned, pooled)] * 3, 5)
                         out["fused" if turned else "plain"] = 4 * rows * H * D * keys / us / 1e6
                     return {"tflops": out["fused"], "plain_tflops": out["plain"], "error": max(errors)}
 
@@ -527,7 +530,7 @@ def warm(part: int, parts: int) -> None:
             jobs.append(lambda n=numbers, p=pooled, t=turned: run(case, launch_of(n), t, p))
     other = edges(2, BF, False)
     for numbers, _ in dict.fromkeys(lists):
-        if numbers not in PREFILL or numbers in sum(DECODE.values(), []):
+        if numbers not in PREFILL or numbers in [n for variants in DECODE.values() for n in variants]:
             jobs += [lambda n=numbers, t=t: run(other, launch_of(n), t) for t in (True, False)]
     quiet = Report()
     quiet.guard = lambda name, what, call: jobs.append(call)  # type: ignore[method-assign]
@@ -552,26 +555,21 @@ def warm(part: int, parts: int) -> None:
 
 
 def summary(report: Report) -> None:
-    print(
-        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {time.time() - START:.0f} s, {len(report.errors)} failures"
-    )
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    print(f"\n{facts}, {time.time() - START:.0f} s, {len(report.errors)} failures")
     print("decode, 640 keys a row, norm + rope + attention + inverse rope | bound | goal | prototype (attention alone)")
     for rows in DECODE:
         found = sorted((r for r in report.rows if r["name"] == f"decode {rows}"), key=lambda r: r["us"])
-        bound = rows * (W + X) * D * 2 / 4.3e6
-        for best in found[:2]:
-            print(
-                f"  {rows:4d} rows {best['us']:7.1f} us, alone {best['plain_us']:7.1f} | {bound:5.1f} | {GOALS[rows]:5.1f} | {PROTOTYPE[rows]:5.1f}  {best['what']}  error {best['error']:.1e}"
-            )
+        known = f"{rows * (W + X) * D * 2 / 4.3e6:5.1f} | {GOALS[rows]:5.1f} | {PROTOTYPE[rows]:5.1f}"
+        for r in found[:3]:
+            print(f"  {rows:4d}: {r['us']:6.1f} us, alone {r['plain_us']:6.1f} | {known}  {r['what']} {r['error']:.0e}")
     print(
         "prefill, 4,096 queries: TFLOP/s | goals 470 (640 keys), 300 (128 keys); prototype 323, 199; FlashMLA 470, 259"
     )
     for name in dict.fromkeys(r["name"] for r in report.rows if r["name"].startswith("prefill")):
         found = sorted((r for r in report.rows if r["name"] == name), key=lambda r: -r["tflops"])
-        for best in found[:2]:
-            print(
-                f"  {name:20s} {best['tflops']:6.0f}, alone {best['plain_tflops']:6.0f}  {best['what']}  error {best['error']:.1e}"
-            )
+        for r in found[:3]:
+            print(f"  {name:20s} {r['tflops']:5.0f}, alone {r['plain_tflops']:5.0f}  {r['what']} {r['error']:.0e}")
     for prefix in ("index", "blocks", "select", "rope", "compress", "cache"):
         for row in report.rows:
             if row["name"].startswith(prefix):
@@ -580,7 +578,6 @@ def summary(report: Report) -> None:
     for error in report.errors:
         print("  FAILED", error)
     if os.environ.get("OUT"):
-        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         text = json.dumps({**facts, "rows": report.rows, "errors": report.errors}, indent=1)
         (Path(os.environ["OUT"]) / "attention.json").write_text(text, encoding="utf-8")
 

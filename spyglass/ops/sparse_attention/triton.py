@@ -1,7 +1,7 @@
 """A program per row and group of heads; few rows share their keys among several programs, and a second launch adds up.
 
 What varies on the device (window, visible entries, picks) is read there, so a graph can hold both launches; the grid
-follows from the number of rows and the two widths. Rows of a pool never wrap around: visible <= table width x page rows.
+follows from the number of rows and the two widths. Pools never wrap around: visible <= table width x page rows.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def launch_for(
     capability: tuple[int, int], processors: int, rows: int, heads: int, row_bytes: int, keys: int
 ) -> Launch:
     """By capability (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
-    step, and the most keys a row may see. Programs that share a row: enough to fill the device, at least a tile each."""
+    step, and the most keys a row may see. Programs that share a row fill the device, with a tile each at least."""
     big = capability[0] in (9, 10)
     if row_bytes > 1024:  # fp32: exact products on the plain cores
         heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
@@ -147,7 +147,7 @@ def attend(
     launch: Launch,
     turn: Turn | None,
 ) -> torch.Tensor:
-    """`sparse_attention` by this launch. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks."""
+    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks."""
     from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
 
     rows, heads, dim = q_THD.shape
