@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +18,15 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.checkpoint.dummy import dummy_folder, load_dummy
 from spyglass.checkpoint.load import LoadReport, load_into
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import Build, weight_slots
-from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.embedding import Embedding, PlainTensor
+from spyglass.layers.linear import Linear
 from spyglass.ops.table import Which, bind_ops
+from spyglass.params.table import param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
@@ -40,7 +40,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
-_NO_VECTOR = {"paired": (), "reading": ("image_pad",)}  # spans in reading order have no pads (spec v41 7.2)
 _BACKBONES: Mapping[str, Callable[[TextBuild], V4Backbone | V41Backbone]] = {
     "deepseek_v4": V4Backbone,
     "deepseek_v41": V41Backbone,
@@ -65,27 +64,26 @@ class VisionLanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
-        text, build = config.text, options.build
+        self.params = param_table(config)
+        text, build = config.text, replace(options.build, params=self.params)
+        options = replace(options, build=build)
         self.config = config
         self.options = options
-        self.embedding = Embedding("embed", text.vocab_size, text.hidden_size, build)
+        self.embedding = Embedding(build, "embed")
         self.text = _BACKBONES[config.family](_text_build(config, options))
-        head = LinearSpec(name="head", in_features=text.hidden_size, out_features=text.vocab_size, fp32_out=True)
-        self.head = Linear(head, build)
+        self.head = Linear(build, "head", fp32_out=True)
         self.vision: VisionTower | None = None
         self.aligner: Aligner | None = None
         self.vision_graphs: VisionGraphs | None = None
         self.learned = nn.ModuleDict()
         if config.vision is not None and options.pictures:
             self.vision = VisionTower(config.vision, build)
-            self.aligner = Aligner(config.vision, text.hidden_size, build)
+            self.aligner = Aligner(config.vision, build)
             if options.vision_graphs:
                 self.vision_graphs = VisionGraphs(self.vision, self.aligner, build)
             for name in _LEARNED.values():
-                if name in _NO_VECTOR[config.vision.layout]:
-                    continue
-                spec = PlainSpec(name=name, shape=(text.hidden_size,), dtype=build.dtype)
-                self.learned[name] = PlainTensor(spec, build)
+                if name in build.params:
+                    self.learned[name] = PlainTensor(build, name, build.dtype)
         self._streams = text.hc_mult
         self._dtype = build.dtype
 
@@ -236,7 +234,7 @@ def load_model(
     model = VisionLanguageModel(config, options)
     model.eval()
     if checkpoint is None:
-        report = load_dummy(model.slots(), expected_tensors(config), place, progress=progress)
+        report = load_dummy(model.slots(), model.params, place, progress=progress)
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
         report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)

@@ -18,11 +18,11 @@ from typing import Literal
 
 from spyglass.checkpoint.match import Source, match, part_of
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.table import param_table
 from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
@@ -176,7 +176,7 @@ def require_room(
         CapacityError: they do not fit.
     """
     config = read_model_config(path)
-    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), expected_tensors(config)).sources)
+    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), param_table(config)).sources)
     left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)

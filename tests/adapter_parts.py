@@ -13,8 +13,8 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import group_of
 from spyglass.lora.use import AdapterUse
+from spyglass.params.targets import group_of
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from spyglass.quant.codec import decode

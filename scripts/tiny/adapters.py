@@ -35,10 +35,11 @@ from spyglass.checkpoint.layout import Spelling
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
 from spyglass.errors import DeviceError, SpyglassError
-from spyglass.lora.names import Group, describe_counts
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import find_device
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import describe_counts
 from spyglass.tiny_world.words import Variant
 from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
@@ -63,7 +64,7 @@ class Recipe:
     name: str
     family: Family
     variant: Variant
-    targets: tuple[Group, ...]
+    targets: tuple[AdapterGroup, ...]
     rank: int
     minutes: float
     rate: float = 3e-3

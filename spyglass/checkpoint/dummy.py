@@ -21,9 +21,9 @@ from tqdm import tqdm
 from spyglass.checkpoint.load import LoadReport
 from spyglass.checkpoint.presets import PRESETS
 from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
-from spyglass.checkpoint.schema import TensorSpec
 from spyglass.config.shipped import find_model
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed, WeightSlot, empty_packed
 
@@ -52,7 +52,7 @@ def dummy_folder(name_or_path: str | os.PathLike[str]) -> Path:
 
 def load_dummy(
     slots: Iterable[WeightSlot],
-    specs: Mapping[str, TensorSpec],
+    specs: Mapping[str, Param],
     device: torch.device,
     *,
     gate_skew: float = 0.0,
@@ -84,11 +84,11 @@ def load_dummy(
     )
 
 
-def _drawn(slot: WeightSlot, spec: TensorSpec, banks: _Banks, device: torch.device) -> Packed:
+def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -> Packed:
     if spec.kind == "index" or math.prod(slot.shape) <= _SMALL:
         return random_tensor(slot.name, spec, seed=0)
-    placed = None if slot.place is None else slot.place(spec.official)
-    packed = empty_packed(spec.official, slot.shape, device) if placed is None else placed
+    placed = None if slot.place is None else slot.place(spec.format)
+    packed = empty_packed(spec.format, slot.shape, device) if placed is None else placed
     banks.fill(slot.name, packed)
     return packed
 

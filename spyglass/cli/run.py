@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     questions = [] if args.batch else _questions(args.question)
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
     from spyglass.engine import LLM, SamplingParams
-    from spyglass.lora.names import describe_counts
+    from spyglass.params.targets import describe_counts
 
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)

@@ -34,11 +34,11 @@ from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
-from spyglass.lora.names import Group
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterUse, adapter_name
 from spyglass.model import find_device, load_model, model_folder
+from spyglass.params.declared import AdapterGroup
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -271,7 +271,7 @@ class LLM:
         """
         return NO_ADAPTER if name is None else self.lora.use(name)
 
-    def adapter_counts(self, name: str) -> Mapping[Group, int]:
+    def adapter_counts(self, name: str) -> Mapping[AdapterGroup, int]:
         """Modules of an adapter by group. Raises AdapterError as `adapter_use`."""
         return self.lora[name].counts
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from spyglass.ops.native import refuse_scales
 from spyglass.ops.table import Ops
+from spyglass.params.table import ParamTable
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
@@ -24,12 +25,16 @@ def run_part(part: torch.nn.Module, *inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive."""
+    """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
+
+    `params`: where modules find the shapes of their parameters; a model puts in the table of its configuration.
+    """
 
     ops: Ops
     device: torch.device
     dtype: torch.dtype
     expand: bool = False
+    params: ParamTable = field(default_factory=dict)
 
     def hold(self, name: str, weight: Packed) -> Packed:
         """The weight as the model keeps it: on the device, packed as found unless `expand` asks for plain numbers.

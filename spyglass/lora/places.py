@@ -9,7 +9,8 @@ from torch import nn
 
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
-from spyglass.lora.names import Group, group_of, split_expert
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import group_of, split_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +25,19 @@ class Places:
         """(groups, in, out of all groups) of a module, None if the model has no such module that takes an adapter."""
         if name in self.linears:
             linear = self.linears[name]
-            groups = linear.groups if isinstance(linear, GroupedLinear) else 1
-            return groups, linear.spec.in_features, groups * linear.spec.out_features
+            return linear.groups, linear.in_features, linear.out_features
         expert = split_expert(name)
         if expert is None or expert[0] not in self.experts:
             return None
-        spec = self.experts[expert[0]].spec
-        if expert[1] >= spec.num_experts:
+        experts = self.experts[expert[0]]
+        if expert[1] >= experts.num_experts:
             return None
-        return (1, spec.width, spec.hidden) if expert[2] == "w2" else (1, spec.hidden, spec.width)
+        return (1, experts.width, experts.hidden) if expert[2] == "w2" else (1, experts.hidden, experts.width)
 
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer."""
-        return max((experts.spec.num_experts for experts in self.experts.values()), default=0)
+        return max((experts.num_experts for experts in self.experts.values()), default=0)
 
     def device(self, name: str) -> torch.device:
         """Where a module computes; `name` as in `linears` or `experts`."""
@@ -47,8 +47,7 @@ class Places:
         """The bank of a linear map, made if there is none."""
         linear = self.linears[name]
         if not isinstance(linear.adapter, LinearBank):
-            groups = linear.groups if isinstance(linear, GroupedLinear) else 1
-            linear.adapter = LinearBank(linear.build.ops.lora_delta, self.dropout, groups)
+            linear.adapter = LinearBank(linear.build.ops.lora_delta, self.dropout, linear.groups)
         return linear.adapter
 
     def experts_bank(self, name: str) -> ExpertsBank:
@@ -67,7 +66,7 @@ class Places:
                 if not bank.slots:
                     place.adapter = None
 
-    def names(self, group: Group) -> list[str]:
+    def names(self, group: AdapterGroup) -> list[str]:
         """Names of the places of a group; the experts of a layer are one place."""
         if group == "experts":
             return list(self.experts)
@@ -78,8 +77,8 @@ def find_places(model: nn.Module) -> Places:
     """Every linear map of a model that an adapter may change."""
     places = Places()
     for module in model.modules():
-        if isinstance(module, Linear | GroupedLinear) and group_of(module.spec.name) is not None:
-            places.linears[module.spec.name] = module
+        if isinstance(module, Linear | GroupedLinear) and group_of(module.name) is not None:
+            places.linears[module.name] = module
         elif isinstance(module, Experts):
-            places.experts[module.spec.name] = module
+            places.experts[module.name] = module
     return places

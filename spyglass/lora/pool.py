@@ -18,10 +18,11 @@ from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import Group, split_expert
 from spyglass.lora.new import TRAINED_SLOT
 from spyglass.lora.places import Places, find_places
 from spyglass.lora.use import AdapterUse
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import split_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Attached:
     """An adapter in the banks, and its modules per group."""
 
     use: AdapterUse
-    counts: Mapping[Group, int]
+    counts: Mapping[AdapterGroup, int]
 
 
 class AdapterPool:
@@ -131,7 +132,7 @@ def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> Non
             rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
             places.linear_bank(name).put(slot, rows)
         for layer, matrices in experts.items():
-            count, device = places.experts[layer].spec.num_experts, places.device(layer)
+            count, device = places.experts[layer].num_experts, places.device(layer)
             parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
             places.experts_bank(layer).put(slot, parts)
     except (RuntimeError, MemoryError) as error:  # what allocators raise

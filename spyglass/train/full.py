@@ -19,7 +19,6 @@ from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.match import match
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
-from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
@@ -29,6 +28,7 @@ from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, 
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
 from spyglass.parallel import Processes
+from spyglass.params.table import Param, param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
 from spyglass.train.balance import BIASES, balance
@@ -70,7 +70,7 @@ class FullRun:
         ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=Router(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
-        specs = {name: spec for name, spec in expected_tensors(config).items() if spec.kind != "table"}
+        specs = {name: spec for name, spec in param_table(config).items() if spec.kind != "table"}
         stored: dict[str, Packed] = {}
         slots = [
             WeightSlot(name, spec.shape, spec.kind, partial(stored.__setitem__, name), spec.optional)
@@ -78,7 +78,7 @@ class FullRun:
         ]
         load_into(slots, checkpoint, progress=progress)
 
-        def initial(name: str, spec: TensorSpec) -> torch.Tensor:
+        def initial(name: str, spec: Param) -> torch.Tensor:
             if name not in stored:  # an optional bias that the file does not have
                 return torch.zeros(spec.shape)
             return stored[name].data if spec.kind == "index" else decode(stored[name], torch.float32)

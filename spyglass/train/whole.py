@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
+from spyglass.params.table import Param, param_table
 from spyglass.train.balance import BIASES, balance, imbalance
 from spyglass.train.bins import Capacity, cells_of, device_step, masks_of, picture_rows
 from spyglass.train.dense import StepState, training_ops
@@ -55,7 +55,7 @@ class WholeTrainer:
         self,
         config: ModelConfig,
         capacity: Capacity,
-        initial: Callable[[str, TensorSpec], torch.Tensor],
+        initial: Callable[[str, Param], torch.Tensor],
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
@@ -70,13 +70,13 @@ class WholeTrainer:
         ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
         build = Build(ops=ops, device=place, dtype=dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics))
-        self.masters = masters(self.model, expected_tensors(config), initial, fixed=BIASES)
+        self.masters = masters(self.model, param_table(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)
         self.balance_rate = torch.zeros((), device=place)
         self.place_rate = torch.zeros((), device=place)
         self._place_names = place_names(config.text.hidden_size, place)
         self._tables = {
-            int(name.split(".")[1]): stored_values(value, self.masters.specs[name].official).to(dtype)
+            int(name.split(".")[1]): stored_values(value, self.masters.specs[name].format).to(dtype)
             for name, value in self.masters.fixed.items()
             if name.endswith(".engram.embed")
         }

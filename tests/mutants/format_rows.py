@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, faults
 
 FORMAT_ROWS: list[Mutant] = [
-    *faults("spyglass/checkpoint/names.py", "tests/unit/checkpoint/test_names.py",
+    *faults("spyglass/params/declared.py", "tests/unit/checkpoint/test_names.py",
+        ("gate and up of experts exchanged", "_matrix(\"w1\", \"gate_proj\"", "_matrix(\"w1\", \"up_proj\"")),
+    *faults("spyglass/params/hf_names.py", "tests/unit/checkpoint/test_names.py",
         ("w3 stacked before w1", "\"w1\": (\"gate_up_proj\", 0, 2), \"w3\": (\"gate_up_proj\", 1, 2)", "\"w1\": (\"gate_up_proj\", 1, 2), \"w3\": (\"gate_up_proj\", 0, 2)"),
-        ("gate and up of experts exchanged", "\"w1\": \"gate_proj\", \"w2\": \"down_proj\", \"w3\": \"up_proj\"}", "\"w1\": \"up_proj\", \"w2\": \"down_proj\", \"w3\": \"gate_proj\"}"),
         ("scales keep their native ending", "\".scale\": \".weight_scale_inv\"", "\".scale\": \".scale\"")),
     *faults("spyglass/checkpoint/match.py", "tests/unit/checkpoint/test_load.py",
         ("stacked halves interleaved", "start = header.start + nbytes * (part.expert * part.parts + part.part)", "start = header.start + nbytes * (part.part * experts + part.expert)")),

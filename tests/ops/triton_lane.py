@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 from spyglass.ops.gpu import SHARED_MEMORY
+from tests.ops.call import Source, poisoned, run_call
+from tests.ops.cases import CASES
 
 OPS_FOLDER = Path(__file__).resolve().parents[2] / "spyglass" / "ops"
 GENERATIONS = tuple(SHARED_MEMORY)
+Results = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,28 +185,16 @@ def interpret() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def interpreted(op: str, case: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def interpreted(op: str, case: str, dtype: torch.dtype, rows: int) -> tuple[Results, Results]:
     """Results of the kernel and of the reference for one case, in a process that called `interpret`."""
     from triton.runtime import driver
 
-    from tests.gpu.op_cases import CASES, Source, run_call
-
     driver.set_active(_Driver(90))
-    call = CASES[op, case](Source(dtype))
-    expected = run_call(getattr(_module(op, "reference"), op), call, "cpu")
-    return run_call(getattr(_module(op, "triton"), op), call, "cpu", poisoned), expected
+    call = CASES[op, case](Source(dtype, rows))
+    expected = run_call(getattr(_module(op, "reference"), op), call)
+    return run_call(getattr(_module(op, "triton"), op), call, place=poisoned), expected
 
 
 @cache
 def _module(op: str, name: str) -> ModuleType:
     return importlib.import_module(f"spyglass.ops.{op}.{name}")
-
-
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, and NaN (or very large integers) before and behind them in memory."""
-    margin = 64
-    poison = float("nan") if tensor.dtype.is_floating_point else (tensor.dtype.itemsize == 1 or 1 << 30)
-    whole = torch.full((tensor.numel() + 2 * margin,), poison, dtype=tensor.dtype, device=tensor.device)
-    inside = whole[margin : margin + tensor.numel()].view(tensor.shape)
-    inside.copy_(tensor)
-    return inside

@@ -18,24 +18,25 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "quant": {"errors"},
     "config": {"errors", "quant"},
+    "params": {"errors", "config", "quant"},
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "config"},
-    "checkpoint": {"errors", "config", "quant"},
+    "checkpoint": {"errors", "params", "config", "quant"},
     "engram": {"errors", "config", "quant", "checkpoint"},
-    "plan": {"errors", "config", "quant", "checkpoint"},
+    "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
-    "layers": {"errors", "quant", "ops", "parallel"},
+    "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "model": {
-        "errors", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
+        "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
-    "lora": {"errors", "config", "quant", "checkpoint", "ops", "layers"},
-    "engine": {"errors", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
+    "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
+    "engine": {"errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
     "train": {
-        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers", "vision",
-        "model", "lora",
+        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers",
+        "vision", "model", "lora",
     },
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
@@ -51,7 +52,7 @@ ROOMS |= {
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
-NO_TORCH = {"errors", "config", "prompt"}  # rooms that a front end without torch can load
+NO_TORCH = {"errors", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 
 def files() -> list[Path]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from spyglass.errors import AdapterError
-from spyglass.lora.names import check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import AdapterUse
 from spyglass.lora.write import write_adapter
+from spyglass.params.targets import check_targets, describe_counts
 from tests.adapter_parts import Small, logits_together, small
 from tests.tolerance import assert_law
 
@@ -101,7 +101,7 @@ def test_dropout_is_off_unless_it_is_set_and_keeps_the_mean(world: Small) -> Non
     linear = find_places(model).linears["aligner.w1"]
     with torch.no_grad():
         adapter.parameters["aligner.w1.lora_B"].normal_()
-    x, slots = torch.randn(1, linear.spec.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
+    x, slots = torch.randn(1, linear.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
     with torch.no_grad():
         plain = linear(x, slots)
         assert torch.equal(linear(x, slots), plain)

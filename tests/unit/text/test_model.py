@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
+from spyglass.params.table import param_table
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed
@@ -48,7 +48,7 @@ def one_step(model: VisionLanguageModel, tokens: Any) -> Any:
 def test_the_model_wants_exactly_the_tensors_of_the_layout(changes: dict[str, Any]) -> None:
     config = small_config(**changes)
     wanted = {slot.name: (slot.shape, slot.kind, slot.optional) for slot in empty_model(config).slots()}
-    layout = {name: (spec.shape, spec.kind, spec.optional) for name, spec in expected_tensors(config).items()}
+    layout = {name: (spec.shape, spec.kind, spec.optional) for name, spec in param_table(config).items()}
     assert wanted == layout
 
 

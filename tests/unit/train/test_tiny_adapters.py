@@ -24,11 +24,11 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.names import GROUPS, UNTRAINABLE, count_groups
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.write import write_adapter
 from spyglass.model import load_model
+from spyglass.params.targets import GROUPS, UNTRAINABLE, count_groups
 from spyglass.tiny_world.cases import make_case
 from spyglass.train.bins import Capacity, Filling, lay_out
 from spyglass.train.loss import step_logits

@@ -25,9 +25,9 @@ from scripts.tiny.kept import MOST_USES, Kept
 from scripts.tiny.models import FAMILIES, NAMES, Family, tiny_config
 from scripts.tiny.tokenizer import POINTING, VOCAB_SIZE
 from scripts.tiny.train import Options, rate_at
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config import parse_model_config
 from spyglass.config.shipped import find_model
+from spyglass.params.table import param_table
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.tiny_world.cases import make_case
 from spyglass.train.bins import Capacity
@@ -180,12 +180,12 @@ def test_shipped_models_are_small_and_of_the_official_shape(family: Family) -> N
     assert (text.head_dim, text.qk_rope_head_dim, text.sliding_window, text.hc_mult) == (512, 64, 128, 4)
     ratios = {plan.ratio for plan in text.layers}
     assert ratios == ({0, 4, 128} if family == "v4" else {0, 1, 2})
-    names = expected_tensors(config)
+    names = param_table(config)
     for part in (".tid2eid",) if family == "v4" else (".engram.wkv", ".engram.embed"):
         assert any(name.endswith(part) for name in names)
     assert any(name.endswith("bias_vl") for name in names) and any(".indexer." in name for name in names)
-    assert {names[f"layers.0.ffn.experts.0.{w}"].official.name for w in ("w1", "w2", "w3")} == {"fp4"}
-    assert names["layers.0.attn.wq_b"].official.name == "fp8"
+    assert {names[f"layers.0.ffn.experts.0.{w}"].format.name for w in ("w1", "w2", "w3")} == {"fp4"}
+    assert names["layers.0.attn.wq_b"].format.name == "fp8"
 
 
 def test_the_rate_rises_holds_and_ends_at_zero() -> None:

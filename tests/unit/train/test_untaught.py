@@ -12,9 +12,9 @@ from scripts.tiny.models import FAMILIES, NAMES, Family
 from scripts.tiny.pairs import weights_of
 from scripts.tiny.train import write_checkpoint
 from scripts.tiny.untaught import APART, set_apart
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
+from spyglass.params.table import param_table
 from tests.unit.train.test_whole import SMALL, config_of, small_weights, trainer_of
 
 
@@ -22,7 +22,7 @@ from tests.unit.train.test_whole import SMALL, config_of, small_weights, trainer
 def test_no_two_rows_of_a_shipped_head_are_one(family: Family) -> None:
     folder = find_model(NAMES[family])
     config = read_model_config(folder)
-    head_VD = weights_of(folder, config)("head", expected_tensors(config)["head"])
+    head_VD = weights_of(folder, config)("head", param_table(config)["head"])
     alike_VV = normalize(head_VD - head_VD.mean(dim=0)) @ normalize(head_VD - head_VD.mean(dim=0)).T
     assert alike_VV.fill_diagonal_(0).max() < 0.99
 

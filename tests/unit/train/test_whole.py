@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.engram import EngramStore
 from spyglass.engram.feed import EngramFeed
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import param_table
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
 from spyglass.quant.codec import decode, encode
@@ -117,7 +117,7 @@ def test_bins_give_the_logits_and_gradients_of_the_defining_ops(config: ModelCon
         feed = EngramFeed(rounded_store(config), device=torch.device("cpu"), dtype=torch.float32)
     step = pack(order, config, dtype=torch.float32, engram=feed)
     model = empty_model(config, expand=False)
-    masters = Masters(model, expected_tensors(config), initial_of(weights), fixed=BIASES)
+    masters = Masters(model, param_table(config), initial_of(weights), fixed=BIASES)
     masters.deliver()
     expected = step_logits(model, step)
     count = len(expected)

@@ -1,4 +1,4 @@
-"""One reversible table between native checkpoint names and those of Hugging Face Transformers (spec v4 2.2, 2.3).
+"""Native checkpoint names to those of Hugging Face Transformers and back (spec v4 2.2, 2.3), from `declared`.
 
 Modules map one to one; the experts have a second spelling in which Transformers stacks all of them into two tensors:
 `gate_up_proj` [E, 2F, C] (w1 rows first, then w3) and `down_proj` [E, C, F]. Whole names are looked up, never suffixes:
@@ -7,56 +7,21 @@ Modules map one to one; the experts have a second spelling in which Transformers
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-TOP_LEVEL = {
-    "embed": "model.embed_tokens",
-    "head": "lm_head",
-    "norm": "model.norm",
-    "hc_head_fn": "model.hc_head.hc_fn",
-    "hc_head_base": "model.hc_head.hc_base",
-    "hc_head_scale": "model.hc_head.hc_scale",
-    "image_start": "model.image_start",
-    "image_end": "model.image_end",
-    "image_newline": "model.image_newline",
-    "image_pad": "model.image_pad",
-}
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "hc_attn_fn": "attn_hc.fn",
-    "hc_attn_base": "attn_hc.base",
-    "hc_attn_scale": "attn_hc.scale",
-    "hc_ffn_fn": "ffn_hc.fn",
-    "hc_ffn_base": "ffn_hc.base",
-    "hc_ffn_scale": "ffn_hc.scale",
-    "attn.attn_sink": "self_attn.sinks",
-    "attn.wq_a": "self_attn.q_a_proj",
-    "attn.q_norm": "self_attn.q_a_norm",
-    "attn.wq_b": "self_attn.q_b_proj",
-    "attn.wkv": "self_attn.kv_proj",
-    "attn.kv_norm": "self_attn.kv_norm",
-    "attn.wo_a": "self_attn.o_a_proj",
-    "attn.wo_b": "self_attn.o_b_proj",
-    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
-    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
-    "attn.compressor.ape": "self_attn.compressor.position_bias",
-    "attn.compressor.norm": "self_attn.compressor.kv_norm",
-    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
-    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
-    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
-    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
-    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
-    "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
-    "ffn.gate": "mlp.gate",
-    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
-    "ffn.gate.bias_vl": "mlp.gate.e_score_correction_bias_vl",
-    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
-    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
-    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
-    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
-}
-EXPERT = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+from spyglass.params import declared
+from spyglass.params.declared import MODEL, TOWER, Declared
+
+
+def _modules(section: Iterable[Declared]) -> dict[str, str]:
+    """Native to Transformers name of each module and plain tensor."""
+    return {one.name.removesuffix(".weight"): one.hf_name.removesuffix(".weight") for one in section}
+
+
+TOP_LEVEL = _modules(MODEL) | {name: hf for name, hf in _modules(TOWER).items() if name.startswith("image_")}
+LAYER = _modules(declared.LAYER)
+EXPERT = _modules(declared.EXPERT)
 STACKED = {"w1": ("gate_up_proj", 0, 2), "w3": ("gate_up_proj", 1, 2), "w2": ("down_proj", 0, 1)}
 SUFFIXES = {".weight": ".weight", ".scale": ".weight_scale_inv"}
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
