@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
+from spyglass.ops.gpu import processors
 from spyglass.ops.index_topk import reference
 
 _SCORES_AT_ONCE = 1 << 26
@@ -103,7 +104,7 @@ def score(
     together, keys = (1, 64) if wide or num_rows <= 256 or blocks_TY is not None else (2, 128)
     keys = max(keys, group)
     tiles, programs = -(-candidates // keys), -(-num_rows // together)
-    shares = max(1, min(tiles, -(-4 * _processors(q_TNI) // programs)))
+    shares = max(1, min(tiles, -(-4 * processors(q_TNI.device) // programs)))
     score_entries[(programs * shares,)](
         q_TNI.contiguous(),
         weights_TN.contiguous(),
@@ -181,7 +182,3 @@ def select(
         SPARE=spare,
         num_warps=8 if large <= _SMALL else 16,
     )
-
-
-def _processors(x: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2

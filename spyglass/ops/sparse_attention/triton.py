@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
+from spyglass.ops.gpu import generation, processors
 from spyglass.ops.sparse_attention import reference
 
 _LOG2_E = 1.4426950408889634
@@ -104,37 +105,23 @@ def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor 
 
 def choose(q_THD: torch.Tensor, window_width: int, pool_width: int) -> Launch:
     """The launch for rows of this kind; `spyglass/ops/sparse_attention/triton.py` is the only place that knows."""
-    device = torch.cuda.get_device_properties(q_THD.device)
-    wide = q_THD.shape[-1] * q_THD.element_size()
-    return launch_for(
-        (device.major, device.minor),
-        device.multi_processor_count,
-        len(q_THD),
-        q_THD.shape[1],
-        wide,
-        window_width + pool_width,
-    )
+    wide, keys = q_THD.shape[-1] * q_THD.element_size(), window_width + pool_width
+    return launch_for(generation(), processors(q_THD.device), len(q_THD), q_THD.shape[1], wide, keys)
 
 
-def launch_for(
-    capability: tuple[int, int], processors: int, rows: int, heads: int, row_bytes: int, keys: int
-) -> Launch:
-    """By capability (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
+def launch_for(arch: int, num_processors: int, rows: int, heads: int, row_bytes: int, keys: int) -> Launch:
+    """By generation (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
     step, and the most keys a row may see. Programs that share a row fill the device, with a tile each at least."""
-    big = capability[0] in (9, 10)
+    big = arch in (90, 100)
     if row_bytes > 1024:  # fp32: exact products on the plain cores
         heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
-    elif big:
+    elif big and rows * -(-keys // 64) >= num_processors:
         heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 3
-    elif capability == (8, 0):
-        heads_at_once, keys_at_once, warps, stages = 32, 32, 4, 2
     else:
-        heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 2
-    if big and row_bytes <= 1024 and rows * -(-keys // keys_at_once) < processors:
-        heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 2
+        heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 1
     heads_at_once = min(heads_at_once, max(16, 1 << (heads - 1).bit_length()))
     groups, tiles = -(-heads // heads_at_once), max(1, -(-keys // keys_at_once))
-    splits = max(1, min(processors // max(1, rows * groups), tiles, _MOST_SPLITS))
+    splits = max(1, min(num_processors // max(1, rows * groups), tiles, _MOST_SPLITS))
     return Launch(heads=heads_at_once, keys=keys_at_once, splits=splits, warps=warps, stages=stages)
 
 
@@ -163,7 +150,7 @@ def attend(
     turned = 0 if turn is None else 2 * turn.cos_TR.shape[-1]
     eps = None if turn is None else turn.norm_eps
     norm = 0 if turn is None or eps is None else 2 if turn.stepwise else 1
-    pdl = split and q_THD.is_cuda and torch.cuda.get_device_capability(q_THD.device)[0] >= 9
+    pdl = split and q_THD.device.type != "cpu" and generation() >= 90  # the interpreter has none
     attend_share[(rows * -(-heads // launch.heads) * splits,)](
         q_THD,
         window_NBD,
@@ -180,7 +167,6 @@ def attend(
         sin,
         shares,
         part,
-        (window_NBD.data_ptr() - pool_NBD.data_ptr()) // q_THD.element_size(),
         scale * _LOG2_E,
         table_SP.shape[1],
         pool_table_SP.shape[1],

@@ -1,8 +1,7 @@
 """The kernels behind `triton.py`; importing it needs Triton.
 
 A program holds one query row, a group of its heads and a share of its keys. Window rows and compressed rows come in one
-loop over tiles of keys: `delta` is the distance of the window's pages from the compressed rows' in elements, so that a
-tile of either is loaded by the same instruction. Softmax is the usual online one, in powers of two, p relative to the
+loop over tiles of keys; a tile is of either kind. Softmax is the usual online one, in powers of two, p relative to the
 largest logit so far. Shares of one row are put together by a second kernel, which also adds the sink.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_VARYING = ("table_width", "pool_table_width", "pick_width", "splits", "delta", "scale")
+_VARYING = ("table_width", "pool_table_width", "pick_width", "splits")
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -31,7 +30,6 @@ def attend_share(
     sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
     part_ptr: tl.tensor,
-    delta: tl.int64,
     scale: tl.float32,
     table_width: tl.int32,
     pool_table_width: tl.int32,
@@ -98,9 +96,6 @@ def attend_share(
     top = tl.full([HEADS], -1e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, DIM], tl.float32)
-    keys_ptr = window_ptr
-    if POOL_PAGE > 0:
-        keys_ptr = pool_ptr
     for tile in tl.range(first, last, num_stages=STAGES):
         at, ok = _locate(
             tile,
@@ -114,13 +109,15 @@ def attend_share(
             picks_ptr,
             pick_width,
             visible,
-            delta,
             DIM,
             WINDOW_PAGE,
             POOL_PAGE,
             PICKS,
             KEYS,
         )
+        keys_ptr = window_ptr
+        if POOL_PAGE > 0:
+            keys_ptr = tl.where(tile < window_tiles, window_ptr, pool_ptr)
         keys = tl.load(keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None], other=0.0)
         logit = tl.dot(q, tl.trans(keys), input_precision="ieee")
         logit = tl.where(ok[None, :], logit * scale, float("-inf"))
@@ -210,7 +207,6 @@ def _locate(
     picks_ptr: tl.tensor,
     pick_width: tl.tensor,
     visible: tl.tensor,
-    delta: tl.tensor,
     DIM: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
@@ -231,7 +227,7 @@ def _locate(
             entry = tl.load(picks_ptr + entry, mask=(entry >= 0) & (entry < pick_width), other=-1)
         chosen = (entry >= 0) & (entry < visible)
         page = tl.load(pool_table_ptr + entry // POOL_PAGE, mask=chosen, other=0).to(tl.int64)
-        at = tl.where(tile < window_tiles, at + delta, (page * POOL_PAGE + entry % POOL_PAGE) * DIM)
+        at = tl.where(tile < window_tiles, at, (page * POOL_PAGE + entry % POOL_PAGE) * DIM)
         ok = ok | chosen
     return at, ok
 

@@ -1,0 +1,15 @@
+"""Heads, stored rows, index queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.ops.triton_lane import Launch, meta
+
+
+def launches() -> Iterator[Launch]:
+    tables = meta(128, 32, dtype=torch.float32), meta(128, 32, dtype=torch.float32)
+    for shape in ((128, 64, 512), (128, 512), (128, 64, 128), (128, 32, 128), (128, 128)):
+        yield Launch(args=(meta(*shape), *tables), options={"inverse": shape == (128, 64, 512)})
