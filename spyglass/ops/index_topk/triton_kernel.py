@@ -225,7 +225,7 @@ def _from_registers(
     if INDIRECT:
         number = tl.load(from_ptr + c, mask=c < limit, other=0)
     key = _key(tl.load(scores_ptr + number, mask=c < limit, other=float("-inf")).to(tl.float32), BITS)
-    key = tl.where(number == pinned, (1 << BITS) - 1, key.to(tl.int64)).to(tl.uint32)
+    key = tl.where(number == pinned, tl.full([], (1 << BITS) - 1, tl.uint32), key)
     bar, quota, above = _bisect(key, k, BITS)
     equal = key == bar  # absent ones equal a bar of 0, of which none are wanted
     better = key > bar
@@ -296,7 +296,7 @@ def _key(score: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     key = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
     if BITS == 16:
         key = key >> 16
-    return tl.where(score == float("-inf"), 0, key.to(tl.int64)).to(tl.uint32)
+    return tl.where(score == float("-inf"), tl.full([], 0, tl.uint32), key)
 
 
 @triton.jit
@@ -314,10 +314,13 @@ def _bisect(key: tl.tensor, k: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor
 
 @triton.jit
 def _places(better: tl.tensor, equal: tl.tensor, quota: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Where each candidate is listed, and which are: all better ones and the first `quota` equal ones, in order."""
-    both = tl.cumsum(better.to(tl.int64) + (equal.to(tl.int64) << 32), 0)
-    num_better = (both & 0xFFFFFFFF).to(tl.int32)
-    num_equal = (both >> 32).to(tl.int32)
+    """Where each candidate is listed, and which are: all better ones and the first `quota` equal ones, in order.
+
+    Both counts go through one sum: at most 32,768 candidates, fewer than that of them better.
+    """
+    both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    num_better = both & 0xFFFF
+    num_equal = (both >> 16) & 0xFFFF
     return num_better + tl.minimum(num_equal, quota) - 1, better | (equal & (num_equal <= quota))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.ops.triton_lane import Launch, meta
+from tests.ops.triton_lane import GENERATIONS, Launch, meta
 
 
 def launches() -> Iterator[Launch]:
@@ -15,8 +15,8 @@ def launches() -> Iterator[Launch]:
         for page, picks in ((64, 512), (4, 0), (0, 0)):
             if page == 0 and rows == 32:
                 continue
-            yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, picks), may_spill=(90, 100))
-    yield Launch(args=_window(1, torch.float32), options=_pool(1, 64, 512, torch.float32), may_spill=(80, 86, 89, 90))
+            yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, picks), may_spill=GENERATIONS)
+    yield Launch(args=_window(1, torch.float32), options=_pool(1, 64, 512, torch.float32), may_spill=GENERATIONS)
 
 
 def _window(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
