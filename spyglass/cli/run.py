@@ -194,7 +194,7 @@ class _Talk:
 
 def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
     usage = output.usage
-    pictures = f" ({usage.picture_tokens} of pictures)" if images else ""
+    pictures = f" ({usage.image_tokens} of pictures)" if images else ""
     told = f"prompt {usage.prompt_tokens} tokens{pictures}, first token after {times[0] - started:.2f} s"
     told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
     if len(times) > 1:

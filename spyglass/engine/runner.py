@@ -16,10 +16,10 @@ from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts, sl
 from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import ModelConfig
-from spyglass.engine.blocks import Blocks
-from spyglass.engine.image_cache import ImageCache, Key
-from spyglass.engine.prefix import PrefixCache
-from spyglass.engine.sampler import Drawn
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.images import ImageCache, Key
+from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.sampler import SampledTokens
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
@@ -56,28 +56,28 @@ class StepOutput:
 
 
 class Runner:
-    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`.
+    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `allocator`.
 
-    `banned` int64 ids are never the likeliest.
+    `banned` int64 ids are never chosen.
     """
 
     def __init__(
         self,
         model: ModelParts,
         config: ModelConfig,
-        blocks: Blocks,
+        allocator: CacheAllocator,
         device: torch.device,
         banned: torch.Tensor,
         *,
         prefixes: PrefixCache,
-        pictures: ImageCache,
+        images: ImageCache,
         engram: EngramFeed | None = None,
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
-        self._prefixes, self._pictures = prefixes, pictures
+        self._prefixes, self._image_cache = prefixes, images
         self._banned_V = torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
         self._banned_V[banned] = True
-        self._model, self._config, self._blocks, self._device = model, config, blocks, device
+        self._model, self._config, self._allocator, self._device = model, config, allocator, device
         self._engram = engram
 
     def run(self, chunks: Sequence[Chunk]) -> StepOutput:
@@ -88,9 +88,9 @@ class Runner:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         start = np.array([chunk.start for chunk in chunks], np.int64)
         stop = np.array([chunk.stop for chunk in chunks], np.int64)
-        places = [self._prefixes.places(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        places = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
         resumable = [(seq, place) for seq, each in enumerate(places) for place in each]
-        self._blocks.extend(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
+        self._allocator.allocate(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
         image_rows, image_index_T = _image_rows(chunks, pictures)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
@@ -100,7 +100,7 @@ class Runner:
             kinds_T=_kinds(chunks) if any(pictures) else np.full(sum(counts), TokenKind.TEXT, np.int8),
             start_S=start,
             stop_S=stop,
-            table_SP=self._blocks.table_rows(rows),
+            table_SP=self._allocator.table_rows(rows),
             logit_rows_R=np.array(
                 [row + count - 1 for chunk, row, count in zip(chunks, first, counts, strict=True) if chunk.draws],
                 np.int64,
@@ -112,14 +112,14 @@ class Runner:
             lookback_SL=None if engram is None else _lookback(chunks, engram.lookback),
         )
         text = self._config.text
-        batch, cache = assemble_packed(packed, text, self._blocks.page_rows, self._blocks.pages, self._device)
+        batch, cache = assemble_packed(packed, text, self._allocator.page_rows, self._allocator.pages, self._device)
         if engram_rows is not None:
             batch = replace(batch, engram_rows=engram_rows())
         streams = self._model.embed(batch, image_rows)
         hidden, _ = self._model.text(streams, batch, cache)
         for seq, place in resumable:
-            self._prefixes.keep(chunks[seq].sequence, place)
-        self._blocks.settle(rows, stop)
+            self._prefixes.store(chunks[seq].sequence, place)
+        self._allocator.release_expired(rows, stop)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
@@ -130,7 +130,7 @@ class Runner:
         """Logits fp32 [R, V] of rows of a step."""
         return self._model.logits(hidden_TC, rows_R)
 
-    def likeliest(self, output: StepOutput) -> Drawn | None:
+    def argmax(self, output: StepOutput) -> SampledTokens | None:
         """For every row that draws the token of its largest logit that is not banned.
 
         None if the model knows no way to it that spares the other logits.
@@ -140,7 +140,7 @@ class Runner:
             return None
         ids_S, logits_S = found
         sound = [isfinite(logit) for logit in logits_S.tolist()]
-        return Drawn(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
+        return SampledTokens(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
@@ -161,7 +161,7 @@ class Runner:
         for sequence, picture in ((c.sequence, n) for c, each in zip(chunks, pictures, strict=True) for n in each):
             if picture not in sequence.image_rows:
                 key = sequence.prompt.digests[picture], sequence.adapter.vision_digest
-                rows_IC = self._pictures.get(key)
+                rows_IC = self._image_cache.get(key)
                 if rows_IC is None:
                     unknown.setdefault(key, []).append((sequence, picture))
                 else:
@@ -182,7 +182,7 @@ class Runner:
             rows = self._model.encode_images(images)
             parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
             for key, part in zip(keys, parts, strict=True):
-                self._pictures.put(key, part)
+                self._image_cache.put(key, part)
                 for sequence, picture in unknown[key]:
                     sequence.image_rows[picture] = part
 
@@ -196,7 +196,7 @@ class Runner:
         for key, holders in unknown.items():
             sequence, picture = holders[0]
             cells = _cells(sequence.prompt, picture)
-            if calls[-1] and taken + cells > self._blocks.step_tokens:
+            if calls[-1] and taken + cells > self._allocator.step_tokens:
                 calls.append([])
                 taken = 0
             calls[-1].append(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 # Bytes of shared memory that one program may ask for, by compute capability (CUDA programming guide)
@@ -20,3 +22,13 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def usable(device_type: str, dtype: str) -> bool:
+    """Wherever Triton is: the answer of most Triton implementations."""
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+def learns(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted of any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

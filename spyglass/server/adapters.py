@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from spyglass.config.shipped import base_note
-from spyglass.engine.adapters import AdapterDesk
+from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.errors import AdapterError, NotServedError
 from spyglass.server.body import parse_json, read_body
@@ -39,7 +39,7 @@ class AdapterRoutes:
     def __init__(
         self,
         llm: LLM,
-        desk: AdapterDesk,
+        desk: AdapterRegistry,
         readiness: Readiness,
         held: HeldBytes,
         *,
@@ -70,7 +70,7 @@ class AdapterRoutes:
                 _LOG.warning("%s", note)
             wrong = await self._readiness.try_adapter(name)
             if wrong is not None:
-                self._desk.withdraw(name)
+                self._desk.unregister(name)
                 raise AdapterError(f"the adapter in {str(folder)!r} draws no token, so it is not served: {wrong}")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -81,7 +81,7 @@ class AdapterRoutes:
             if name not in self._llm.adapters:
                 served = ", ".join(self._llm.adapters) or "none"
                 raise NotServedError(f"there is no adapter {name[:_SHOWN_CHARS]!r} to unload; served are {served}")
-            self._desk.withdraw(name)
+            self._desk.unregister(name)
             self._readiness.forget_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -67,7 +67,7 @@ def failure(output: RequestOutput) -> tuple[int, str] | None:
     """Why an answer is no answer, as a status and words; None if it is one."""
     if output.error is None and output.finish_reason != "abort":
         return None
-    return 400 if output.misfit else 500, output.error or CUT_OFF
+    return 400 if output.grammar_violation else 500, output.error or CUT_OFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

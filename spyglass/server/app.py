@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from spyglass import __version__
 from spyglass.config.server import ServerConfig
-from spyglass.engine.adapters import AdapterDesk
+from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
@@ -45,13 +45,13 @@ class Service:
 
     def __init__(self, llm: LLM, config: ServerConfig, worker: EngineWorker | None = None) -> None:
         self.config = config
-        self.most_live = llm.options.max_sequences + config.max_waiting
-        self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
+        self.max_live = llm.options.max_sequences + config.max_waiting
+        self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live)
         self.served = served_by(llm, config)
-        self.adapters = AdapterDesk(llm.lora, self.worker)
+        self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = Parsers(config, self.served.limits, self.most_live, llm.engine.check)
+        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
         self.held = HeldBytes(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
@@ -90,8 +90,8 @@ class EndpointRoute:
             SpyglassError, HTTPException: the request is refused; nothing has been sent.
         """
         service = self._service
-        if service.calls >= service.most_live:
-            raise OverloadedError(f"{service.calls} requests are under way, {service.most_live} may be; send it later")
+        if service.calls >= service.max_live:
+            raise OverloadedError(f"{service.calls} requests are under way, {service.max_live} may be; send it later")
         service.calls += 1
         body, pictures = Claim(service.held), Claim(service.held)
         try:
@@ -131,7 +131,7 @@ class EndpointRoute:
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
-            submission = self._service.worker.submit(call.prompts, call.params, adapter, call.form)
+            submission = self._service.worker.submit(call.requests, adapter)
             watch = Watch(record, began, call.prompts)
             try:
                 if call.stream:

@@ -21,7 +21,7 @@ from spyglass.errors import PromptError
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.faults import error_body, fault_of
-from spyglass.server.parsing import has_form, with_form
+from spyglass.server.parsing import prepared
 
 _REFUSED = 400  # and more, of a status
 _PARSERS = 2  # threads that decode pictures ahead of the engine
@@ -134,7 +134,7 @@ class _Batch:
         if line.body.get("stream"):
             raise PromptError("stream has no meaning in a batch; leave it out")
         call = self._endpoints[line.url].parse(line.body, None)
-        return with_form(call, self._engine.check) if has_form(call) else call
+        return prepared(call, self._engine.prepare) if isinstance(call, Call) else call
 
     def begin(self, line: BatchLine, parsed: Future[Call | Immediate]) -> None:
         """Queue the answers of a request, or write why there are none."""
@@ -147,8 +147,8 @@ class _Batch:
                 return
             open_call = _Open(line, call, request_id, len(call.params))
             adapter = self._adapter_use(call.adapter)
-            for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
-                numbers.append(self._engine.add(prompt, params, adapter=adapter, form=call.form))
+            for index, request in enumerate(call.requests):
+                numbers.append(self._engine.submit(request, adapter=adapter))
                 self.open[numbers[-1]] = (open_call, index)
         except Exception as error:  # the top frame here, too: a fault of ours in one line is that line's answer
             for number in numbers:

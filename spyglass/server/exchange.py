@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, SamplingParams
+from spyglass.engine.sequence import Request
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
@@ -73,9 +73,9 @@ class Reply(Protocol):
 class Call:
     """One parsed request. `params` and `prompts` one per answer, in order; `adapter` None = the base model.
 
-    `form` is what each answer follows, once it is compiled. `pictures` counts pictures of the request (usage and
-    metrics); `user_fields` are request fields of no effect here
-    that are safe to ignore, named once in the log, never their contents.
+    `requests` is what the engine takes for each answer, once they are checked. `pictures` counts pictures of the
+    request (usage and metrics); `user_fields` are request fields without effect here, named once in the log, never
+    their contents.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Call:
     stream: bool
     reply: Reply
     adapter: str | None = None
-    form: Form | None = None
+    requests: Sequence[Request] = ()
     pictures: int = 0
     user_fields: tuple[str, ...] = ()
 

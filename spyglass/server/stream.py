@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
 from spyglass.engine.request import Delta
-from spyglass.engine.worker import Submission
+from spyglass.engine.worker import ResponseStream
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.exchange import Call, Endpoint
 from spyglass.server.faults import error_body, fault_of
@@ -50,7 +50,7 @@ class Watch:
                 usage, prompt = delta.output.usage, id(self._prompts[index])
                 if prompt not in self._cached:
                     record.prompt_tokens += usage.prompt_tokens
-                    record.picture_tokens += usage.picture_tokens
+                    record.picture_tokens += usage.image_tokens
                 self._cached[prompt] = max(self._cached.get(prompt, 0), usage.cached_tokens)
                 record.cached_tokens = sum(self._cached.values())
                 record.completion_tokens += usage.completion_tokens
@@ -58,7 +58,7 @@ class Watch:
                 record.error = delta.output.error or record.error
 
 
-async def send_whole(call: Call, submission: Submission, watch: Watch, request_id: str, send: Send) -> None:
+async def send_whole(call: Call, submission: ResponseStream, watch: Watch, request_id: str, send: Send) -> None:
     """Wait for every answer, then send one JSON body.
 
     Raises:
@@ -74,7 +74,7 @@ async def send_whole(call: Call, submission: Submission, watch: Watch, request_i
 
 
 async def send_events(
-    call: Call, submission: Submission, watch: Watch, request_id: str, endpoint: Endpoint, send: Send
+    call: Call, submission: ResponseStream, watch: Watch, request_id: str, endpoint: Endpoint, send: Send
 ) -> None:
     """Send events as deltas come. What goes wrong after the first byte becomes an error event.
 
@@ -108,7 +108,7 @@ async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: M
     await send({"type": "http.response.body", "body": content})
 
 
-async def _next(submission: Submission, send: Send) -> list[tuple[int, Delta]]:
+async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
     while True:
         try:
             async with asyncio.timeout(_QUIET_S):

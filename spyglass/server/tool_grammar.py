@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from spyglass.engine.finite import has_finite_value
-from spyglass.engine.grammar import LARGEST_FORM
+from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
+from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 from spyglass.server.tags import DSML
 
@@ -42,7 +42,7 @@ def calls_grammar(
         # up to the "</" before the token; spelled in pieces, the mark would be taken for the end of the value
         rf"TEXT: /(?s:.*)<\// & ~/(?s:.*)<\/{DSML}(?s:.*)/",
     ]
-    left = LARGEST_FORM
+    left = MAX_GRAMMAR_CHARS
     for number, (name, schema) in enumerate(tools.items()):
         parameters = []
         properties, required = _properties(schema, name)
@@ -60,7 +60,7 @@ def _left_after(text: str, left: int) -> int:
     if len(text) > left:
         raise PromptError(
             "the schemas of the tools, which must be called or stand beside a form of answer, make a grammar of more "
-            f"than {LARGEST_FORM:,} characters; send fewer tools or smaller schemas"
+            f"than {MAX_GRAMMAR_CHARS:,} characters; send fewer tools or smaller schemas"
         )
     return left - len(text)
 
@@ -94,8 +94,8 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
 
 def _json(schema: Any, whose: str) -> str:
     text = json.dumps(schema)
-    _left_after(text, LARGEST_FORM)
-    if not has_finite_value(schema):
+    _left_after(text, MAX_GRAMMAR_CHARS)
+    if not schema_is_finite(schema):
         raise PromptError(
             f"the schema {whose} has no value that ends: what it requires is impossible or refers to itself"
         )

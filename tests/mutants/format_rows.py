@@ -36,7 +36,7 @@ FORMAT_ROWS: list[Mutant] = [
         ("the same number for every seed", "_mix(seed + _GOLDEN)", "_mix(seed * np.uint64(0))"),
         ("the last columns never the largest", "    if rest_SV.shape[1]:\n        best_SN", "    if False:\n        best_SN"),
         ("a row of NaN breaks the step", "keepdim=True).clamp(min=1) - 1  # none", "keepdim=True) - 1  # none")),
-    *faults("spyglass/train/full.py", "tests/unit/train/test_full.py",
+    *faults("spyglass/train/full_finetune.py", "tests/unit/train/test_full.py",
         ("busy experts get busier", "self.config.text, BALANCE_RATE)", "self.config.text, -BALANCE_RATE)"),
         ("the use of experts is never forgotten", "BALANCE_RATE)\n        self._loads = []\n", "BALANCE_RATE)\n")),
     *faults("spyglass/lora/bank.py", "tests/laws/test_adapters.py",

@@ -120,7 +120,7 @@ def output(
     logprobs: tuple[TokenLogprob, ...] | None = None,
     **more: Any,
 ) -> RequestOutput:
-    usage = Usage(prompt_tokens=9, picture_tokens=0, completion_tokens=len(ids), cached_tokens=more.pop("cached", 0))
+    usage = Usage(prompt_tokens=9, image_tokens=0, completion_tokens=len(ids), cached_tokens=more.pop("cached", 0))
     return RequestOutput(
         request_id=0, text=text, token_ids=tuple(ids), finish_reason=reason, usage=usage, logprobs=logprobs, **more
     )

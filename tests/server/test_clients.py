@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine import grammar
 from spyglass.engine.llm import LLM
+from spyglass.engine.structured import grammar
 from spyglass.server.app import create_app
 from tests.server.parts import Live, running, wait_for
 from tests.server.protocol_parts import URL
@@ -388,13 +388,13 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claud
 
 def test_forms_are_compiled_where_requests_are_read(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form may take seconds, and all answers under way would wait for it."""
-    threads, compile_form = [], grammar.Forms._compile
+    threads, compile_grammar = [], grammar.GrammarCompiler._compile
 
     def noted(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return compile_form(*given)
+        return compile_grammar(*given)
 
-    monkeypatch.setattr(grammar.Forms, "_compile", noted)
+    monkeypatch.setattr(grammar.GrammarCompiler, "_compile", noted)
     options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     client.chat.completions.create(**options, extra_body={"guided_choice": ["never asked for before"]})
     assert [name.split("_")[0] for name in threads] == ["form"]  # and never the engine's

@@ -264,7 +264,7 @@ def _is_unfinished(value: str) -> bool:
 def test_an_answer_that_cannot_have_the_form_asked_for_is_the_requests_fault() -> None:
     for protocol in PROTOCOLS:
         call = call_of(protocol)
-        call.reply.push(0, last_delta("", output("", reason="abort", error="it cannot go on", misfit=True)))
+        call.reply.push(0, last_delta("", output("", reason="abort", error="it cannot go on", grammar_violation=True)))
         status, body = call.reply.whole("req_1")
         assert status == 400 and "it cannot go on" in json.dumps(body)
 
