@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from spyglass.ops.cache_write import reference
+from spyglass.ops.gpu import usable
+
+__all__ = ["cache_write", "usable"]
 
 _CHANNELS = 1024  # of one program
-
-
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def cache_write(pages_NBD: torch.Tensor, rows_TD: torch.Tensor, write_T: torch.Tensor) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from spyglass.ops.compress_pool import reference
+from spyglass.ops.gpu import learns, usable
+
+__all__ = ["compress_pool", "usable"]
 
 _CHANNELS, _SOURCES = 64, 16  # of one program, and at once
-
-
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def compress_pool(
@@ -25,9 +21,8 @@ def compress_pool(
     out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients and other dtypes than fp32."""
-    learns = torch.is_grad_enabled() and rows_TE.requires_grad
     known = [rows_TE] if state_NE is None else [rows_TE, state_NE]
-    if learns or any(x.dtype != torch.float32 or not x.is_contiguous() for x in known):
+    if learns(rows_TE) or any(x.dtype != torch.float32 or not x.is_contiguous() for x in known):
         return reference.compress_pool(rows_TE, state_NE, sources_PB, overlap=overlap, out_dtype=out_dtype)
     from spyglass.ops.compress_pool.triton_kernel import pool_channels
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from spyglass.ops.compress_rows import reference
+from spyglass.ops.gpu import learns, usable
+
+__all__ = ["compress_rows", "usable"]
 
 _CHANNELS = 512  # of one program
-
-
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def compress_rows(
@@ -21,9 +17,7 @@ def compress_rows(
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients and other dtypes than fp32. A padding row needs a phase >= 0."""
     inputs = [x for x in (kv_TE, gate_TE, ape_BE) if x is not None]
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)) or any(
-        x.dtype != torch.float32 for x in inputs
-    ):
+    if learns(*inputs) or any(x.dtype != torch.float32 for x in inputs):
         return reference.compress_rows(kv_TE, gate_TE, ape_BE, phase_T)
     from spyglass.ops.compress_rows.triton_kernel import put_together
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from spyglass.ops.gpu import usable
 from spyglass.ops.index_blocks import reference
-from spyglass.ops.index_topk.triton import score, select, suits, usable
+from spyglass.ops.index_topk.triton import score, select, suits
 
 __all__ = ["index_blocks", "usable"]
 

@@ -6,22 +6,17 @@ a pool never wrap around. `blocks_TY` must be ascending without repeats, -1 last
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
-from spyglass.ops.gpu import processors
+from spyglass.ops.gpu import processors, usable
 from spyglass.ops.index_topk import reference
+
+__all__ = ["index_topk", "score", "select", "suits", "usable"]
 
 _SCORES_AT_ONCE = 1 << 26
 _SMALL, _LARGE = 4096, 16384  # candidates that one program holds in registers
 _MOST = 1 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def index_topk(

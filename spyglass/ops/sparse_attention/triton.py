@@ -7,12 +7,13 @@ follows from the number of rows and the two widths. Pools never wrap around: vis
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
-from spyglass.ops.gpu import generation, processors
+from spyglass.ops.gpu import generation, learns, processors, usable
 from spyglass.ops.sparse_attention import reference
+
+__all__ = ["Launch", "Turn", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
@@ -41,11 +42,6 @@ class Launch:
     stages: int
 
 
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
-
-
 def sparse_attention(
     q_THD: torch.Tensor,
     window_NBD: torch.Tensor,
@@ -64,8 +60,7 @@ def sparse_attention(
     pool_width: int = 0,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients and rows of other sizes than powers of two."""
-    learns = torch.is_grad_enabled() and (q_THD.requires_grad or window_NBD.requires_grad)
-    if learns or not suits(q_THD, window_NBD, pool_NBD):
+    if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
         return reference.sparse_attention(
             q_THD,
             window_NBD,
