@@ -14,7 +14,7 @@ from typing import Any
 from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
-from spyglass.server.tags import DSML
+from spyglass.server.protocols.tags import DSML, block_words
 
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
@@ -30,7 +30,7 @@ def calls_grammar(
     Raises:
         PromptError: a schema is none, or has no value that ends, or they are too large together.
     """
-    space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
+    space, block = block_words(family)
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
     if not opened or answer is not None:
         calls = " ".join((_tag(dsml, f"{space}{block}>\n", "\n\n<"), calls))
@@ -107,7 +107,7 @@ def _text(schema: Mapping[str, Any]) -> str | None:
     types, values = schema.get("type"), schema.get("enum")
     if types is None and not set(schema) - _SAYS_NOTHING - {"enum"}:
         types = "string"
-    if "string" not in ([types] if isinstance(types, str) else types or ()):
+    if types != "string" and not (isinstance(types, list) and "string" in types):
         return None
     if not isinstance(values, list):
         return "TEXT"
