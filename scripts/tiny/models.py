@@ -10,8 +10,8 @@ import math
 from typing import Any, Literal
 
 import torch
-from spyglass.config.presets import preset_config
 
+from spyglass.checkpoint.presets import preset_config
 from spyglass.params.table import Param
 from spyglass.tiny_world.questions import KINDS
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from spyglass.config.presets import preset_config
 
 from spyglass.checkpoint.match import Source
+from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, TensorHeader
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config

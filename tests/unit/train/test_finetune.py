@@ -14,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from spyglass.config.presets import Preset
 
+from spyglass.checkpoint.presets import Preset
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
 from spyglass.config.shipped import shipped_models
