@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from spyglass.families import FAMILIES
+
 MORE, NO = -1, -2  # where there could be a place: more text must come, or there is none
 DSML = "｜DSML｜"
 MARK = f"<{DSML}"
@@ -40,7 +42,7 @@ class Tags:
     """The tags of a family."""
 
     def __init__(self, family: str) -> None:
-        space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
+        space, block = FAMILIES[family].tag_space, FAMILIES[family].calls_tag
         mark = DSML + space
         self.block, self.end_block = f"<{mark}{block}>", f"</{mark}{block}>"
         self.end_call, self.end_value = f"</{mark}invoke>", f"</{mark}parameter>"

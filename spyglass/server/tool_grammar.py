@@ -14,6 +14,7 @@ from typing import Any
 from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
+from spyglass.families import FAMILIES
 from spyglass.server.tags import DSML
 
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
@@ -30,7 +31,7 @@ def calls_grammar(
     Raises:
         PromptError: a schema is none, or has no value that ends, or they are too large together.
     """
-    space, block = (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
+    space, block = FAMILIES[family].tag_space, FAMILIES[family].calls_tag
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
     if not opened or answer is not None:
         calls = " ".join((_tag(dsml, f"{space}{block}>\n", "\n\n<"), calls))
