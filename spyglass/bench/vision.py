@@ -39,7 +39,10 @@ from spyglass.vision.graphs import VisionGraphs, why_not
 from spyglass.vision.tower import VisionBlock, VisionTower, rotary_tables
 
 Work = Callable[[ImageBatch], torch.Tensor]
-FAMILY_OF = {family.short_name: family for family in FAMILIES.values()}
+TOWERS = {  # and the text model's width
+    family.short_name: (released_vision(family), config_of(family.presets[-1]).text.hidden_size)
+    for family in FAMILIES.values()
+}
 SINGLE: Grid = (28, 28)
 SIZES = ((640, 480), (1280, 720), (512, 512), (1920, 1080), (768, 1024), (400, 300), (224, 224), (1000, 250))
 LARGEST: dict[str, tuple[Grid, ...]] = {"paired": ((24, 138),), "reading": ((60, 150), (3, 3063))}  # by layout
@@ -251,7 +254,7 @@ def _prepared(measured: Measured) -> str:
 
 def jobs(family: str) -> list[tuple[str, list[Grid]]]:
     """What is measured: one picture, eight mixed ones, the largest and eight of it."""
-    vision = released_vision(FAMILY_OF[family])
+    vision, _ = TOWERS[family]
     mixed = [plan_image(*size, vision).vit_grid for size in SIZES]
     work: list[tuple[str, list[Grid]]] = [("one picture", [SINGLE]), ("8 mixed", mixed)]
     for grid in LARGEST[vision.layout]:
@@ -265,7 +268,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--runs", type=positive, default=20, help="timed calls of each way, the median counts (default 20)"
     )
-    parser.add_argument("--family", choices=FAMILY_OF, action="append", help="whose tower (default: all)")
+    parser.add_argument("--family", choices=TOWERS, action="append", help="whose tower (default: all)")
     parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {RESULTS})")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -275,10 +278,8 @@ def run(argv: Sequence[str]) -> int:
     with torch.inference_mode():
         rate = matmul_tflops(torch.device("cuda"))
         rows, captures = [], []
-        for family in args.family or FAMILY_OF:
-            released = config_of(FAMILY_OF[family].presets[-1])
-            assert released.vision is not None
-            measured = Measured(released.vision, released.text.hidden_size, "cuda")
+        for family in args.family or TOWERS:
+            measured = Measured(*TOWERS[family], "cuda")
             captures.append(f"{family}: {_prepared(measured)}")
             for what, grids in jobs(family):
                 rows.append(measure(measured, what, family, grids, rate, args.runs if len(grids) == 1 else 8))
