@@ -39,37 +39,53 @@ class Tag:
 
 
 class Tags:
-    """The tags of a family."""
+    """The tags of a family. `blocks` are the opening and closing tag of each kind of block that models write."""
 
     def __init__(self, family: str) -> None:
         space, block = FAMILIES[family].tag_space, FAMILIES[family].calls_tag
         mark = DSML + space
-        self.block, self.end_block = f"<{mark}{block}>", f"</{mark}{block}>"
+        self.blocks = tuple((f"<{mark}{word}>", f"</{mark}{word}>") for word in (block, "function_calls"))
         self.end_call, self.end_value = f"</{mark}invoke>", f"</{mark}parameter>"
         self.call = Tag(*f'<{mark}invoke name="', f"({_NAME})", '"', ">")
         self.parameter = Tag(*f'<{mark}parameter name="', f"({_NAME})", *'" string="', "(true|false)", '"', ">")
 
     def begun_block(self, text: str) -> int:
         """Where the calls of the block at the start of `text` begin, once the first has begun; MORE or NO."""
-        if not text.startswith(self.block):
-            return MORE if self.block.startswith(text) else NO
-        place = _skip_space(text, len(self.block))
+        opened = [opening for opening, _ in self.blocks if text.startswith(opening)]
+        if not opened:
+            return MORE if any(opening.startswith(text) for opening, _ in self.blocks) else NO
+        place = _skip_space(text, len(opened[0]))
         begun = self._begun_call(text, place)
         return begun if isinstance(begun, int) and begun < 0 else place
+
+    def end_of_block(self, text: str, place: int) -> int:
+        """Where the closing tag of a block at a place of `text` ends; MORE or NO."""
+        for _, closing in self.blocks:
+            if text.startswith(closing, place):
+                return place + len(closing)
+        return MORE if any(closing.startswith(text[place:]) for _, closing in self.blocks) else NO
 
     def block_end(self, text: str) -> int:
         """Where the block at the start of `text` ends; MORE or NO."""
         place = self.begun_block(text)
         while place >= 0:
             place = _skip_space(text, place)
-            if text.startswith(self.end_block, place):
-                return place + len(self.end_block)
+            end = self.end_of_block(text, place)
+            if end >= 0:
+                return end
             call = self.closed_call(text, place)
-            if isinstance(call, ClosedCall):
-                place = call.end
-            else:
-                return MORE if self.end_block.startswith(text[place:]) else call
+            if not isinstance(call, ClosedCall):
+                return MORE if end == MORE else call
+            place = call.end
         return place
+
+    def completed(self, text: str) -> str:
+        """A block whose closing tag may be missing or unfinished, with all of that tag."""
+        closing = next((closing for opening, closing in self.blocks if text.startswith(opening)), "")
+        if not closing:
+            return text
+        text = text.rstrip().removesuffix(closing)
+        return text[: len(text) - overlap(text, closing)] + closing
 
     def closed_call(self, text: str, place: int = 0) -> ClosedCall | int:
         """The whole call at a place of `text`; MORE or NO."""

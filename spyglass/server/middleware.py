@@ -12,18 +12,19 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Endpoint
-from spyglass.server.faults import error_body, fault_of
 from spyglass.server.log import REQUESTS, Record, log_request
 from spyglass.server.metrics import Metrics
 from spyglass.server.stream import send_json
 
 OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+_HEADER_BYTES = 2000
 _LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-class Gate:
+class RequestMiddleware:
     """Wraps the routes. `endpoint_of` finds the protocol of a path; `stopping` says that nothing new is taken."""
 
     def __init__(
@@ -56,6 +57,8 @@ class Gate:
                 record.status = message["status"]
                 name = request_id.encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+                if record.ignored:
+                    message["headers"] = [*message["headers"], (b"x-spyglass-ignored", _header(record.ignored))]
             await send(message)
 
         try:
@@ -91,16 +94,22 @@ class Gate:
         return any(matches)
 
     async def _refuse(self, error: Exception, record: Record, send: Send) -> None:
-        fault = fault_of(error)
-        if not fault.known:
+        response = error_response(error)
+        if not response.known:
             REQUESTS.error("request %s failed", record.request_id, exc_info=error)
         record.error = type(error).__name__  # no more: a message may quote what the client sent
-        body = error_body(self._endpoint_of(record.path), fault)
-        await send_json(fault.status, body, send, _without_type(fault.headers))
+        body = error_body(self._endpoint_of(record.path), response)
+        await send_json(response.status, body, send, _without_type(response.headers))
 
     def _route(self, scope: Scope) -> str:
         """The path if a route took it: strangers may not make up names for numbers."""
         return scope["path"] if "endpoint" in scope and not scope.get("path_params") else "other"
+
+
+def _header(places: Sequence[str]) -> bytes:
+    """Places of a request as a header may have them: printable, in one line, not too long."""
+    text = ", ".join(places).encode("ascii", "backslashreplace")[:_HEADER_BYTES]
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
 
 
 def _without_type(headers: Mapping[str, str]) -> Mapping[str, str]:

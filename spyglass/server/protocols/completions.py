@@ -13,26 +13,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, TokenLogprob
-from spyglass.errors import CapacityError, PromptError
+from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokens import Prompt
-from spyglass.server.answer import Tokens, event, failure, spell
-from spyglass.server.conversation import choose_model, tokenizer_of
+from spyglass.server.errors import TooLongError, openai_error
 from spyglass.server.exchange import Call, Fetch, Served
-from spyglass.server.fields import Fields, flag_field, read_fields
-from spyglass.server.openai_errors import openai_error
-from spyglass.server.sampling import EXTRA, FORMS, MOST_ANSWERS, NATIVE, STREAM_OPTIONS, answers, sampling, stated_form
+from spyglass.server.protocols.conversation import choose_model, require_room, require_short, tokenizer_of
+from spyglass.server.protocols.events import Tokens, failure, sse
+from spyglass.server.protocols.fields import FieldReader, Fields, RequestError, flag_field, refuse, text_field
+from spyglass.server.protocols.sampling import (
+    EXTRA,
+    FORMATS,
+    HARMLESS,
+    MAX_ANSWERS,
+    NATIVE,
+    NEUTRAL,
+    STREAM_OPTIONS,
+    answers,
+    asked_format,
+    sampling,
+)
 
 _FIELDS = Fields(
-    read=NATIVE
-    | EXTRA
-    | FORMS
-    | {"model", "prompt", "stream", "stream_options", "max_tokens", "n", "stop", "logprobs", "echo", "logit_bias"}
-    | {"add_special_tokens"},
-    ignored=frozenset({"user"}),
-    fixed={"best_of": (1,), "suffix": ("",)},
-)
+    read=NATIVE | EXTRA | FORMATS
+    | {"model", "prompt", "suffix", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
+    | {"logprobs", "echo", "logit_bias", "add_special_tokens"},
+    ignored=HARMLESS | {"metadata", "store", "service_tier", "return_progress"},
+    neutral={name: values for name, values in NEUTRAL.items() if name != "echo"},
+)  # fmt: skip
 _MAX_TOKENS = 16  # the protocol's own default
 
 
@@ -49,61 +58,81 @@ class CompletionsEndpoint:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, ignored = read_fields(body, _FIELDS)
-        model, adapter = choose_model(self.served, stated)
-        stream_options, more = read_fields(stated.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
-        start, stream = flag_field(stated, "add_special_tokens", default=True), flag_field(stated, "stream")
-        prompts = prompts_of(self.served, stated.get("prompt"), start=start)
-        echo, logprobs = flag_field(stated, "echo"), stated.get("logprobs")
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, _FIELDS)
+        model, adapter = choose_model(self.served, given)
+        stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
+        start, stream = flag_field(given, "add_special_tokens", default=True), flag_field(given, "stream")
+        prompts = prompts_of(self.served, given.get("prompt"), start=start, suffix=given.get("suffix"))
+        echo, logprobs = flag_field(given, "echo"), given.get("logprobs")
         if echo and logprobs is not None and stream:
-            raise PromptError(
-                "logprobs of an echoed prompt are known only in the end; leave out stream, echo or logprobs"
-            )
+            refuse("logprobs", "of an echoed prompt are known only in the end; leave out stream, echo or logprobs")
         params = sampling(
-            stated,
-            max_tokens=stated.get("max_tokens", _MAX_TOKENS),
-            stop=stated.get("stop"),
+            given,
+            max_tokens=given.get("max_tokens", given.get("max_completion_tokens", _MAX_TOKENS)),
+            stop=given.get("stop"),
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
-            structured=stated_form(stated, None, thinking=False),
+            structured=asked_format(given, None, reader, thinking=False),
         )
-        many = answers(params, stated.get("n"))
-        if len(prompts) * len(many) > MOST_ANSWERS:
-            raise PromptError(
-                f"{len(prompts)} prompts with n {len(many)} are more than {MOST_ANSWERS} answers; ask for fewer"
-            )
+        for prompt in prompts:
+            require_room(self.served, prompt, params, "prompt")
+        many = answers(params, given.get("n"))
+        if len(prompts) * len(many) > MAX_ANSWERS:
+            refuse("n", f"{len(many)} with {len(prompts)} prompts are more than {MAX_ANSWERS} answers; ask for fewer")
         each = [prompt for prompt in prompts for _ in many]
         reply = CompletionsReply(
-            self.served, each, params, model=model, echo=echo, include_usage=flag_field(stream_options, "include_usage")
+            self.served,
+            each,
+            params,
+            model=model,
+            echo=echo,
+            include_usage=flag_field(stream_options, "include_usage", "stream_options"),
+            usage_in_each=flag_field(stream_options, "continuous_usage_stats", "stream_options"),
         )
         return Call(
             model=model,
+            adapter=adapter,
             prompts=each,
             params=many * len(prompts),
             stream=stream,
             reply=reply,
-            adapter=adapter,
-            user_fields=ignored + more,
+            ignored=reader.ignored,
         )
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         """OpenAI's error body."""
-        return openai_error(status, message, field)
+        return openai_error(status, message, **more)
 
 
-def prompts_of(served: Served, prompt: object, *, start: bool = True) -> list[Prompt]:
-    """The prompts of a text or list of token ids, or of a list of them.
+def prompts_of(served: Served, prompt: object, *, start: bool = True, suffix: object = None) -> list[Prompt]:
+    """The prompts of a text or list of token ids, or of a list of them. With `suffix` the answer is what stands between
+    the text and it.
 
     Raises:
         PromptError, CapacityError: as `prompt_of`; of several, the message says which.
     """
+    if suffix not in (None, ""):
+        return [_fill_in_the_middle(served, prompt, suffix)]
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return [prompt_of(served, prompt, start=start)]
-    if len(prompt) > MOST_ANSWERS:
-        raise PromptError(
-            f"prompt holds {len(prompt)} prompts, a request may have {MOST_ANSWERS}; send several requests"
-        )
+    if len(prompt) > MAX_ANSWERS:
+        refuse("prompt", f"holds {len(prompt)} prompts, a request may have {MAX_ANSWERS}; send several requests")
     return [prompt_of(served, one, start=start, where=f"prompt[{place}]") for place, one in enumerate(prompt)]
+
+
+def _fill_in_the_middle(served: Served, prompt: object, suffix: object) -> Prompt:
+    """A prompt whose answer stands between two texts, by the marks that the tokenizer has for it."""
+    tokenizer = tokenizer_of(served)
+    marks = [tokenizer.special_id(f"<｜fim▁{word}｜>") for word in ("begin", "hole", "end")]
+    if None in marks:
+        refuse("suffix", "is not available: this model's tokenizer has no marks to fill in the middle; leave it out")
+    texts = [text_field({name: text}, name, "") for name, text in (("prompt", prompt), ("suffix", suffix))]
+    require_short(served, texts, "prompt")
+    before, behind = (tokenizer.encode_text(text) for text in texts)
+    begin, hole, end = (mark for mark in marks if mark is not None)
+    first = [] if served.config.bos_token_id is None else [served.config.bos_token_id]
+    return prompt_of(served, [*first, begin, *before, hole, *behind, end])
 
 
 def prompt_of(served: Served, prompt: object, *, start: bool = True, where: str = "prompt") -> Prompt:
@@ -115,19 +144,17 @@ def prompt_of(served: Served, prompt: object, *, start: bool = True, where: str 
     """
     if isinstance(prompt, str):
         first = [served.config.bos_token_id] if start and served.config.bos_token_id is not None else []
-        tokenizer = tokenizer_of(served)
-        try:
-            tokenizer.refuse_unless_fits([prompt], served.max_length)
-        except CapacityError as error:
-            raise CapacityError(f"{where}: {error}") from error
-        prompt = [*first, *tokenizer.encode_text(prompt)]
+        require_short(served, [prompt], where)
+        prompt = [*first, *tokenizer_of(served).encode_text(prompt)]
     if not isinstance(prompt, list | tuple):
-        raise PromptError(f"{where} must be a text or a list of token ids, not {type(prompt).__name__}")
+        refuse(where, f"must be a text or a list of token ids, not {type(prompt).__name__}")
+    if len(prompt) > served.max_length:
+        raise TooLongError(len(prompt), served.max_length, field=where)
     placeholder = resolve_placeholder(served.config, served.tokenizer)
     try:
         return prompt_from_parts([prompt], served.config, placeholder=placeholder)
     except PromptError as error:
-        raise PromptError(f"{where}: {error}") from error
+        raise RequestError(f"{where}: {error}", field=where) from error
 
 
 class CompletionsReply:
@@ -142,19 +169,20 @@ class CompletionsReply:
         model: str,
         echo: bool,
         include_usage: bool,
+        usage_in_each: bool = False,
     ) -> None:
         self._id, self._created, self._model = f"cmpl-{uuid.uuid4().hex}", int(time.time()), model
-        self._prompts, self._include_usage = prompts, include_usage
+        self._prompts, self._include_usage, self._usage_in_each = prompts, include_usage, usage_in_each
         self._tokens = Tokens(tokenizer_of(served), reasoning=False, with_logprobs=params.logprobs is not None)
         self._echoes = [self._shown(prompt) if echo else "" for prompt in prompts]
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
         self._offsets = [0] * len(prompts)
         self._waiting: list[list[TokenLogprob | None]] = [[] for _ in prompts]
         self._outputs: dict[int, RequestOutput] = {}
-        self._streams = False
+        self._streams, self._num_tokens = False, 0
 
     @property
-    def odd(self) -> bool:
+    def malformed_tool_call(self) -> bool:
         """Nothing here is parsed."""
         return False
 
@@ -171,11 +199,13 @@ class CompletionsReply:
         if not self._streams:
             return b""
         if output is not None and (wrong := failure(output)) is not None:
-            return event(None, spell(openai_error(*wrong)))
+            return sse(openai_error(*wrong))
         self._waiting[index] += delta.logprobs or ()
+        self._num_tokens += len(delta.token_ids)
         if not delta.text and output is None:
             return b""
-        return self._chunk([self._choice(index, delta.text, output)])
+        choice = self._choice(index, delta.text, output)
+        return self._chunk([choice], **({"usage": self._usage(self._num_tokens)} if self._usage_in_each else {}))
 
     def end(self) -> bytes:
         """Usage, if it was asked for, and the end of the stream."""
@@ -197,15 +227,17 @@ class CompletionsReply:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event(None, spell({**self._head(), "choices": choices, **more}))
+        return sse({**self._head(), "choices": choices, **more})
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
+        """Counts of all answers, or those of answers under way that have `num_tokens` together."""
         answers: dict[int, list[RequestOutput]] = {}
         for index, output in self._outputs.items():
             answers.setdefault(id(self._prompts[index]), []).append(output)
         prompts = {id(prompt): prompt for prompt in self._prompts}
         first, *more = (self._tokens.count(prompt, answers.get(key, ())) for key, prompt in prompts.items())
-        return sum(more, start=first).chat()
+        counts = sum(more, start=first)
+        return (counts if num_tokens is None else counts.with_completion(num_tokens)).chat()
 
     def _shown(self, prompt: Prompt) -> str:
         return self._tokens.visible(prompt.ids_T.tolist()).decode(errors="replace")
@@ -225,10 +257,10 @@ class CompletionsReply:
         for token in ids:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(self._decoders[index].decode(self._tokens.visible([token])))
-        told = [None if entry is None else self._tokens.logprob(entry) for entry in entries]
+        given = [None if entry is None else self._tokens.logprob(entry) for entry in entries]
         return {
             "tokens": list(map(self._tokens.text, ids)),
-            "token_logprobs": [one and one["logprob"] for one in told],
-            "top_logprobs": [one and {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told],
+            "token_logprobs": [one and one["logprob"] for one in given],
+            "top_logprobs": [one and {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in given],
             "text_offset": offsets,
         }

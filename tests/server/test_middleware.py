@@ -144,7 +144,7 @@ def test_the_log_tells_of_requests_and_never_what_is_in_them(live: Live, caplog:
     assert expected.items() <= lines[0].items()
     assert lines[0]["completion_tokens"] == 2 and lines[0]["ignored"] == ["user"] and lines[0]["finish"] == ["length"]
     assert 0 < lines[0]["parse_s"] <= lines[0]["first_token_s"] <= lines[0]["total_s"]
-    assert [line.get("odd_markup") for line in lines] == [True, None, None]
+    assert [line.get("malformed_tool_call") for line in lines] == [True, None, None]
     assert [line["status"] for line in lines] == [200, 400, 200] and lines[1]["error"] == "PromptError"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from spyglass.errors import OverloadedError
-from spyglass.server.held import Claim, HeldBytes
+from spyglass.server.memory import MemoryBudget, Reservation
 
 
 def test_one_alone_may_hold_more_than_many_together() -> None:
-    held = HeldBytes(100)
-    alone, other = Claim(held), Claim(held)
+    held = MemoryBudget(100)
+    alone, other = Reservation(held), Reservation(held)
     alone.take(90)
     alone.take(90)
     with pytest.raises(OverloadedError, match="take 180 bytes, 100 may be"):
@@ -19,8 +19,8 @@ def test_one_alone_may_hold_more_than_many_together() -> None:
 
 
 def test_together_they_hold_exactly_what_there_is() -> None:
-    held = HeldBytes(100)
-    first, second = Claim(held), Claim(held)
+    held = MemoryBudget(100)
+    first, second = Reservation(held), Reservation(held)
     first.take(60)
     with pytest.raises(OverloadedError):
         second.take(41)
@@ -31,8 +31,8 @@ def test_together_they_hold_exactly_what_there_is() -> None:
 
 
 def test_everything_is_given_back_once() -> None:
-    held = HeldBytes(100)
-    first, second = Claim(held), Claim(held)
+    held = MemoryBudget(100)
+    first, second = Reservation(held), Reservation(held)
     first.take(20)
     first.take(30)
     second.take(10)

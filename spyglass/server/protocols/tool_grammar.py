@@ -15,7 +15,7 @@ from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 from spyglass.families import FAMILIES
-from spyglass.server.tags import DSML
+from spyglass.server.protocols.tags import DSML
 
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
@@ -108,7 +108,7 @@ def _text(schema: Mapping[str, Any]) -> str | None:
     types, values = schema.get("type"), schema.get("enum")
     if types is None and not set(schema) - _SAYS_NOTHING - {"enum"}:
         types = "string"
-    if "string" not in ([types] if isinstance(types, str) else types or ()):
+    if types != "string" and not (isinstance(types, list) and "string" in types):
         return None
     if not isinstance(values, list):
         return "TEXT"

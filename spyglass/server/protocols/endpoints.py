@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from spyglass.server.chat import ChatEndpoint
-from spyglass.server.completions import CompletionsEndpoint
-from spyglass.server.count import CountMessages, CountResponses, Detokenize, Tokenize
 from spyglass.server.exchange import Endpoint, Served
-from spyglass.server.messages import MessagesEndpoint
-from spyglass.server.responses import ResponsesEndpoint
+from spyglass.server.protocols.chat import ChatEndpoint
+from spyglass.server.protocols.completions import CompletionsEndpoint
+from spyglass.server.protocols.count import CountMessages, CountResponses, Detokenize, Tokenize
+from spyglass.server.protocols.messages import MessagesEndpoint
+from spyglass.server.protocols.responses import ResponsesEndpoint
 
 
 def make_endpoints(served: Served) -> tuple[Endpoint, ...]:

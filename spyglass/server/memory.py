@@ -7,7 +7,7 @@ import threading
 from spyglass.errors import OverloadedError
 
 
-class HeldBytes:
+class MemoryBudget:
     """Bytes of all requests together, at most `most` of them; but one request alone may have what its limits allow."""
 
     def __init__(self, most: int) -> None:
@@ -15,10 +15,10 @@ class HeldBytes:
         self.lock = threading.Lock()
 
 
-class Claim:
+class Reservation:
     """What one request holds of them. Any thread."""
 
-    def __init__(self, held: HeldBytes) -> None:
+    def __init__(self, held: MemoryBudget) -> None:
         self._all, self._mine = held, 0
 
     def take(self, nbytes: int) -> None:

@@ -1,66 +1,73 @@
-"""One answer on its way into a protocol's events: text through `Markup` into the library's stream processor."""
+"""What an answer says, as typed events that each protocol serialises itself, and what is counted beside it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
-
-import deepseek_recipe
+import random
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any, Literal
 
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import RequestOutput, TokenLogprob
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
-from spyglass.server.conversation import Conversed
-from spyglass.server.markup import THINK_END, Markup, make_spelling
 
 CUT_OFF = "the answer was ended before it was whole; the server is stopping or gave up on it"
-_REASONS = {
-    "stop": deepseek_recipe.InferenceFinishReason.Stop,
-    "length": deepseek_recipe.InferenceFinishReason.Length,
-}
+THINK_END = "</think>"
+StopReason = Literal["stop", "length", "tool_calls"]
+_LETTERS = string.ascii_letters + string.digits
 
 
-class Answer:
-    """Events of one answer. `make_generator` is the library's, for the protocol, with this answer's id."""
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the answer, or of its reasoning."""
 
-    def __init__(self, make_generator: Callable[[], Any], conversed: Conversed, family: str) -> None:
-        spelling = make_spelling()
-        self.markup = Markup(family, conversed.expected, spelling)
-        options = deepseek_recipe.ParsingOptions(
-            parse_tool_calls=bool(conversed.expected.tools),
-            thinking_initial_stage=conversed.stage,
-            special_tokens=deepseek_recipe.SpecialTokens(dsml=spelling.dsml, thinking_end=spelling.think_end),
-        )
-        self._processor = deepseek_recipe.StreamProcessor(make_generator(), options)
-        self._num_prompt = len(conversed.prompt)
+    text: str
+    reasoning: bool = False
 
-    def begin(self) -> list[Any]:
-        """Events before the first text."""
-        usage = deepseek_recipe.PromptUsage(prompt_tokens=self._num_prompt)
-        return self._processor.push(deepseek_recipe.InferenceChunk.ready(prompt_usage=usage))
 
-    def push(self, text: str) -> list[Any]:
-        """Events of what is certain after `text`."""
-        certain = self.markup.push(text)
-        return self._processor.push(deepseek_recipe.InferenceChunk.text(certain)) if certain else []
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; its arguments follow."""
 
-    def finish(self, output: RequestOutput) -> list[Any]:
-        """The rest, and the events of the end. A stop string cuts, too: it may stand in the middle of a call."""
-        reason = output.finish_reason
-        cut = reason != "stop" or output.stopped_by is not None
-        if cut and self.markup.in_call:
-            reason = "length"  # the library would take it for a whole call
-        rest = self.markup.finish(cut=cut)
-        events = self._processor.push(deepseek_recipe.InferenceChunk.text(rest)) if rest else []
-        events += self._processor.push(deepseek_recipe.InferenceChunk.finish(_REASONS[reason]))
-        return events + self._processor.finish()
+    name: str
+    call_id: str
 
-    def all_events(self, output: RequestOutput) -> list[Any]:
-        """Everything at once, for a call that does not stream."""
-        return [*self.begin(), *self.push(output.text), *self.finish(output)]
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments of the call that is open: a piece of the JSON text of one object."""
+
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call that is open is whole."""
+
+
+Event = TextDelta | CallStart | ArgumentsDelta | CallEnd
+
+
+def new_call_id(number: int) -> str:
+    """An id of the call with this number in its answer."""
+    return f"call_{number:02}_{''.join(random.choices(_LETTERS, k=24))}"
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The same with neighbouring pieces of one text, or of one call's arguments, in one event."""
+    found: list[Event] = []
+    for kind, group in groupby(events, lambda event: (type(event), isinstance(event, TextDelta) and event.reasoning)):
+        if kind[0] is TextDelta:
+            found.append(TextDelta("".join(event.text for event in group if isinstance(event, TextDelta)), kind[1]))
+        elif kind[0] is ArgumentsDelta:
+            found.append(ArgumentsDelta("".join(event.json for event in group if isinstance(event, ArgumentsDelta))))
+        else:
+            found += group
+    return found
 
 
 def failure(output: RequestOutput) -> tuple[int, str] | None:
@@ -75,8 +82,8 @@ class Counts:
     """Token counts of a call; answers together, the prompt once."""
 
     prompt: int
-    picture: int
-    pictures: int
+    image_tokens: int
+    images: int
     cached: int
     completion: int
     reasoning: int
@@ -85,28 +92,32 @@ class Counts:
         """The counts of two prompts together."""
         return Counts(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Counts)})
 
+    def with_completion(self, num_tokens: int) -> Counts:
+        """The same while an answer is under way."""
+        return replace(self, completion=num_tokens)
+
     def chat(self) -> dict[str, Any]:
-        """As Chat Completions and Completions tell it; pictures are an addition."""
+        """As Chat Completions and Completions have it; images are an addition."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {
                 "cached_tokens": self.cached,
-                "image_tokens": self.picture,
-                "images": self.pictures,
+                "image_tokens": self.image_tokens,
+                "images": self.images,
             },
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
     def responses(self) -> dict[str, Any]:
-        """As Responses tells it."""
+        """As Responses has it."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {
                 "cached_tokens": self.cached,
-                "image_tokens": self.picture,
-                "images": self.pictures,
+                "image_tokens": self.image_tokens,
+                "images": self.images,
             },
             "output_tokens": self.completion,
             "output_tokens_details": {"reasoning_tokens": self.reasoning},
@@ -114,19 +125,19 @@ class Counts:
         }
 
     def messages(self) -> dict[str, Any]:
-        """As Messages tells it: cached tokens are not among the input tokens."""
+        """As Messages has it: cached tokens are not among the input tokens."""
         return {
             "input_tokens": self.prompt - self.cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
-            "image_tokens": self.picture,
-            "images": self.pictures,
+            "image_tokens": self.image_tokens,
+            "images": self.images,
         }
 
 
 class Tokens:
-    """What the ids of an answer are: how many were reasoning, and how their log-probabilities are told."""
+    """What the ids of an answer are: how many were reasoning, and how their log-probabilities are written."""
 
     def __init__(self, tokenizer: PromptTokenizer, *, reasoning: bool, with_logprobs: bool) -> None:
         self._tokenizer, self._bytes = tokenizer, TokenBytes(tokenizer)
@@ -147,8 +158,8 @@ class Tokens:
         """Counts of the answers to one prompt."""
         return Counts(
             prompt=len(prompt),
-            picture=int((prompt.kinds_T >= 0).sum()),
-            pictures=len(prompt.plans),
+            image_tokens=int((prompt.kinds_T >= 0).sum()),
+            images=len(prompt.plans),
             cached=max((output.usage.cached_tokens for output in outputs), default=0),
             completion=sum(output.usage.completion_tokens for output in outputs),
             reasoning=sum(self.num_reasoning(output.token_ids) for output in outputs),
@@ -172,11 +183,7 @@ class Tokens:
         return {"token": self.text(token), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
 
-def event(name: str | None, data: str) -> bytes:
-    """One server-sent event; `data` is JSON, which has no line breaks."""
-    return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
-
-
-def spell(value: Mapping[str, Any]) -> str:
-    """JSON as the library writes it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def sse(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event with JSON in it, which has no line breaks."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n").encode("utf-8", "replace")

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spyglass.errors import PromptError
-from spyglass.server.chat import CHAT_FIELDS, converse_chat
-from spyglass.server.completions import prompt_of
-from spyglass.server.conversation import choose_model, tokenizer_of
+from spyglass.server.errors import anthropic_error, openai_error
 from spyglass.server.exchange import Fetch, Immediate, Served
-from spyglass.server.fields import Fields, flag_field, listed, read_fields
-from spyglass.server.messages import MESSAGES_FIELDS, anthropic_error, converse_messages
-from spyglass.server.openai_errors import openai_error
-from spyglass.server.responses import RESPONSES_FIELDS, converse_responses
+from spyglass.server.protocols.chat import CHAT_FIELDS, parse_chat
+from spyglass.server.protocols.completions import prompt_of
+from spyglass.server.protocols.conversation import choose_model, tokenizer_of
+from spyglass.server.protocols.fields import FieldReader, Fields, flag_field, list_of, refuse
+from spyglass.server.protocols.messages import MESSAGES_FIELDS, parse_messages
+from spyglass.server.protocols.responses import RESPONSES_FIELDS, parse_responses
 
 _TEXT = Fields(read=frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"}))
-_CHAT = Fields(read=CHAT_FIELDS.read | {"return_token_strs"}, ignored=CHAT_FIELDS.ignored, fixed=CHAT_FIELDS.fixed)
+_CHAT = Fields(read=CHAT_FIELDS.read | {"return_token_strs"}, ignored=CHAT_FIELDS.ignored, neutral=CHAT_FIELDS.neutral)
 _IDS = Fields(read=frozenset({"model", "tokens"}))
 
 
@@ -35,11 +34,13 @@ class CountMessages:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, _ = read_fields(body, MESSAGES_FIELDS)
-        choose_model(self.served, stated)
-        return Immediate(body={"input_tokens": len(converse_messages(self.served, stated, fetch)[0].prompt)})
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, MESSAGES_FIELDS)
+        choose_model(self.served, given)
+        prompt = parse_messages(self.served, given, reader, fetch)[0].prompt
+        return Immediate(body={"input_tokens": len(prompt)}, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         """Anthropic's error body."""
         return anthropic_error(status, message)
 
@@ -57,14 +58,16 @@ class CountResponses:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, _ = read_fields(body, RESPONSES_FIELDS)
-        choose_model(self.served, stated)
-        prompt = converse_responses(self.served, stated, fetch)[1].prompt
-        return Immediate(body={"object": "response.input_tokens", "input_tokens": len(prompt)})
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, RESPONSES_FIELDS)
+        choose_model(self.served, given)
+        prompt = parse_responses(self.served, given, reader, fetch)[0].prompt
+        body = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+        return Immediate(body=body, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         """OpenAI's error body."""
-        return openai_error(status, message, field)
+        return openai_error(status, message, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +84,25 @@ class Tokenize:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         is_chat = "messages" in body
-        stated, _ = read_fields(body, _CHAT if is_chat else _TEXT)
-        choose_model(self.served, stated)
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, _CHAT if is_chat else _TEXT)
+        choose_model(self.served, given)
         if is_chat:
-            prompt = converse_chat(self.served, stated, fetch)[0].prompt
+            prompt = parse_chat(self.served, given, reader, fetch)[0].prompt
         else:
             prompt = prompt_of(
-                self.served, stated.get("prompt"), start=flag_field(stated, "add_special_tokens", default=True)
+                self.served, given.get("prompt"), start=flag_field(given, "add_special_tokens", default=True)
             )
         ids = prompt.ids_T.tolist()
         answer = {"count": len(ids), "max_model_len": self.served.max_length, "tokens": ids}
-        if flag_field(stated, "return_token_strs"):
+        if flag_field(given, "return_token_strs"):
             tokenizer = tokenizer_of(self.served)
             answer["token_strs"] = [tokenizer.spelling(token) or "" if token >= 0 else "" for token in ids]
-        return Immediate(body=answer)
+        return Immediate(body=answer, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         """OpenAI's error body."""
-        return openai_error(status, message, field)
+        return openai_error(status, message, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +118,16 @@ class Detokenize:
         Raises:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
-        stated, _ = read_fields(body, _IDS)
-        choose_model(self.served, stated)
-        ids = listed(stated.get("tokens"), "tokens")
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, _IDS)
+        choose_model(self.served, given)
+        ids = list_of(given.get("tokens"), "tokens")
         size = self.served.config.text.vocab_size
         for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-                raise PromptError(f"tokens[{place}] is {str(token)[:40]}, expected a token id from 0 to {size - 1}")
-        return Immediate(body={"prompt": tokenizer_of(self.served).decode(ids)})
+                refuse(f"tokens[{place}]", f"is {str(token)[:40]}, expected a token id from 0 to {size - 1}")
+        return Immediate(body={"prompt": tokenizer_of(self.served).decode(ids)}, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         """OpenAI's error body."""
-        return openai_error(status, message, field)
+        return openai_error(status, message, **more)
