@@ -230,6 +230,43 @@ def hyper_expand(source: Source, streams: int = 4, width: int = 48) -> Call:
     return Call(args=(z, x, post, comb), options={})
 
 
+def hyper_read(source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False) -> Call:
+    call = hyper_mix(source, streams, width)
+    options = call.options | {"pre_TM": source.fp32(source.rows, streams) if shifted else None, "eps": 1e-6}
+    return Call(args=(*call.args, source.fp32(width)), options=options)
+
+
+def hyper_write_read(
+    source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False, shared: bool = False
+) -> Call:
+    call, written = hyper_read(source, streams, width, shifted=shifted), hyper_expand(source, streams, width)
+    z, x, post, comb = written.args
+    comb = comb.softmax(dim=1)
+    first = (source.fp32(source.rows, width), z) if shared else (z, None)
+    return Call(args=(*first, x, post, comb, *call.args[1:]), options=call.options)
+
+
+def row_finish(
+    source: Source,
+    dim: int = 64,
+    heads: tuple[int, ...] = (),
+    *,
+    pages: bool = False,
+    **options: Any,
+) -> Call:
+    angle = source.fp32(source.rows, 8, scale=9.0)
+    if options.get("weight_D") is not None:
+        options["weight_D"] = source.fp32(dim)
+    if pages:
+        held = source.normal(source.rows // 6 + 2, 6, dim)
+        write = torch.randperm(held.shape[0] * 6, generator=source.generator)[: source.rows]
+        write[::5] = -1
+        options |= {"pages_NBD": held, "write_T": write}
+    args = (source.normal(source.rows, *heads, dim), angle.cos(), angle.sin())
+    flips = "quant" in options
+    return Call(args=args, options=options, written="pages_NBD" if pages else None, flips=flips)
+
+
 def rope_partial(source: Source, *, inverse: bool = False, heads: tuple[int, ...] = (3,)) -> Call:
     angle = source.fp32(source.rows, 8, scale=9.0)
     args = (source.normal(source.rows, *heads, 40), angle.cos(), angle.sin())
@@ -349,6 +386,24 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "hyper_head": {"four": hyper_head, "odd": lambda s: hyper_head(s, 3, 33)},
     "hyper_collapse": {"four": hyper_collapse, "odd": lambda s: hyper_collapse(s, 3, 33)},
     "hyper_expand": {"four": hyper_expand, "odd": lambda s: hyper_expand(s, 3, 33)},
+    "hyper_read": {
+        "four": hyper_read,
+        "shifted": lambda s: hyper_read(s, shifted=True),
+        "odd": lambda s: hyper_read(s, 3, 33),
+    },
+    "hyper_write_read": {
+        "four": hyper_write_read,
+        "shared": lambda s: hyper_write_read(s, shared=True),
+        "shifted": lambda s: hyper_write_read(s, 3, 33, shifted=True),
+    },
+    "row_finish": {
+        "heads": lambda s: row_finish(s, 64, (5,), eps=1e-6, stepwise=True),
+        "stored": lambda s: row_finish(
+            s, weight_D=True, eps=1e-6, quant=FakeQuant(element="e4m3", block=16), dims=48, tail_bf16=True, pages=True
+        ),
+        "index": lambda s: row_finish(s, 128, (3,), hadamard=True, quant=E2M1),
+        "odd": lambda s: row_finish(s, 40, (3,), weight_D=True, eps=1e-6),
+    },
     "rope_partial": {
         "forward": rope_partial,
         "inverse": lambda s: rope_partial(s, inverse=True),
