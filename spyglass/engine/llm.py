@@ -43,8 +43,7 @@ from spyglass.params.declared import AdapterGroup
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
-from spyglass.prompt.interop import VLLM_FIRST_ID
-from spyglass.prompt.placeholder import RELEASED_VOCABULARY, resolve_placeholder
+from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import Prompt, TokenKind
 

@@ -26,7 +26,7 @@ from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
-from spyglass.lora.fit import ShapeOf, check_fit
+from spyglass.lora.fit import check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.hf_names import to_native
@@ -119,7 +119,7 @@ def merge(
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     specs = specs_of(config, checkpoint)
-    check_fit(adapter, shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
+    check_fit(adapter, specs, config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
@@ -135,18 +135,6 @@ def specs_of(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Param]:
     specs = param_table(config)
     kind = draft_kind(native_tensors(checkpoint))
     return specs | draft_params(config, kind) if kind is not None and config.num_draft_layers else specs
-
-
-def shape_of(specs: Mapping[str, Param], o_groups: int) -> ShapeOf:
-    """Shapes of the modules of a model that is not loaded, by native name (see `lora.fit`)."""
-
-    def shape(name: str) -> tuple[int, int, int] | None:
-        if name not in specs or specs[name].kind != "matrix":
-            return None
-        outer, inner = specs[name].shape
-        return (o_groups if name.endswith(".wo_a") else 1), inner, outer
-
-    return shape
 
 
 def dense_delta(pair: LowRank) -> torch.Tensor:

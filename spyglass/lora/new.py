@@ -119,9 +119,8 @@ def new_adapter(
 
 
 def _linear(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
-    shape = places.shape(name)
-    assert shape is not None
-    rows, leaves = _fresh(name, (rank, *shape[1:]), scale, seed, places.device(name))
+    _, inner, outer = places.params[name].map_shape
+    rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, places.device(name))
     places.linear_bank(name).put(TRAINED_SLOT, rows)
     return leaves
 
@@ -131,9 +130,8 @@ def _experts(places: Places, name: str, rank: int, scale: float, seed: int) -> d
     parts: dict[str, ExpertRows] = {}
     leaves: dict[str, nn.Parameter] = {}
     for matrix in MATRICES:
-        shape = places.shape(f"{name}.0.{matrix}")
-        assert shape is not None
-        rows, found = _fresh(f"{name}.{matrix}", (count * rank, *shape[1:]), scale, seed, places.device(name))
+        _, inner, outer = places.params[f"{name}.0.{matrix}"].map_shape
+        rows, found = _fresh(f"{name}.{matrix}", (count * rank, inner, outer), scale, seed, places.device(name))
         parts[matrix] = ExpertRows(rows, (rank,) * count)
         leaves |= found
     places.experts_bank(name).put(TRAINED_SLOT, parts)

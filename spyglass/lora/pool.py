@@ -75,7 +75,7 @@ class AdapterPool:
             check_alpha(factor)
         except AdapterError as error:
             raise AdapterError(f"factor is no factor: {error}") from error
-        check_fit(adapter, self._places.shape, self._places.num_experts, self._max_rank)
+        check_fit(adapter, self._places.params, self._places.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
             if name in self._attached:
@@ -146,9 +146,7 @@ def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, tor
     b_RO = pair.b_OR.T.to(torch.float32, copy=True).contiguous()
     if len(a_RI) == pair.rank:
         return a_RI, b_RO
-    shape = places.shape(name)
-    assert shape is not None
-    groups = shape[0]
+    groups = places.params[name].groups
     eye_GG = torch.eye(groups)[:, None, :, None]
     b_rGO = b_RO.view(pair.rank, groups, -1)
     return a_RI, (eye_GG * b_rGO).reshape(len(a_RI), -1)

@@ -165,13 +165,14 @@ def index_topk(source: Source, *, blocks: bool = False, stepwise: bool = False, 
     options: dict[str, Any] = {"k": k, "max_visible": most + slack, "stepwise": stepwise, "weight_scale": 0.5}
     if blocks:
         num_blocks = -(-options["max_visible"] // 3)
-        options |= {"blocks_TY": source.below(num_blocks + 1, source.rows, 2) - 1, "block_size": 3}
+        listed = source.choices(num_blocks + 2, 2).sort(dim=1).values
+        options |= {"blocks_TY": torch.where(listed < num_blocks, listed, -1), "block_size": 3}
     return Call(args=args, options=options, exact=True, padding=source.padding)
 
 
-def index_blocks(source: Source, *, stepwise: bool = False, slack: int = 0) -> Call:
+def index_blocks(source: Source, *, stepwise: bool = False, slack: int = 0, block_size: int = 3) -> Call:
     args, most = _index_inputs(source, stepwise)
-    options = {"num_blocks": 2, "block_size": 3, "max_visible": most + slack, "stepwise": stepwise}
+    options = {"num_blocks": 2, "block_size": block_size, "max_visible": most + slack, "stepwise": stepwise}
     return Call(args=args, options=options, exact=True, padding=source.padding)
 
 
@@ -375,6 +376,8 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "all": index_blocks,
         "stepwise": lambda s: index_blocks(s, stepwise=True),
         "bounds": lambda s: index_blocks(s, slack=7),
+        "even blocks": lambda s: index_blocks(s, slack=7, block_size=4),
+        "even blocks, stepwise": lambda s: index_blocks(s, block_size=2, stepwise=True),
     },
     "compress_pool": {
         "overlap": lambda s: compress_pool(s, overlap=True),

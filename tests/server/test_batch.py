@@ -19,7 +19,7 @@ from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
 from spyglass.server.app import served_by
 from spyglass.server.batch import BatchLine, answered, batch_lines, check_batch, run_batch
-from spyglass.server.endpoints import make_endpoints
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 

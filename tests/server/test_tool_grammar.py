@@ -11,8 +11,8 @@ from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Structured
 from spyglass.engine.structured.grammar import GrammarCompiler
-from spyglass.server.tags import DSML
-from spyglass.server.tool_grammar import calls_grammar
+from spyglass.server.protocols.tags import DSML
+from spyglass.server.protocols.tool_grammar import calls_grammar
 
 LOOK: Any = {
     "type": "object",

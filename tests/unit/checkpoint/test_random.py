@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors, random_item, random_tensor
 from spyglass.checkpoint.safetensors import INDEX_NAME, open_checkpoint
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CheckpointError
 from spyglass.params.table import param_table
@@ -93,7 +93,7 @@ def test_mini_is_the_size_other_engines_were_timed_at(golden: Path) -> None:
 def test_every_preset_has_every_mechanism(preset: str) -> None:
     config = parse_model_config(preset_config(preset, packed=True), preset)  # type: ignore[arg-type]
     text = config.text
-    assert text.head_dim == 512 and text.qk_rope_head_dim == 64 and text.vocab_size == 129280 and text.hc_mult == 4
+    assert text.head_dim == 512 and text.layers[0].rope.dim == 64 and text.vocab_size == 129280 and text.hc_mult == 4
     assert {plan.ratio for plan in text.layers} == {0, 4, 128}
     assert {plan.router for plan in text.layers} == {"hash", "topk"}
     assert {plan.router for plan in text.layers if plan.ratio != 0} & {"topk"}

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
 from spyglass.config import parse_model_config, read_model_config
+from spyglass.config.presets import preset_config
 from spyglass.engram import hash_constants, open_engram
 from spyglass.params.hf_names import to_hf, to_native
 from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors

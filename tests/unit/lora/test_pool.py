@@ -83,7 +83,7 @@ def test_the_block_diagonal_map_never_mixes_its_groups() -> None:
     """Two groups of four inputs, A = e0, B = 1 for group 0 and 0 for group 1: group 1 is exactly the base."""
     ops = bind_ops("cpu", "float32", "reference")
     name = "layers.0.attn.wo_a"
-    params = {name: param(6, 4, groups=2)}
+    params = {name: param(6, 4, groups=2, adapter="attention")}
     layer = GroupedLinear(Build(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
     layer.slots()[0].put(encode(torch.randn(6, 4), F32))
     x, slots = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)

@@ -14,10 +14,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from spyglass.checkpoint.presets import Preset
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
+from spyglass.config.presets import Preset
 from spyglass.config.shipped import shipped_models
 from spyglass.config.training import TrainConfig
 from spyglass.errors import AdapterError, ConfigError, PromptError
