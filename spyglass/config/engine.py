@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from spyglass.config.fields import integer
+from spyglass.config.numbers import integer
 from spyglass.errors import ConfigError
 
 PREFIX = "SPYGLASS_"
@@ -85,6 +85,9 @@ class EngineConfig:
     )
     image_cache_bytes: int = field(
         default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none")
+    )
+    grammar_seconds: int = field(
+        default=1, metadata=about("CPU seconds that a pattern, schema or grammar of an answer may take to compile")
     )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",

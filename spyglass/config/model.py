@@ -133,7 +133,6 @@ class TextConfig:
     hidden_size: int  # C
     num_attention_heads: int  # H
     head_dim: int  # D
-    qk_rope_head_dim: int  # R
     q_lora_rank: int  # Q
     o_groups: int  # G
     o_lora_rank: int  # O
@@ -195,7 +194,7 @@ class WeightQuant:
 class ModelConfig:
     """A checkpoint folder, understood. `informational` keeps keys that no computation reads, as found."""
 
-    family: Literal["deepseek_v4", "deepseek_v41"]
+    family: str  # of `families.FAMILIES`
     text: TextConfig
     vision: VisionConfig | None
     weights: WeightQuant | None  # None = no quantization_config

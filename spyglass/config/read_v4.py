@@ -24,6 +24,7 @@ from spyglass.config.model import (
     YarnScaling,
 )
 from spyglass.config.saved_v4 import is_saved_spelling, official_spelling
+from spyglass.families import V4, Family
 from spyglass.quant.formats import FakeQuant
 
 POOLED_ALL = 128  # ratio whose pools are all attended
@@ -31,10 +32,10 @@ POOLED_CHOSEN = 4  # ratio whose pools overlap and are chosen by an indexer
 DEFAULT_MAX_POSITION = 1 << 20
 REFERENCE_EPS = 1e-6  # what the reference code assumes for norm_eps and hc_eps when its short config leaves them out
 # Bounds of what is built or repeated one by one: far above any model, far below what would keep a machine busy.
-MAX_LAYERS = 1024
-MAX_EXPERTS = 1 << 17  # of all layers together
-MAX_SINKHORN_ROUNDS = 1000
-MAX_WINDOW = 1 << 20
+MOST_LAYERS = 1024
+MOST_EXPERTS = 1 << 17  # of all layers together
+MOST_SINKHORN_ROUNDS = 1000
+MOST_WINDOW = 1 << 20
 SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one picture can take (spec v4 9.5)
 
 # Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
@@ -103,8 +104,7 @@ def _model(
     ratios = schedule(fields, (0, POOLED_CHOSEN, POOLED_ALL))
     head_dim, rope_dim = head_dims(fields)
     wiring = Wiring(
-        q_head_norm=True,
-        shifted_hyper=False,
+        family=V4,
         layers=_layers(fields, yarn, ratios, rope_dim),
         rounding=_rounding(head_dim - rope_dim),
         index_head_dim=_index_dim(fields, rope_dim),
@@ -113,7 +113,7 @@ def _model(
     extra = len(fields.integers("compress_ratios")) - len(ratios)
     vocab = text.vocab_size
     return ModelConfig(
-        family="deepseek_v4",
+        family=V4.name,
         text=text,
         vision=_vision(fields),
         weights=weights(fields),
@@ -142,7 +142,7 @@ def refuse_other_mathematics(fields: Fields) -> None:
 
 def schedule(fields: Fields, known: tuple[int, ...]) -> tuple[int, ...]:
     """The ratio of each layer, one of `known`; entries behind the last layer belong to draft stages."""
-    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     ratios = fields.integers("compress_ratios")
     if len(ratios) < num_layers:
         layers = fields.spelling("num_hidden_layers")
@@ -183,8 +183,7 @@ def head_dims(fields: Fields) -> tuple[int, int]:
 class Wiring:
     """What a family decides about its backbone beyond the numbers both write alike."""
 
-    q_head_norm: bool
-    shifted_hyper: bool
+    family: Family
     layers: tuple[LayerPlan, ...]
     rounding: Rounding
     index_head_dim: int
@@ -195,22 +194,21 @@ class Wiring:
 def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
     """The backbone's numbers, which both families write under the same names."""
     num_heads = fields.integer("num_attention_heads")
-    head_dim, rope_dim = head_dims(fields)
+    head_dim, _ = head_dims(fields)
     num_groups = fields.integer("o_groups")
     if num_heads % num_groups:
         raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
-    most_experts = MAX_EXPERTS // len(wiring.layers)
+    most_experts = MOST_EXPERTS // len(wiring.layers)
     num_experts = fields.integer("n_routed_experts", most=most_experts, limit="num_hidden_layers")
     return TextConfig(
         vocab_size=fields.integer("vocab_size", least=2),
         hidden_size=fields.integer("hidden_size"),
         num_attention_heads=num_heads,
         head_dim=head_dim,
-        qk_rope_head_dim=rope_dim,
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=num_groups,
         o_lora_rank=fields.integer("o_lora_rank"),
-        sliding_window=fields.integer("sliding_window", most=MAX_WINDOW),
+        sliding_window=fields.integer("sliding_window", most=MOST_WINDOW),
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=wiring.index_head_dim,
         index_topk=fields.integer("index_topk"),
@@ -221,11 +219,11 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         swiglu_limit=fields.number("swiglu_limit"),
         hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MAX_SINKHORN_ROUNDS),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MOST_SINKHORN_ROUNDS),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
-        q_head_norm=wiring.q_head_norm,
-        shifted_hyper=wiring.shifted_hyper,
+        q_head_norm=wiring.family.q_head_norm,
+        shifted_hyper=wiring.family.shifted_hyper,
         max_position_embeddings=fields.integer("max_position_embeddings", default=DEFAULT_MAX_POSITION),
         layers=wiring.layers,
         reference_rounding=wiring.rounding,
@@ -286,7 +284,7 @@ def _rounding(plain_dims: int) -> Rounding:
 
 def _vision(fields: Fields) -> VisionConfig | None:
     """The picture tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
-    num_layers = fields.integer("vision_n_layers", default=0, least=0, most=MAX_LAYERS)
+    num_layers = fields.integer("vision_n_layers", default=0, least=0, most=MOST_LAYERS)
     if num_layers == 0:
         return None
     if "vision_max_wh_ratio" not in fields.values:
@@ -309,7 +307,7 @@ def _vision(fields: Fields) -> VisionConfig | None:
         max_tokens=fields.integer("vision_max_n_token", least=SMALLEST_BLOCK),
         min_pixels=fields.integer("vision_min_pixels", least=0),
         max_wh_ratio=fields.optional_number("vision_max_wh_ratio", least=1),
-        layout="paired",
+        layout=V4.image_layout,
     )
 
 

@@ -40,11 +40,10 @@ from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
 from spyglass.model import find_device, load_model, model_folder
 from spyglass.params.declared import AdapterGroup
-from spyglass.prompt.build import Part, build_prompt, is_image, prompt_from_parts
+from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
-from spyglass.prompt.interop import VLLM_FIRST_ID
-from spyglass.prompt.placeholder import RELEASED_VOCABULARY, resolve_placeholder
+from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import Prompt, TokenKind
 
@@ -89,6 +88,7 @@ class LLM:
         cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
+        grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
         async_scheduling: Literal["auto", "on", "off"] | None = None,
@@ -136,7 +136,9 @@ class LLM:
             device=self.loaded.device,
             banned=self.banned_ids,
             token_bytes=token_bytes,
-            grammars=None if token_bytes is None else GrammarCompiler(token_bytes, self.config),
+            grammars=None
+            if token_bytes is None
+            else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
         )
         self._deltas: dict[int, deque[Delta]] = {}
@@ -321,7 +323,7 @@ class LLM:
                 )
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
-        parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
+        parts = [cast("Part", prompt)] if is_ids(prompt) or is_picture(prompt) else listed(prompt, _PROMPT)
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
 

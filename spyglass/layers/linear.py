@@ -125,10 +125,8 @@ class Experts(nn.Module):
 
     def __init__(self, build: Build, name: str, *, limit: float, rounding: FakeQuant | None) -> None:
         super().__init__()
-        first = build.params[f"{name}.0.w1"]
         self.name = name
-        self.num_experts = first.num_experts
-        self.width, self.hidden = first.shape
+        self.num_experts = build.params[f"{name}.0.w1"].num_experts
         self.limit = limit
         self.stacks: dict[str, Packed] = {}
         self.adapter: ExpertsAdapter | None = None

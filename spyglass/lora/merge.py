@@ -26,7 +26,7 @@ from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
-from spyglass.lora.fit import ShapeOf, check_fit
+from spyglass.lora.fit import check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.hf_names import to_native
@@ -36,7 +36,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 
-MAX_UNCHANGED = 0.9  # share of values of a group's touched matrices beyond which a merge is no merge
+MOST_UNCHANGED = 0.9  # share of values of a group's touched matrices beyond which a merge is no merge
 _QUANTISATION_FIELDS = ("quantization_config", "expert_dtype")
 
 
@@ -58,7 +58,7 @@ class Loss:
     @property
     def is_lost(self) -> bool:
         """Whether hardly anything of the change would be stored."""
-        return self.unchanged_share > MAX_UNCHANGED
+        return self.unchanged_share > MOST_UNCHANGED
 
     @property
     def relative_error(self) -> float:
@@ -119,7 +119,7 @@ def merge(
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     specs = specs_of(config, checkpoint)
-    check_fit(adapter, shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
+    check_fit(adapter, specs, config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
@@ -135,18 +135,6 @@ def specs_of(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Param]:
     specs = param_table(config)
     kind = draft_kind(native_tensors(checkpoint))
     return specs | draft_params(config, kind) if kind is not None and config.num_draft_layers else specs
-
-
-def shape_of(specs: Mapping[str, Param], o_groups: int) -> ShapeOf:
-    """Shapes of the modules of a model that is not loaded, by native name (see `lora.fit`)."""
-
-    def shape(name: str) -> tuple[int, int, int] | None:
-        if name not in specs or specs[name].kind != "matrix":
-            return None
-        outer, inner = specs[name].shape
-        return (o_groups if name.endswith(".wo_a") else 1), inner, outer
-
-    return shape
 
 
 def dense_delta(pair: LowRank) -> torch.Tensor:
@@ -187,7 +175,7 @@ class _Merge:
         lost = [group for group in GROUPS if group in self.report.groups and self.report.groups[group].is_lost]
         if lost and not self._force:
             raise AdapterError(
-                f"more than {MAX_UNCHANGED:.0%} of the values that the adapter touches in {', '.join(lost)} would "
+                f"more than {MOST_UNCHANGED:.0%} of the values that the adapter touches in {', '.join(lost)} would "
                 "stay as they are: its change is smaller than the steps of the stored format; merge to bfloat16 "
                 f"(--format bf16), use the adapter unmerged, or insist (--force).\n{self.report}"
             )

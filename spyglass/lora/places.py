@@ -10,29 +10,20 @@ from torch import nn
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
 from spyglass.params.declared import AdapterGroup
-from spyglass.params.targets import group_of, split_expert
+from spyglass.params.table import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTargets:
-    """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`)."""
+class Places:
+    """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`).
 
+    `params`: what takes an adapter, each expert's matrix by itself.
+    """
+
+    params: dict[str, Param] = field(default_factory=dict)
     linears: dict[str, Linear | GroupedLinear] = field(default_factory=dict)
     experts: dict[str, Experts] = field(default_factory=dict)
     dropout: Dropout = field(default_factory=Dropout)
-
-    def shape(self, name: str) -> tuple[int, int, int] | None:
-        """(groups, in, out of all groups) of a module, None if the model has no such module that takes an adapter."""
-        if name in self.linears:
-            linear = self.linears[name]
-            return linear.groups, linear.in_features, linear.out_features
-        expert = split_expert(name)
-        if expert is None or expert[0] not in self.experts:
-            return None
-        experts = self.experts[expert[0]]
-        if expert[1] >= experts.num_experts:
-            return None
-        return (1, experts.width, experts.hidden) if expert[2] == "w2" else (1, experts.hidden, experts.width)
 
     @property
     def num_experts(self) -> int:
@@ -70,15 +61,19 @@ class LoraTargets:
         """Names of the places of a group; the experts of a layer are one place."""
         if group == "experts":
             return list(self.experts)
-        return [name for name in self.linears if group_of(name) == group]
+        return [name for name in self.linears if self.params[name].adapter == group]
 
 
-def find_targets(model: nn.Module) -> LoraTargets:
+def find_places(model: nn.Module) -> Places:
     """Every linear map of a model that an adapter may change."""
-    places = LoraTargets()
+    places = Places()
     for module in model.modules():
-        if isinstance(module, Linear | GroupedLinear) and group_of(module.name) is not None:
-            places.linears[module.name] = module
+        if isinstance(module, Linear | GroupedLinear):
+            param = module.build.params[module.name]
+            if param.adapter is not None:
+                places.linears[module.name], places.params[module.name] = module, param
         elif isinstance(module, Experts):
             places.experts[module.name] = module
+            for slot in module.slots():
+                places.params[slot.name] = module.build.params[slot.name]
     return places

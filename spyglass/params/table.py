@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spyglass.config.model import CompressorPlan, LayerPlan, ModelConfig, TextConfig, VisionConfig
+from spyglass.families import FAMILIES
 from spyglass.params.declared import (
     EXPERT,
     LAYER,
@@ -27,7 +28,7 @@ Component = Literal["text", "engram", "draft", "vision", "aligner", "image"]
 COMPONENTS: tuple[Component, ...] = ("text", "engram", "draft", "vision", "aligner", "image")
 DraftKind = Literal["dspark", "classic"]
 TABLE_ROWS = fp8((1, 32))  # an engram table has one scale per row and 32 columns
-SHARED_UNIT = 128  # columns of the shared expert that tensor parallelism keeps together: a scale block
+MIN_UNIT = 32  # columns of the shared expert that stay together where no scale block asks for more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,18 @@ class Param:
     adapter: AdapterGroup | None = None
     optional: bool = False
     num_experts: int = 0
+
+    @property
+    def num_units(self) -> int:
+        """Into how many parts tensor parallelism can divide it: 1 = every process has it whole."""
+        if self.split == "experts":
+            return self.num_experts
+        return 1 if self.split == "none" else self.shape[0 if self.split == "rows" else 1] // self.unit
+
+    @property
+    def map_shape(self) -> tuple[int, int, int]:
+        """(groups, inputs of one group, outputs of all groups) of a linear map, as a LoRA pair sees it."""
+        return self.groups, self.shape[1], self.shape[0]
 
 
 ParamTable = Mapping[str, Param]  # by native name: `layers.3.attn.wq_a`, `layers.3.attn.attn_sink`
@@ -82,7 +95,7 @@ def stored_tensors(name: str, param: Param, format: Format) -> list[tuple[str, s
 def param_table(config: ModelConfig) -> dict[str, Param]:
     """Text, and with a tower also vision, aligner and image vectors; draft stages are in `draft_params`."""
     text, formats = config.text, _formats(config)
-    sizes = _sizes(text)
+    sizes = _sizes(text, formats["dense"])
     has = set() if text.shifted_hyper else {"hyper_head"}
     result = dict(_instances("", MODEL, sizes, has, formats))
     for plan in text.layers:
@@ -104,13 +117,10 @@ def draft_kind(names: Iterable[str]) -> DraftKind | None:
     return None
 
 
-_MARKOV = {"deepseek_v4": ("markov_w1", "markov_w2"), "deepseek_v41": ("embed", "head")}
-
-
 def draft_params(config: ModelConfig, kind: DraftKind) -> dict[str, Param]:
     """`mtp.*`: stages like window-only layers without table, plus projections and heads of their kind (spec v4 8)."""
     text, formats = config.text, _formats(config)
-    sizes = _sizes(text)
+    sizes = _sizes(text, formats["dense"])
     if kind == "dspark":
         markov = int(config.draft["dspark_markov_rank"])
         sources = len(config.draft["dspark_target_layer_ids"])
@@ -125,7 +135,7 @@ def draft_params(config: ModelConfig, kind: DraftKind) -> dict[str, Param]:
         if kind == "dspark" and index == 0:
             has |= {"dspark_first"}
         if kind == "dspark" and index == last:
-            has |= {"dspark_last", *_MARKOV[config.family]}
+            has |= {"dspark_last", *FAMILIES[config.family].markov_head}
         if kind == "classic" or index == last:
             has |= {"stage_norm"} if text.shifted_hyper else {"stage_norm", "stage_hyper_head"}
         result |= _layer(f"mtp.{index}.", text, stage, formats, has_vision=config.vision is not None)
@@ -145,8 +155,8 @@ def _formats(config: ModelConfig) -> dict[Stored, Format]:
     return formats
 
 
-def _sizes(text: TextConfig) -> dict[str, int]:
-    """Sizes by the letters of `docs/shapes.md`, and others by a word."""
+def _sizes(text: TextConfig, dense: Format) -> dict[str, int]:
+    """Sizes by the letters of `docs/shapes.md`, and others by a word; `dense` is the format of dense matrices."""
     streams, shared = text.hc_mult, text.moe_intermediate_size * text.n_shared_experts
     return {
         "V": text.vocab_size,
@@ -166,7 +176,7 @@ def _sizes(text: TextConfig) -> dict[str, int]:
         "M1": streams + 1,
         "mixes": (2 + streams) * streams,
         "shared": shared,
-        "shared_unit": math.gcd(shared, SHARED_UNIT),
+        "shared_unit": math.gcd(shared, MIN_UNIT if dense.block is None else dense.block[0]),
     }
 
 
@@ -224,7 +234,7 @@ def _layer(
     prefix: str, text: TextConfig, plan: LayerPlan, formats: Mapping[Stored, Format], *, has_vision: bool
 ) -> dict[str, Param]:
     """One decoder layer or draft stage."""
-    sizes, has = _sizes(text), {"expert_table" if plan.router == "hash" else "no_expert_table"}
+    sizes, has = _sizes(text, formats["dense"]), {"expert_table" if plan.router == "hash" else "no_expert_table"}
     if has_vision:
         has.add("vision")
     if plan.index_from == plan.index:

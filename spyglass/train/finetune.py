@@ -31,7 +31,7 @@ from spyglass.parallel import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
-from spyglass.train.full import FullRun
+from spyglass.train.full_finetune import FullRun
 from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, faults
 
 FORMAT_ROWS: list[Mutant] = [
     *faults("spyglass/params/declared.py", "tests/unit/checkpoint/test_names.py",
-        ("gate and up of experts exchanged", "_matrix(\"w1\", \"gate_proj\"", "_matrix(\"w1\", \"up_proj\"")),
+        ("gate and up of experts exchanged", "Declared(\"w1\", \"gate_proj\"", "Declared(\"w1\", \"up_proj\"")),
     *faults("spyglass/params/hf_names.py", "tests/unit/checkpoint/test_names.py",
         ("w3 stacked before w1", "\"w1\": (\"gate_up_proj\", 0, 2), \"w3\": (\"gate_up_proj\", 1, 2)", "\"w1\": (\"gate_up_proj\", 1, 2), \"w3\": (\"gate_up_proj\", 0, 2)"),
         ("scales keep their native ending", "\".scale\": \".weight_scale_inv\"", "\".scale\": \".scale\"")),
@@ -36,7 +36,7 @@ FORMAT_ROWS: list[Mutant] = [
         ("the same number for every seed", "_mix(seed + _GOLDEN)", "_mix(seed * np.uint64(0))"),
         ("the last columns never the largest", "    if rest_SV.shape[1]:\n        best_SN", "    if False:\n        best_SN"),
         ("a row of NaN breaks the step", "keepdim=True).clamp(min=1) - 1  # none", "keepdim=True) - 1  # none")),
-    *faults("spyglass/train/full.py", "tests/unit/train/test_full.py",
+    *faults("spyglass/train/full_finetune.py", "tests/unit/train/test_full.py",
         ("busy experts get busier", "self.config.text, BALANCE_RATE)", "self.config.text, -BALANCE_RATE)"),
         ("the use of experts is never forgotten", "BALANCE_RATE)\n        self._loads = []\n", "BALANCE_RATE)\n")),
     *faults("spyglass/lora/bank.py", "tests/laws/test_adapters.py",

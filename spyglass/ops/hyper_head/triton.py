@@ -25,4 +25,4 @@ def hyper_head(
     from spyglass.ops.hyper_mix.triton_kernel import finish_head, project
 
     sums = project(streams_TMC.contiguous(), fn_ME.contiguous())
-    return finish_head(sums, *streams_TMC.shape[1:], scale_1, base_M, norm_eps, hc_eps)
+    return finish_head(sums, streams_TMC, scale_1, base_M, norm_eps, hc_eps)

@@ -21,9 +21,8 @@ def hyper_mix(
     rounds: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference.py`, which also serves gradients and float64."""
-    options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "rounds": rounds}
     if learns(streams_TMC, fn_JE, scale_3, base_J) or streams_TMC.dtype == torch.float64:
-        return reference.hyper_mix(streams_TMC, fn_JE, scale_3, base_J, **options)
+        return reference.hyper_mix(streams_TMC, fn_JE, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds)
     from spyglass.ops.hyper_mix.triton_kernel import finish, project
 
     sums = project(streams_TMC.contiguous(), fn_JE.contiguous())

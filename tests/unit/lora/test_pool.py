@@ -15,7 +15,7 @@ from spyglass.layers.build import Build
 from spyglass.layers.linear import GroupedLinear
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.modules import find_targets
+from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
@@ -42,8 +42,8 @@ def one(world: Small, name: str, rank: int = 2, **options: Any) -> AdapterFile:
 
 
 def touched(model: Any) -> list[str]:
-    """LoraTargets with a bank."""
-    places = find_targets(model)
+    """Places with a bank."""
+    places = find_places(model)
     return [name for name, place in {**places.linears, **places.experts}.items() if place.adapter is not None]
 
 
@@ -83,7 +83,7 @@ def test_the_block_diagonal_map_never_mixes_its_groups() -> None:
     """Two groups of four inputs, A = e0, B = 1 for group 0 and 0 for group 1: group 1 is exactly the base."""
     ops = bind_ops("cpu", "float32", "reference")
     name = "layers.0.attn.wo_a"
-    params = {name: param(6, 4, groups=2)}
+    params = {name: param(6, 4, groups=2, adapter="attention")}
     layer = GroupedLinear(Build(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
     layer.slots()[0].put(encode(torch.randn(6, 4), F32))
     x, slots = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_the_bytes_of_an_adapter_are_those_of_its_banks(world: Small) -> None:
     adapter = AdapterFile(modules={**adapter.modules, name: per_group})
     model = world.model()
     AdapterPool(model).attach("it", adapter)
-    places = find_targets(model)
+    places = find_places(model)
     rows = [part for place in places.linears.values() if place.adapter for part in place.adapter._parts.values()]
     for place in places.experts.values():
         rows += [part.rows for parts in place.adapter._parts.values() for part in parts.values()]
