@@ -11,7 +11,7 @@ from PIL import Image
 from spyglass.tiny_world.answers import is_thought
 from spyglass.tiny_world.cases import case_words, make_case
 from spyglass.tiny_world.evaluate import Report, Verdict, evaluate
-from spyglass.tiny_world.questions import KINDS, WITHOUT_PAIRS, IMAGE_LEFT_OUT
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS, WITHOUT_PAIRS
 from spyglass.tiny_world.sheet import contact_sheet
 from spyglass.tiny_world.words import UNSEEN
 from tests.unit.tiny_world.test_evaluate import Told, asked, key, pictures_of
