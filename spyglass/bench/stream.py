@@ -33,8 +33,8 @@ from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.app import create_app, served_by
-from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Fetch
+from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.run import bind, make_server, serve
 
 _WORDS = ("The ", "picture ", "shows ", "a ", "small ", "red ", "boat, ", "and ", "behind ", "it ")
@@ -99,7 +99,7 @@ class InstantEngine:
 
 
 class _PlainReply:
-    odd = False
+    malformed_tool_call = False
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -127,7 +127,7 @@ class _PlainEndpoint:
         params = SamplingParams(max_tokens=body["max_tokens"])
         return Call(model="plain", prompts=[self.prompt], params=[params], stream=True, reply=_PlainReply())
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         return {"error": {"message": message}}
 
 

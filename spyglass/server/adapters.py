@@ -22,11 +22,11 @@ from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.errors import AdapterError, NotServedError
 from spyglass.server.body import parse_json, read_body
-from spyglass.server.fields import Fields, read_fields, text_field
-from spyglass.server.held import Claim, HeldBytes
+from spyglass.server.memory import MemoryBudget, Reservation
+from spyglass.server.protocols.fields import FieldReader, Fields, text_field
 from spyglass.server.readiness import Readiness
 
-_LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), fixed={"load_inplace": (False,)})
+_LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), neutral={"load_inplace": (False,)})
 _UNLOAD = Fields(read=frozenset({"lora_name"}), ignored=frozenset({"lora_int_id"}))
 _BODY_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class AdapterRoutes:
         llm: LLM,
         desk: AdapterRegistry,
         readiness: Readiness,
-        held: HeldBytes,
+        held: MemoryBudget,
         *,
         root: Path,
         reserved: tuple[str, ...],
@@ -58,9 +58,9 @@ class AdapterRoutes:
         ]
 
     async def _load(self, request: Request) -> Response:
-        stated = await self._read(request, _LOAD)
-        name = text_field(stated, "lora_name", "the request")
-        folder = folder_below(self._root, text_field(stated, "lora_path", "the request"))
+        given = await self._read(request, _LOAD)
+        name = text_field(given, "lora_name", "")
+        folder = folder_below(self._root, text_field(given, "lora_path", ""))
         async with self._turn:
             self._require_started()
             if name in (*self._reserved, *self._llm.adapters):
@@ -75,7 +75,7 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
-        name = text_field(await self._read(request, _UNLOAD), "lora_name", "the request")
+        name = text_field(await self._read(request, _UNLOAD), "lora_name", "")
         async with self._turn:
             self._require_started()
             if name not in self._llm.adapters:
@@ -86,9 +86,9 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(self, request: Request, fields: Fields) -> Mapping[str, Any]:
-        claim = Claim(self._held)
+        claim = Reservation(self._held)
         try:
-            return read_fields(parse_json(await read_body(request, _BODY_BYTES, claim)), fields)[0]
+            return FieldReader(strict=True).read(parse_json(await read_body(request, _BODY_BYTES, claim)), fields)
         finally:
             claim.release()
 
@@ -98,22 +98,22 @@ class AdapterRoutes:
             raise HTTPException(503, "the server is still trying what it has; send it again", {"retry-after": "1"})
 
 
-def folder_below(root: Path, stated: str) -> Path:
+def folder_below(root: Path, given: str) -> Path:
     """The folder that a client names, relative to `root` or absolute, all links followed.
 
     Raises:
         AdapterError: it lies elsewhere, or is no path.
         NotServedError: there is no such folder.
     """
-    if not stated:
+    if not given:
         raise AdapterError("lora_path is empty; name a folder below the one that adapters are loaded from")
     try:
-        folder = (root / stated).resolve()
+        folder = (root / given).resolve()
         found = folder.is_dir()
     except (OSError, ValueError, RuntimeError):  # too long, null bytes, links in a circle
-        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is no path") from None
+        raise AdapterError(f"lora_path {given[:_SHOWN_CHARS]!r} is no path") from None
     if not folder.is_relative_to(root):
-        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is not below the folder that adapters are loaded from")
+        raise AdapterError(f"lora_path {given[:_SHOWN_CHARS]!r} is not below the folder that adapters are loaded from")
     if not found:
-        raise NotServedError(f"there is no folder {stated[:_SHOWN_CHARS]!r} where adapters are loaded from")
+        raise NotServedError(f"there is no folder {given[:_SHOWN_CHARS]!r} where adapters are loaded from")
     return folder

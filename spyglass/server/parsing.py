@@ -24,7 +24,7 @@ from spyglass.prompt.tokens import Prompt
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
 from spyglass.server.fetch import RemoteImages
-from spyglass.server.held import Claim
+from spyglass.server.memory import Reservation
 
 _UNPACKING = 4
 _COMPILING = 4
@@ -46,7 +46,7 @@ class Parsers:
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
         self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="form")
 
-    def parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
+    def parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
         parsing: Future[Call | Immediate] = Future()
         parsing.add_done_callback(lambda _: held.release())
@@ -85,7 +85,7 @@ class Parsers:
             call = endpoint.parse(parse_json(body), fetch)
             return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
 
-    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> Call | Immediate:
+    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> Call | Immediate:
         """Parse, fetching the pictures of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)

@@ -19,7 +19,7 @@ from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
 from spyglass.server.app import served_by
 from spyglass.server.batch import BatchLine, answered, batch_lines, check_batch, run_batch
-from spyglass.server.endpoints import make_endpoints
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 
@@ -86,8 +86,8 @@ def test_forms_are_compiled_while_lines_are_read_and_not_between_steps(
     assert len(threads) == 4 and all(name.startswith("parse") for name in threads)
 
 
-def test_a_line_is_answered_with_the_adapter_that_its_model_names(model_folder: Path, tmp_path: Path) -> None:
-    llm = LLM(model_folder, device="cpu", dtype="float32", numerics="plain")
+def test_a_line_is_answered_with_the_adapter_that_its_model_names(tiny_folder: Path, tmp_path: Path) -> None:
+    llm = LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain")
     write_adapter(tmp_path / "a", random_adapter(shapes_of(llm.loaded.model), ["attention"], rank=4, size=1.0))
     llm.add_adapter("mine", tmp_path / "a")
     asked = {"ids": [0, 5, 6], "max_tokens": 6}

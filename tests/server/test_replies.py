@@ -152,7 +152,7 @@ def test_broken_markup_is_noted_once_per_answer() -> None:
     for text, odd in [("plain", False), (block(CLOSED), False), (LEFT_AS_TEXT["a malformed envelope"], True)]:
         call = call_of("chat", tools=TOOLS)
         whole_of(call, output(text))
-        assert call.reply.odd is odd
+        assert call.reply.malformed_tool_call is odd
 
 
 def test_the_v41_parser_leaves_v4_markup_alone() -> None:
