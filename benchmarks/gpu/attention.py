@@ -50,8 +50,22 @@ PROTOTYPE = {1: 7.9, 8: 14.3, 32: 27.3, 128: 43.7}
 STREAM, STREAM_PARTS = 12, 6  # warps of the streaming kernel: mark of its launches
 DECODE = {
     1: [(16, 32, 20, 4, 1), (16, 32, 20, 8, 1), (32, 32, 20, 8, 1), (64, 64, 10, STREAM, 2)],
-    8: [(64, 64, 10, 8, 1), (32, 64, 10, 8, 1), (64, 64, 10, STREAM, 2), (64, 64, 5, STREAM, 2)],
-    32: [(64, 64, 4, 8, 1), (64, 32, 4, 8, 3), (64, 64, 4, STREAM, 2), (64, 64, 2, STREAM, 2)],
+    8: [
+        (64, 64, 10, 8, 1),
+        (32, 64, 10, 8, 1),
+        (32, 64, 8, 4, 1),
+        (16, 64, 8, 4, 1),
+        (16, 64, 10, 4, 1),
+        (64, 64, 10, STREAM, 2),
+    ],
+    32: [
+        (64, 64, 4, 8, 1),
+        (32, 64, 4, 8, 1),
+        (16, 64, 2, 4, 2),
+        (64, 32, 4, 8, 3),
+        (64, 64, 4, STREAM, 2),
+        (64, 64, 2, STREAM, 2),
+    ],
     128: [(64, 64, 1, 8, 2), (64, 64, 1, STREAM, 2), (64, 64, 2, STREAM, 2)],
 }
 PREFILL = [(64, 64, 1, 8, 3), (64, 128, 1, 8, 1), (64, 64, 1, STREAM, 2)]
@@ -426,33 +440,33 @@ def index(report: Report) -> None:
         report.guard(f"index {rows} x {most}", f"capacity {capacity or most}", one)
 
 
+CUTS = [(1, 64, 4, 4, 2), (1, 64, 6, 4, 3), (1, 128, 4, 4, 2), (1, 128, 4, 8, 2), (1, 128, 4, 8, 3), (1, 64, 8, 4, 2)]
+MANY_CUTS = [
+    (2, 128, 4, 8, 2),
+    (2, 64, 4, 4, 2),
+    (2, 64, 4, 8, 2),
+    (1, 128, 4, 4, 2),
+    (1, 128, 4, 8, 2),
+    (4, 64, 4, 8, 2),
+]
+
+
+def scoring_of(cut: tuple[int, ...]) -> Any:
+    rows, keys, programs, warps, stages = cut
+    return topk_triton.Scoring(rows=rows, keys=keys, programs=programs, warps=warps, stages=stages)
+
+
 def scoring(report: Report) -> None:
     """Scores alone, cut in different ways."""
     keys = fp4(262144 // PAGE * 2, PAGE, 128)
-    cuts = [
-        (1, 64, 4, 4, 2),
-        (1, 64, 6, 4, 3),
-        (1, 128, 4, 4, 2),
-        (1, 128, 4, 8, 2),
-        (1, 128, 4, 8, 3),
-        (1, 64, 8, 4, 2),
-    ]
-    many = [
-        (2, 128, 4, 8, 2),
-        (2, 64, 4, 4, 2),
-        (2, 64, 4, 8, 2),
-        (1, 128, 4, 4, 2),
-        (1, 128, 4, 8, 2),
-        (4, 64, 4, 8, 2),
-    ]
     for rows, most in ((1, 1024), (8, 32768), (32, 8192), (128, 1024), (4096, 1024), (2048, 8192)):
         prefill = rows > 128
         visible = (torch.arange(rows) + most * 4 - rows + 1) // 4 if prefill else torch.full((rows,), most)
         sets = [
             index_case(rows, visible, keys, 1 if prefill else rows) for _ in range(1 if prefill else max(2, 64 // rows))
         ]
-        for cut in many if prefill else cuts:
-            how = topk_triton.Scoring(**dict(zip(("rows", "keys", "programs", "warps", "stages"), cut, strict=True)))
+        for cut in MANY_CUTS if prefill else CUTS:
+            how = scoring_of(cut)
 
             def one(how: Any = how, sets: Any = sets, most: int = most) -> dict[str, Any]:
                 group = topk_triton.group_of(most)
@@ -592,6 +606,13 @@ def warm(part: int, parts: int) -> None:
     ):
         given = index_case(rows, torch.full((rows,), most), keys, 1)
         jobs.append(lambda g=given, c=capacity: topk_triton.index_topk(*g, k=X, max_visible=c, stepwise=True))
+    for cut in (*CUTS, *MANY_CUTS):
+        for most in (1024, 8192) if cut in CUTS else (1024,):
+            given = index_case(4, torch.full((4,), 600), keys, 1)
+            group, how = topk_triton.group_of(most), scoring_of(cut)
+            jobs.append(
+                lambda g=given, m=most, n=group, h=how: topk_triton.score(g, m, True, 0.01, 0, None, 0, n, True, h)
+            )
     for job in jobs[part::parts]:
         try:
             job()
