@@ -25,7 +25,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config import VisionConfig
-from spyglass.config.numbers import number
+from spyglass.config.fields import number
 from spyglass.config.presets import released_vision
 from spyglass.families import FAMILIES
 from spyglass.prompt import (

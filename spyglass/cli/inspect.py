@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from spyglass.config import ModelConfig, VisionConfig, read_model_config
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.presets import config_of
 from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError

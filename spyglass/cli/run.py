@@ -23,7 +23,7 @@ from spyglass.cli.options import (
 )
 from spyglass.cli.reasoning import Unfolded, answer_of
 from spyglass.config.engine import EngineConfig
-from spyglass.config.numbers import integer, number
+from spyglass.config.fields import integer, number
 from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError, PromptError
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from spyglass.config.json_text import parse_json_text
+from spyglass.config.json_file import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import ConfigError, PromptError
