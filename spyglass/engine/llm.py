@@ -88,6 +88,7 @@ class LLM:
         cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
+        grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
         threads: int | None = None,
@@ -134,7 +135,9 @@ class LLM:
             device=self.loaded.device,
             banned=self._never_drawn(),
             token_bytes=token_bytes,
-            grammars=None if token_bytes is None else GrammarCompiler(token_bytes, self.config),
+            grammars=None
+            if token_bytes is None
+            else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
         )
         self._deltas: dict[int, deque[Delta]] = {}
