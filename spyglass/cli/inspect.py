@@ -25,7 +25,7 @@ from spyglass.prompt import (
     TokenKind,
     contained_size,
     layout_block,
-    open_picture,
+    open_image,
     oriented_size,
     plan_image,
     resize,
@@ -109,7 +109,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
     rules = CHAT_RULES if rules_name == "chat" else REFERENCE_RULES
-    picture = open_picture(photo, name=str(photo))
+    picture = open_image(photo, name=str(photo))
     form = f"{picture.format} {picture.mode}"
     stored, size = picture.size, oriented_size(picture, rules)
     plan = plan_image(*size, vision)
