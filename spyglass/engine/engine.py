@@ -25,7 +25,7 @@ from spyglass.engine.grammar import Form, Forms, Masks
 from spyglass.engine.image_cache import ImageCache
 from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
-from spyglass.engine.runner import ModelParts, Runner, StepOutput
+from spyglass.engine.runner import Runner, StepOutput
 from spyglass.engine.sampler import Drawn, DrawStep, draw
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence, forms_of
@@ -35,6 +35,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterUse
 from spyglass.prompt.tokens import Prompt
+from spyglass.runtime.steps import ModelParts
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
@@ -225,6 +226,11 @@ class Engine:
             self.pictures.clear()
             self._counted = counted
 
+    @property
+    def model_seconds(self) -> float:
+        """Seconds that all steps took in the model, but for the logits of those that draw."""
+        return self._runner.steps.seconds
+
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.
 
@@ -248,7 +254,7 @@ class Engine:
             with torch.inference_mode():
                 drawing = [chunk.sequence for chunk in chunks if chunk.draws]
                 masks = self._begin_masks(drawing)
-                output = self._runner.run(chunks)
+                output = self._runner.run(chunks, argmax=all(s.likeliest for s in drawing))
                 self._score(chunks, output)
                 if len(drawing) < len(chunks):
                     closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
@@ -300,8 +306,7 @@ class Engine:
 
     def _draw(self, drawing: Sequence[TokenSequence], output: StepOutput, deltas: list[Delta], masks: _Masking) -> None:
         """A token for every sequence whose tokens are all computed."""
-        plain = all(sequence.likeliest for sequence in drawing)
-        drawn = (self._runner.likeliest(output) if plain else None) or self._sample(drawing, output, masks)
+        drawn = self._runner.likeliest(output) or self._sample(drawing, output, masks)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
 

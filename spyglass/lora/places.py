@@ -48,14 +48,14 @@ class Places:
         linear = self.linears[name]
         if not isinstance(linear.adapter, LinearBank):
             groups = linear.groups if isinstance(linear, GroupedLinear) else 1
-            linear.adapter = LinearBank(linear.build.ops.lora_delta, self.dropout, groups)
+            linear.adapter = LinearBank(linear.build, self.dropout, groups)
         return linear.adapter
 
     def experts_bank(self, name: str) -> ExpertsBank:
         """The bank of a layer's experts, made if there is none."""
         experts = self.experts[name]
         if not isinstance(experts.adapter, ExpertsBank):
-            experts.adapter = ExpertsBank(experts.build.ops.lora_delta, self.dropout)
+            experts.adapter = ExpertsBank(experts.build, self.dropout)
         return experts.adapter
 
     def clear(self, slot: int) -> None:

@@ -82,7 +82,7 @@ def lora_delta(source: Source, groups: int) -> Call:
     return Call(args=(source.normal(ROWS, groups, 64, scale=0.1), slots, a, b, owner, scale), options={})
 
 
-def router_topk(source: Source, *, pictures: bool, forced: bool) -> Call:
+def router_topk(source: Source, *, pictures: bool, forced: bool, padding: bool = False) -> Call:
     options: dict[str, Any] = {"k": 3, "scale": 1.5, "bias_E": source.normal(9, dtype=torch.float32, scale=0.1)}
     if pictures:
         options["picture_T"] = torch.arange(ROWS) % 3 == 0
@@ -91,6 +91,8 @@ def router_topk(source: Source, *, pictures: bool, forced: bool) -> Call:
         options["forced_TK"] = torch.stack(
             [torch.randperm(9, generator=source.generator)[:3] for _ in range(ROWS)]
         ).long()
+    if padding:
+        options["positions_T"] = torch.arange(ROWS, dtype=torch.int32).masked_fill(torch.arange(ROWS) % 4 == 3, -1)
     return Call(args=(source.normal(ROWS, 64), source.normal(9, 64)), options=options)
 
 
@@ -236,6 +238,7 @@ CASES: dict[tuple[str, str], Builder] = {
     ("router_topk", "text"): lambda source: router_topk(source, pictures=False, forced=False),
     ("router_topk", "pictures"): lambda source: router_topk(source, pictures=True, forced=False),
     ("router_topk", "hashed"): lambda source: router_topk(source, pictures=True, forced=True),
+    ("router_topk", "padding"): lambda source: router_topk(source, pictures=False, forced=False, padding=True),
     ("sparse_attention", "window"): lambda source: sparse_attention(source, pool=False, picks=False),
     ("sparse_attention", "pool"): lambda source: sparse_attention(source, pool=True, picks=False),
     ("sparse_attention", "picks"): lambda source: sparse_attention(source, pool=True, picks=True),

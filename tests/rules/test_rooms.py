@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"errors", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
+    "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
@@ -32,10 +33,12 @@ ROOMS: dict[str, set[str]] = {
         "errors", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
     "lora": {"errors", "config", "quant", "checkpoint", "ops", "layers"},
-    "engine": {"errors", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
+    "engine": {
+        "errors", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model", "lora",
+    },
     "train": {
-        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers", "vision",
-        "model", "lora",
+        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime", "layers",
+        "vision", "model", "lora",
     },
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
