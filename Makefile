@@ -18,17 +18,19 @@ FAMILY ?= v4
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help setup demo test check lint format bench gpu train-tiny train-adapters mutants soak clean
+.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak clean
 
 help:
 	@echo 'make setup           .venv with everything the others need (they set it up themselves)'
+	@echo 'make wheel           dist/spyglass-*.whl, to install elsewhere'
 	@echo 'make demo            show the small model a picture: PHOTO=mine.png QUESTION="What colour is it?" MODEL=folder'
 	@echo 'make test            every test: TESTS=tests/unit/config runs less, JOBS=1 one at a time'
+	@echo 'make test-recipe     tests of the recipe of the small models (scripts/tiny)'
 	@echo 'make check           format, lint, types, rules, unit and op tests'
 	@echo 'make lint, format    the first part of check; mend what can be mended'
 	@echo 'make bench           benchmarks, each beside its baseline; spyglass bench --help names others'
 	@echo 'make soak            ten minutes of mixed load on a server, every answer checked'
-	@echo 'make mutants         plant faults that some test must notice'
+	@echo 'make mutants         plant faults that some test must notice: SINCE=main in the lines changed since then'
 	@echo 'make gpu             tests marked gpu, with the python that is there'
 	@echo 'make train-tiny      train the small model anew on a GPU: FAMILY=v4 or v41'
 	@echo 'make train-adapters  train the adapters that come with the small models'
@@ -46,6 +48,11 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	$(BIN)/python -m spyglass.ops.build || true
 	touch $(STAMP)
 
+# A wheel holds the shipped models, the kernels' sources and the page of the playground.
+wheel: setup
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
 # With random weights the path is real and the words are noise.
 demo: setup
 	test "$(MODEL)" = "$(SHIPPED)" || test -f $(MODEL)/config.json || $(BIN)/spyglass new-checkpoint $(MODEL) --preset tiny --seed 0
@@ -53,6 +60,10 @@ demo: setup
 
 test: setup
 	$(PYTEST) $(TESTS)
+
+# How the small models that come with the package were made; nothing else depends on it.
+test-recipe: setup
+	$(PYTEST) scripts/tiny/tests
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -83,7 +94,7 @@ train-adapters:
 	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.adapters --output runs/adapters
 
 mutants: setup
-	$(TEST_ENV) $(BIN)/python -m tests.mutants
+	$(TEST_ENV) $(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))
 
 # Ten minutes of mixed load on a live server: every answer is known beforehand, memory is watched.
 soak: setup

@@ -28,4 +28,4 @@ chat += [
 ]
 second = llm.chat(chat, SamplingParams(max_tokens=4, temperature=0))
 print(second.text)
-print(f"{second.usage.picture_tokens} of {second.usage.prompt_tokens} prompt tokens are pictures")
+print(f"{second.usage.image_tokens} of {second.usage.prompt_tokens} prompt tokens are pictures")

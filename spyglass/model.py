@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
 from spyglass.batch.types import Batch, CacheView, ImageBatch
+from spyglass.checkpoint.dummy import dummy_folder, load_dummy
 from spyglass.checkpoint.load import LoadReport, load_into
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
+from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import Build, held_tensors, weight_slots
-from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.embedding import Embedding, PlainTensor
+from spyglass.layers.linear import Linear
 from spyglass.ops.table import Backend, Which, bind_ops
+from spyglass.params.table import param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
 from spyglass.text.v4 import V4Backbone
@@ -36,7 +40,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
-_NO_VECTOR = {"paired": (), "reading": ("image_pad",)}  # spans in reading order have no pads (spec v41 7.2)
 _BACKBONES: Mapping[str, Callable[[TextBuild], V4Backbone | V41Backbone]] = {
     "deepseek_v4": V4Backbone,
     "deepseek_v41": V41Backbone,
@@ -61,27 +64,26 @@ class VisionLanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
-        text, build = config.text, options.build
+        self.params = param_table(config)
+        text, build = config.text, replace(options.build, params=self.params)
+        options = replace(options, build=build)
         self.config = config
         self.options = options
-        self.embedding = Embedding("embed", text.vocab_size, text.hidden_size, build)
+        self.embedding = Embedding(build, "embed")
         self.text = _BACKBONES[config.family](_text_build(config, options))
-        head = LinearSpec(name="head", in_features=text.hidden_size, out_features=text.vocab_size, fp32_out=True)
-        self.head = Linear(head, build)
+        self.head = Linear(build, "head", fp32_out=True)
         self.vision: VisionTower | None = None
         self.aligner: Aligner | None = None
         self.vision_graphs: VisionGraphs | None = None
         self.learned = nn.ModuleDict()
         if config.vision is not None and options.pictures:
             self.vision = VisionTower(config.vision, build)
-            self.aligner = Aligner(config.vision, text.hidden_size, build)
+            self.aligner = Aligner(config.vision, build)
             if options.vision_graphs:
                 self.vision_graphs = VisionGraphs(self.vision, self.aligner, build)
             for name in _LEARNED.values():
-                if name in _NO_VECTOR[config.vision.layout]:
-                    continue
-                spec = PlainSpec(name=name, shape=(text.hidden_size,), dtype=build.dtype)
-                self.learned[name] = PlainTensor(spec, build)
+                if name in build.params:
+                    self.learned[name] = PlainTensor(build, name, build.dtype)
         self._streams = text.hc_mult
         self._dtype = build.dtype
 
@@ -211,6 +213,7 @@ def load_model(
     ops: Which = "auto",
     vision_graphs: Literal["auto", "on", "off"] = "auto",
     expand: bool = False,
+    load: Literal["files", "dummy"] = "files",
     progress: bool = True,
 ) -> LoadedModel:
     """Read a checkpoint folder into a model.
@@ -219,7 +222,8 @@ def load_model(
     as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
     takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
     `vision_graphs`: pictures through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
-    packed weights while loading (more memory, sometimes faster). `progress` shows a bar on a terminal.
+    packed weights while loading (more memory, sometimes faster). `load`: "dummy" draws the weights instead of reading
+    them, in the formats config.json promises. `progress` shows a bar on a terminal.
 
     Raises:
         ConfigError: config.json is missing, malformed or of an unknown family.
@@ -234,24 +238,36 @@ def load_model(
         raise DeviceError(f"vision_graphs={vision_graphs!r} is not known; use 'auto', 'on' or 'off'")
     place = find_device(device)
     config = read_model_config(path)
-    checkpoint = open_checkpoint(os.fspath(path))
+    checkpoint = open_checkpoint(os.fspath(path)) if load == "files" else None
     dtype_name = "bfloat16" if dtype == "auto" else dtype
-    chosen = numerics if numerics != "auto" else default_numerics(checkpoint)
+    packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
+    chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
     build = Build(ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand)
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
     options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)
     model.eval()
-    skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
-    report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)
+    if checkpoint is None:
+        report = load_dummy(model.slots(), model.params, place, progress=progress)
+    else:
+        skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
+        report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)
     return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)
 
 
-def default_numerics(checkpoint: Checkpoint) -> Numerics:
-    """What "auto" means for these files: the released rounding wherever a weight is packed."""
+def model_folder(name_or_path: str | os.PathLike[str], load: Literal["files", "dummy"]) -> Path:
+    """The checkpoint folder of a path or of a shipped model's name; for weights that are drawn, of a preset's name too.
+
+    Raises:
+        ConfigError: as `find_model`.
+    """
+    return find_model(name_or_path) if load == "files" else dummy_folder(name_or_path)
+
+
+def has_packed_weights(checkpoint: Checkpoint) -> bool:
+    """Whether any matrix is stored as FP8 or FP4, which is when the released code rounds activations too."""
     weights = (tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(("scale", "scale_inv")))
-    packed = any(tensor.dtype in ("F8_E4M3", "I8", "U8") for tensor in weights)
-    return "reference" if packed else "plain"
+    return any(tensor.dtype in ("F8_E4M3", "I8", "U8") for tensor in weights)
 
 
 def find_device(device: str | torch.device) -> torch.device:

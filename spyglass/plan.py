@@ -11,18 +11,20 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spyglass.checkpoint.match import Source, match, part_of
+from spyglass.checkpoint.match import Source, match
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.shard import Shard
+from spyglass.params.table import Param, ParamTable, param_table
 from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
@@ -36,7 +38,6 @@ USABLE = 0.92  # of a device's memory: driver, context and fragmentation take th
 STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
 LEAST_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
-_DIVIDED = ("attn.wq_b", "attn.wo_a", "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.weights_proj")
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -117,7 +118,8 @@ def plan_memory(
     config: ModelConfig, sources: Mapping[str, Source], machine: Machine, *, adapter_bytes: int = 0
 ) -> MemoryPlan:
     """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), adapters beside them."""
-    weights = _weight_bytes(sources)
+    params = param_table(config)
+    weights, divisible = _weight_bytes(sources, params), _bytes_by_units(sources, params)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
     cache = {format: cache_bytes(config.text, format) for format in formats}
     step = step_bytes(config)
@@ -125,7 +127,7 @@ def plan_memory(
     outside: Tables = "files" if weights["engram"].stored else "none"
 
     def fit(device: Device, count: int, rows: RowFormat, tables: Tables = outside) -> Fit:
-        held = _bytes_per_device(weights, count, tables) + adapter_bytes
+        held = _bytes_per_device(divisible, count, tables) + adapter_bytes
         usable = int(device.free * USABLE)
         room = usable - held - step - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
@@ -176,7 +178,8 @@ def require_room(
         CapacityError: they do not fit.
     """
     config = read_model_config(path)
-    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), expected_tensors(config)).sources)
+    params = param_table(config)
+    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), params).sources, params)
     left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)
@@ -236,30 +239,42 @@ def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = 
     return tokens * per_token + 4 * sequences * text.vocab_size
 
 
-def _weight_bytes(sources: Mapping[str, Source]) -> dict[Share, Bytes]:
+def _weight_bytes(sources: Mapping[str, Source], params: ParamTable) -> dict[Share, Bytes]:
     stored, expanded = dict.fromkeys(SHARES, 0), dict.fromkeys(SHARES, 0)
     for name, source in sources.items():
-        share = _share_of(name)
+        share = _share_of(params[name])
         stored[share] += source.nbytes
         expanded[share] += source.weight.nbytes * 16 // source.format.bits if source.scale else source.nbytes
     return {share: Bytes(stored[share], expanded[share]) for share in SHARES}
 
 
-def _share_of(name: str) -> Share:
-    """How tensor parallelism treats an entry: experts and heads are split, latents, routers and mixing are copied."""
-    part = part_of(name)
-    if part == "vision" or part == "engram":
-        return part
-    if ".ffn.experts." in name:
+def _share_of(param: Param) -> Share:
+    if param.component == "engram":
+        return "engram"
+    if param.component in ("vision", "aligner", "image"):
+        return "vision"
+    if param.split == "experts":
         return "experts"
-    return "divided" if name in ("embed", "head") or name.endswith(_DIVIDED) else "copied"
+    return "copied" if param.split == "none" else "divided"
 
 
-def _bytes_per_device(weights: Mapping[Share, Bytes], count: int, tables: Tables) -> int:
-    split = weights["experts"].stored + weights["divided"].stored
-    if tables in ("host", "devices"):
-        split += weights["engram"].stored
-    return -(-split // count) + weights["copied"].stored + weights["vision"].stored
+def _bytes_by_units(sources: Mapping[str, Source], params: ParamTable) -> Counter[tuple[bool, int]]:
+    """Stored bytes by (is an engram table, number of units that devices can divide between them)."""
+    counts: Counter[tuple[bool, int]] = Counter()
+    for name, source in sources.items():
+        param = params[name]
+        counts[param.component == "engram", param.num_units] += source.nbytes
+    return counts
+
+
+def _bytes_per_device(divisible: Mapping[tuple[bool, int], int], count: int, tables: Tables) -> int:
+    """Bytes on the device that holds the most, which is the last."""
+    last, total = Shard(count - 1, count), 0
+    for (is_table, units), nbytes in divisible.items():
+        if not is_table or tables in ("host", "devices"):
+            first, end = last.span(units)
+            total += -(-nbytes * (end - first) // units)
+    return total
 
 
 def this_machine() -> Machine:

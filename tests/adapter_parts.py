@@ -13,8 +13,8 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import group_of
-from spyglass.lora.use import AdapterUse
+from spyglass.lora.use import AdapterHandle
+from spyglass.params.targets import group_of
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from spyglass.quant.codec import decode
@@ -104,7 +104,7 @@ def small(family: str, seed: int = 0, *, packed: bool = False) -> Small:
     return Small(family=family, config=config, weights=random_weights(empty_model(config).slots(), seed, packed))
 
 
-def logits_together(engine: Engine, requests: Sequence[tuple[Prompt, AdapterUse]]) -> list[torch.Tensor]:
+def logits_together(engine: Engine, requests: Sequence[tuple[Prompt, AdapterHandle]]) -> list[torch.Tensor]:
     """Logits [T, V] of every position of requests that run together, each with its adapter."""
     sinks = [torch.full((len(prompt), engine.vocab_size), float("nan")) for prompt, _ in requests]
     for (prompt, use), sink in zip(requests, sinks, strict=True):

@@ -12,7 +12,7 @@ import torch
 from spyglass.batch.types import ImageBatch
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
 from tests import engine_parts, small_v41
@@ -93,7 +93,7 @@ def spread(output: RequestOutput) -> np.ndarray[Any, Any]:
 
 
 def ask(
-    engine: Engine, prompt: Prompt, params: SamplingParams = SHOWN, adapter: AdapterUse = NO_ADAPTER
+    engine: Engine, prompt: Prompt, params: SamplingParams = SHOWN, adapter: AdapterHandle = NO_ADAPTER
 ) -> RequestOutput:
     return finish(engine, [engine.add(prompt, params, adapter=adapter)])[0]
 

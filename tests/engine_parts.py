@@ -11,11 +11,11 @@ import torch
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
-from spyglass.engine.blocks import Blocks
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.engine import Engine
-from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import RequestOutput, SamplingParams
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
 from spyglass.runtime.steps import ModelParts
@@ -51,7 +51,7 @@ def make_engine(
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
     settings = {"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
-    blocks = Blocks(
+    blocks = CacheAllocator(
         cache_plans(config.text),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -70,7 +70,7 @@ def make_engine(
         dtype=torch.float32,
         device=torch.device("cpu"),
         banned=[0],
-        blocks=blocks,
+        allocator=blocks,
         prefixes=prefixes,
         token_bytes=token_bytes,
     )
@@ -107,7 +107,7 @@ def run_all(
     return [done[i] for i in ids]
 
 
-def logits_of(engine: Engine, prompt: Prompt, adapter: AdapterUse = NO_ADAPTER) -> torch.Tensor:
+def logits_of(engine: Engine, prompt: Prompt, adapter: AdapterHandle = NO_ADAPTER) -> torch.Tensor:
     """Logits [T, V] of a prompt through the engine's loop."""
     out = torch.full((len(prompt), engine.vocab_size), float("nan"))
     engine.add(prompt, SamplingParams(max_tokens=0), sink=out, adapter=adapter)
@@ -118,7 +118,7 @@ def logits_of(engine: Engine, prompt: Prompt, adapter: AdapterUse = NO_ADAPTER) 
 
 def pages_used(engine: Engine) -> dict[str, int]:
     """Pages that sequences hold, by group."""
-    return {name: pool.num_used for name, pool in engine.blocks.pools.items()}
+    return {name: pool.num_used for name, pool in engine.allocator.pools.items()}
 
 
 class FailingModel:

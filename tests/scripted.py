@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, Usage
+from spyglass.engine.sequence import Request
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import PromptError
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
 
 Script = Callable[[Prompt, SamplingParams], Sequence[str]]
@@ -49,9 +49,12 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.live), steps=self.steps)
 
-    def add(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
-    ) -> int:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """As `Engine`."""
+        return Request(prompt=prompt, params=params)
+
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+        prompt, params = request.prompt, request.params
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")
         if 67 in prompt.ids_T:
@@ -90,7 +93,7 @@ class ScriptedEngine:
             text="".join(answer.said),
             token_ids=tuple(range(1, count + 1)),
             finish_reason=reason,
-            usage=Usage(prompt_tokens=len(answer.prompt), picture_tokens=0, completion_tokens=count),
+            usage=Usage(prompt_tokens=len(answer.prompt), image_tokens=0, completion_tokens=count),
             error=error,
         )
         ids = () if reason == "abort" else (count,)

@@ -13,9 +13,9 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
-from spyglass.engine.blocks import Blocks
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.engine import Engine
-from spyglass.engine.prefix import PrefixCache
 from spyglass.engram import EngramStore, TableRows, hash_constants
 from spyglass.engram.feed import EngramFeed
 from spyglass.quant.formats import F32
@@ -128,7 +128,7 @@ def make_engine(
     config = model.config
     chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options})
     dtype = model.options.build.dtype
-    blocks = Blocks(
+    blocks = CacheAllocator(
         cache_plans(config.text),
         dtype=dtype,
         device=torch.device("cpu"),
@@ -148,7 +148,7 @@ def make_engine(
         dtype=dtype,
         device=torch.device("cpu"),
         banned=[0, 69],
-        blocks=blocks,
+        allocator=blocks,
         prefixes=prefixes,
         engram=feed,
     )

@@ -15,6 +15,7 @@ from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.ops.table import Ops, bind_ops
+from spyglass.params.table import tower_params
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import WeightSlot
@@ -67,10 +68,11 @@ class Vision:
     ) -> None:
         chosen = bind_ops(torch.device(device).type, str(dtype).removeprefix("torch."), "reference")
         build = Build(ops=chosen if ops is None else ops, device=torch.device(device), dtype=dtype)
+        build = dataclasses.replace(build, params=tower_params(config, hidden))
         self.config = config
         self.device = device
         self.tower = VisionTower(config, build)
-        self.aligner = Aligner(config, hidden, build)
+        self.aligner = Aligner(config, build)
         for slot in self.slots():
             values = torch.from_numpy(weights[full_name(slot)])
             assert tuple(values.shape) == slot.shape, slot.name

@@ -1,7 +1,7 @@
 """Train the adapters that ship with the tiny models: `python -m scripts.tiny.adapters --models DIR --output DIR`.
 
 Without --only all are trained, one at a time on each GPU and each by a process of its own. One is a variant of the tiny
-world and nothing else, learned by the captured step of `train.whole` with `pairs.PairMasters`; the rate falls with the
+world and nothing else, learned by the captured step of `trainer` with `pairs.PairMasters`; the rate falls with the
 share of the minutes that is over, and what there is then (or at SIGTERM) is saved.
 """
 
@@ -26,24 +26,25 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from scripts.tiny.bins import Capacity
 from scripts.tiny.feed import Feed, Source
 from scripts.tiny.kept import Kept
 from scripts.tiny.models import NAMES, Family
+from scripts.tiny.muon import MuonSettings
 from scripts.tiny.pairs import PairMasters, weights_of
 from scripts.tiny.train import rate_at
+from scripts.tiny.trainer import Outcome, WholeTrainer
 from spyglass.checkpoint.layout import Spelling
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import SHIPPED
 from spyglass.errors import DeviceError, SpyglassError
-from spyglass.lora.names import Group, describe_counts
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import find_device
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import describe_counts
 from spyglass.tiny_world.words import Variant
-from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
-from spyglass.train.muon import MuonSettings
-from spyglass.train.whole import Outcome, WholeTrainer
 
 CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, pictures=128, largest_picture=1800, targets=2048)
 KEPT_STEPS = 200
@@ -63,7 +64,7 @@ class Recipe:
     name: str
     family: Family
     variant: Variant
-    targets: tuple[Group, ...]
+    targets: tuple[AdapterGroup, ...]
     rank: int
     minutes: float
     rate: float = 3e-3

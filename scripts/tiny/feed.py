@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scripts.tiny.bins import Capacity, Filling, lay_out
 from spyglass.config.read import read_model_config
 from spyglass.engram import read_classes
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.tiny_world.cases import EFFORT, Split, make_case
 from spyglass.tiny_world.words import Variant
-from spyglass.train.bins import Capacity, Filling, lay_out
 from spyglass.train.data import Learner
 
 _LOOK_EVERY = 5.0  # seconds, for whether the parent is still there

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from spyglass.checkpoint.presets import preset_config
-from spyglass.checkpoint.schema import TensorSpec
+from spyglass.params.table import Param
 from spyglass.tiny_world.questions import KINDS
 
 Family = Literal["v4", "v41"]
@@ -91,7 +91,7 @@ def _v41(vocab_size: int, image_token_id: int, classes: int) -> dict[str, Any]:
     return config
 
 
-def initial_value(name: str, spec: TensorSpec, seed: int) -> torch.Tensor:
+def initial_value(name: str, spec: Param, seed: int) -> torch.Tensor:
     """Where training starts, fp32: matrices that keep the size of what they multiply, outputs of sub-layers smaller,
     norms 1, biases 0, streams read and written almost evenly and mixed almost not."""
     digest = [seed, *name.encode()]
@@ -99,7 +99,7 @@ def initial_value(name: str, spec: TensorSpec, seed: int) -> torch.Tensor:
     noise = torch.randn(spec.shape, generator=source)
     tail = name.removesuffix(".weight").rpartition(".")[2]
     if spec.kind == "index":
-        return torch.rand((spec.shape[0], spec.siblings), generator=source).argsort(dim=1)[:, : spec.shape[1]]
+        return torch.rand((spec.shape[0], spec.num_experts), generator=source).argsort(dim=1)[:, : spec.shape[1]]
     if tail in ("embed", "image_start", "image_end", "image_newline", "image_pad"):
         return 0.5 * noise
     if "hc_" in tail:

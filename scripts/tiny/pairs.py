@@ -14,21 +14,22 @@ import torch
 
 from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import TensorSpec, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import Group, group_of
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.table import Param, param_table
+from spyglass.params.targets import group_of
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
 from spyglass.train.masters import Masters, Stack, stored_values
 
 
-def weights_of(folder: Path, config: ModelConfig) -> Callable[[str, TensorSpec], torch.Tensor]:
+def weights_of(folder: Path, config: ModelConfig) -> Callable[[str, Param], torch.Tensor]:
     """The values of a checkpoint by native name, what masters begin with; memory tables included.
 
     Raises:
@@ -39,7 +40,7 @@ def weights_of(folder: Path, config: ModelConfig) -> Callable[[str, TensorSpec],
     def keep(name: str, weight: Packed) -> None:
         values[name] = weight.data if weight.format.name == "i64" else decode(weight, torch.float32)
 
-    specs = expected_tensors(config)
+    specs = param_table(config)
     slots = [
         WeightSlot(name, spec.shape, spec.kind, lambda weight, name=name: keep(name, weight), spec.optional)
         for name, spec in specs.items()
@@ -59,11 +60,11 @@ class PairMasters(Masters):
     def __init__(
         self,
         model: VisionLanguageModel,
-        specs: Mapping[str, TensorSpec],
-        initial: Callable[[str, TensorSpec], torch.Tensor],
+        specs: Mapping[str, Param],
+        initial: Callable[[str, Param], torch.Tensor],
         *,
         fixed: Sequence[str] = (),
-        targets: Collection[Group],
+        targets: Collection[AdapterGroup],
         rank: int,
         alpha: float,
         seed: int,
@@ -115,7 +116,7 @@ class PairMasters(Masters):
         return AdapterFile(modules=dict(sorted(modules.items())))
 
 
-def _targeted(stack: Stack, targets: Collection[Group]) -> Stack:
+def _targeted(stack: Stack, targets: Collection[AdapterGroup]) -> Stack:
     """The matrices of a stack that belong to the groups, as the file has them. Experts of a layer stay together."""
     places = [place for place, name in enumerate(stack.names) if group_of(name) in targets]
     names = tuple(stack.names[n] for n in places)

@@ -27,11 +27,13 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from scripts.tiny.bins import Capacity
 from scripts.tiny.feed import Feed, Source
 from scripts.tiny.kept import Kept
 from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
 from scripts.tiny.pairs import weights_of
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
+from scripts.tiny.trainer import Outcome, WholeTrainer
 from scripts.tiny.untaught import set_apart
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
@@ -41,10 +43,8 @@ from spyglass.model import find_device
 from spyglass.quant.codec import decode, encode
 from spyglass.tiny_world.cases import Split
 from spyglass.tiny_world.corpus import all_texts
-from spyglass.train.bins import Capacity
 from spyglass.train.loss import IGNORED
 from spyglass.train.state import State, load_state, save_state
-from spyglass.train.whole import Outcome, WholeTrainer
 
 CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
 KEPT_STEPS = 600

@@ -41,7 +41,7 @@ class FirstToken:
 
     preset: str
     tokens: int
-    picture_tokens: int
+    image_tokens: int
     cold_ms: float
     repeated_ms: float
     asked_again_ms: float
@@ -99,7 +99,7 @@ def measure(folder: Path, preset: Preset, weights: WeightFormat, tokens: int, ro
     result = FirstToken(
         preset=preset,
         tokens=len(prompt),
-        picture_tokens=int((prompt.kinds_T >= 0).sum()),
+        image_tokens=int((prompt.kinds_T >= 0).sum()),
         cold_ms=cold_ms,
         repeated_ms=repeated_ms,
         asked_again_ms=again_ms,
@@ -107,7 +107,7 @@ def measure(folder: Path, preset: Preset, weights: WeightFormat, tokens: int, ro
         asked_again_cached=again_cached,
     )
     print(
-        f"{preset:>8} {result.tokens} tokens, {result.picture_tokens} of a picture; first token cold {cold_ms:.1f} ms, "
+        f"{preset:>8} {result.tokens} tokens, {result.image_tokens} of a picture; first token cold {cold_ms:.1f} ms, "
         f"repeated {repeated_ms:6.1f} ms ({result.sooner:.0f}x sooner, goal {GOAL}x; {repeated_cached} tokens cached), "
         f"another question {again_ms:6.1f} ms ({again_cached} cached)",
         flush=True,

@@ -24,17 +24,17 @@ from spyglass.bench.stream_client import ask_all
 from spyglass.config.numbers import number
 from spyglass.config.server import ServerConfig
 from spyglass.config.shipped import default_model
-from spyglass.engine.grammar import Form
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
+from spyglass.engine.sequence import Request
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.app import create_app, served_by
-from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Fetch
+from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.run import bind, make_server, serve
 
 _WORDS = ("The ", "picture ", "shows ", "a ", "small ", "red ", "boat, ", "and ", "behind ", "it ")
@@ -58,12 +58,14 @@ class InstantEngine:
         """As `Engine`."""
         return EngineStats(running=len(self._live))
 
-    def add(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
-    ) -> int:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """As `Engine`."""
+        return Request(prompt=prompt, params=params)
+
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
         """As `Engine`."""
         self._next += 1
-        self._live[self._next] = prompt, params.max_tokens or 1, 0
+        self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0
         return self._next
 
     def step(self) -> list[Delta]:
@@ -91,13 +93,13 @@ class InstantEngine:
             text="".join(_WORDS[number % len(_WORDS)] for number in range(said)),
             token_ids=(5,) * said,
             finish_reason="length",
-            usage=Usage(prompt_tokens=len(prompt), picture_tokens=0, completion_tokens=said),
+            usage=Usage(prompt_tokens=len(prompt), image_tokens=0, completion_tokens=said),
         )
         return Delta(request_id=request, text=text, token_ids=(5,), finish_reason="length", output=output)
 
 
 class _PlainReply:
-    odd = False
+    malformed_tool_call = False
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -125,7 +127,7 @@ class _PlainEndpoint:
         params = SamplingParams(max_tokens=body["max_tokens"])
         return Call(model="plain", prompts=[self.prompt], params=[params], stream=True, reply=_PlainReply())
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         return {"error": {"message": message}}
 
 
@@ -170,7 +172,7 @@ def _measure(llm: LLM, path: str, streams: int, tokens: int, pause_s: float) -> 
 @contextmanager
 def _serving(llm: LLM, pause_s: float) -> Iterator[tuple[str, Any]]:
     """The address, and a clock of CPU seconds of (event loop's thread, engine's thread)."""
-    worker = EngineWorker(InstantEngine(pause_s), most_live=4096)
+    worker = EngineWorker(InstantEngine(pause_s), max_live=4096)
     config = ServerConfig(grace_seconds=0)
     endpoints = [_PlainEndpoint(prompt_from_parts([[5]], llm.config)), *make_endpoints(served_by(llm, config))]
     app = create_app(llm, config, worker=worker, endpoints=endpoints)

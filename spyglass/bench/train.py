@@ -24,14 +24,14 @@ from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.vision import matmul_tflops, tower_flops
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import preset_tensors, random_tensor
-from spyglass.checkpoint.schema import TensorSpec
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
-from spyglass.lora.names import GROUPS, UNTRAINABLE
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import Param
+from spyglass.params.targets import GROUPS, UNTRAINABLE
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches
 from spyglass.quant.codec import encode
@@ -78,17 +78,17 @@ def random_model(preset: Preset, device: torch.device) -> VisionLanguageModel:
     return model.eval()
 
 
-def _drawn(name: str, spec: TensorSpec, generator: torch.Generator, device: torch.device) -> Packed:
+def _drawn(name: str, spec: Param, generator: torch.Generator, device: torch.device) -> Packed:
     if spec.kind != "matrix":
         return random_tensor(name, spec, seed=0)
-    if spec.official.name == "fp4":
-        shape, scale_shape = spec.official.storage_shape(spec.shape), spec.official.scale_shape(spec.shape)
+    if spec.format.name == "fp4":
+        shape, scale_shape = spec.format.storage_shape(spec.shape), spec.format.scale_shape(spec.shape)
         assert scale_shape is not None
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
         size = _E8M0_ONE - round(np.log2(3 * spec.shape[1] ** 0.5))  # codes have a size of about 3
-        return Packed(spec.official, codes, torch.full(scale_shape, size, dtype=torch.uint8, device=device), spec.shape)
+        return Packed(spec.format, codes, torch.full(scale_shape, size, dtype=torch.uint8, device=device), spec.shape)
     values = torch.randn(spec.shape, device=device, generator=generator, dtype=torch.float32)
-    return encode(values * (1.0 if name == "embed" else spec.shape[1] ** -0.5), spec.official)
+    return encode(values * (1.0 if name == "embed" else spec.shape[1] ** -0.5), spec.format)
 
 
 def random_samples(config: ModelConfig, tokens: int, text: int, learnt: int) -> list[Sample]:
@@ -108,7 +108,7 @@ def random_samples(config: ModelConfig, tokens: int, text: int, learnt: int) -> 
         samples.append(Sample(prompt=prompt, learn_T=learn_T))
 
 
-def step_flops(config: ModelConfig, step: PackedStep, specs: dict[str, TensorSpec]) -> float:
+def step_flops(config: ModelConfig, step: PackedStep, specs: dict[str, Param]) -> float:
     """Operations of the base products of one pass: dense matrices, the experts chosen, the head, the tower."""
     text, vision = config.text, config.vision
     assert vision is not None and step.images is not None

@@ -28,6 +28,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import tower_params
 from spyglass.prompt import V4_VISION, V41_VISION, plan_image
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed
@@ -67,8 +68,13 @@ class Measured:
     def __init__(self, vision: VisionConfig, hidden: int, device: str, dtype: str = "bfloat16") -> None:
         self.vision, self.device = vision, torch.device(device)
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-        build = Build(ops=bind_ops(self.device.type, dtype), device=self.device, dtype=self.dtype)
-        self.tower, self.aligner = VisionTower(vision, build), Aligner(vision, hidden, build)
+        build = Build(
+            ops=bind_ops(self.device.type, dtype),
+            device=self.device,
+            dtype=self.dtype,
+            params=tower_params(vision, hidden),
+        )
+        self.tower, self.aligner = VisionTower(vision, build), Aligner(vision, build)
         self.generator = torch.Generator(self.device).manual_seed(0)
         for slot in [*weight_slots(self.tower), *weight_slots(self.aligner)]:
             values = torch.randn(slot.shape, generator=self.generator, device=self.device)
@@ -198,7 +204,7 @@ def measure(measured: Measured, what: str, family: str, grids: Sequence[Grid], r
         if len(grids) > 1:
             ways["graphs, one by one"] = measured.one_by_one(measured.graphed)
     expected = measured.eager(inputs[0]).float()
-    flops = tower_flops(measured.vision, measured.aligner.w1.spec.out_features, grids)
+    flops = tower_flops(measured.vision, measured.aligner.w1.out_features, grids)
     return Row(
         family=family,
         what=what,

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from spyglass.checkpoint.names import to_hf, to_stacked
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
-from spyglass.checkpoint.schema import TensorSpec, group_of, stored_tensors
+from spyglass.params.hf_names import to_hf, to_stacked
+from spyglass.params.table import Param, component_of, stored_tensors
 from spyglass.quant.formats import Format
 
 Spelling = Literal["native", "hf"]
@@ -73,7 +73,7 @@ class Layout:
 
 
 def plan_layout(
-    entries: Iterable[tuple[str, TensorSpec, Format]], *, names: Spelling = "native", shard_bytes: int = SHARD_BYTES
+    entries: Iterable[tuple[str, Param, Format]], *, names: Spelling = "native", shard_bytes: int = SHARD_BYTES
 ) -> Layout:
     """Lay out (slot name, spec, format to write) entries; a single layer above `shard_bytes` still gets one file."""
     units: dict[tuple[int, int], dict[str, Place]] = {}
@@ -90,22 +90,22 @@ def plan_layout(
 def _unit(name: str) -> tuple[int, int]:
     """Sort key of what stays in one file: inputs and tower, layers, outputs, draft stages, engram tables."""
     group, _, tail = name.partition(".")
-    if group_of(name) == "engram":
+    if component_of(name) == "engram":
         return (4, int(tail.partition(".")[0]))
     if group in ("layers", "mtp"):
         return (1 if group == "layers" else 3, int(tail.partition(".")[0]))
     return (2, 0) if group in ("head", "norm") or group.startswith("hc_head_") else (0, 0)
 
 
-def _place(tensor: FileTensor, spec: TensorSpec, names: Spelling) -> Place:
+def _place(tensor: FileTensor, spec: Param, names: Spelling) -> Place:
     if names == "native":
         return Place(tensor, 0)
     part = to_stacked(tensor.name)
     if part is None:
         return Place(FileTensor(to_hf(tensor.name), tensor.dtype, tensor.shape), 0)
-    assert spec.siblings > 0, tensor.name
+    assert spec.num_experts > 0, tensor.name
     rows, columns = tensor.shape
-    stacked = FileTensor(part.name, tensor.dtype, (spec.siblings, rows * part.parts, columns))
+    stacked = FileTensor(part.name, tensor.dtype, (spec.num_experts, rows * part.parts, columns))
     return Place(stacked, tensor.nbytes * (part.expert * part.parts + part.part))
 
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from spyglass.checkpoint.names import StackedPart, from_stacked, to_native
 from spyglass.checkpoint.safetensors import Checkpoint, TensorHeader, list_names
-from spyglass.checkpoint.schema import TABLE_ROWS, group_of
 from spyglass.errors import CheckpointError
+from spyglass.params.hf_names import StackedPart, from_stacked, to_native
+from spyglass.params.table import TABLE_ROWS, component_of
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
 Part = Literal["text", "vision", "draft", "engram"]
@@ -26,7 +26,7 @@ _E8M0 = ("F8_E8M0", "U8")
 
 
 class Wanted(Protocol):
-    """What a model wants of one entry: `schema.TensorSpec` and `quant.packed.WeightSlot` both say it."""
+    """What a model wants of one entry: `schema.Param` and `quant.packed.WeightSlot` both say it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -87,7 +87,7 @@ class Match:
 
 def part_of(name: str) -> Part:
     """Which of the counted parts a native name belongs to; engram tables are a part of their own."""
-    group = group_of(name)
+    group = component_of(name)
     return group if group in ("text", "draft", "engram") else "vision"
 
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from spyglass.checkpoint.presets_v41 import PRESETS_V41, PresetV41, preset_config_v41
 
-PresetV4 = Literal["tiny", "mini", "flash-4layer", "flash-vision"]
+PresetV4 = Literal["tiny", "mini", "flash-4layer", "flash-8layer", "flash-vision"]
 Preset = PresetV4 | PresetV41
-PRESETS: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer", "flash-vision", *PRESETS_V41)
+PRESETS: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer", "flash-8layer", "flash-vision", *PRESETS_V41)
 
 FLASH_VISION: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -135,6 +135,11 @@ _SMALLER: dict[PresetV4, dict[str, Any]] = {
         "num_hash_layers": 1,
         "num_hidden_layers": 4,
     },
+    "flash-8layer": {
+        "compress_ratios": [0, 4, 128, 4, 128, 4, 128, 4],
+        "num_hash_layers": 1,
+        "num_hidden_layers": 8,
+    },
 }
 
 
@@ -142,8 +147,8 @@ def preset_config(preset: Preset, *, packed: bool) -> dict[str, Any]:
     """The config.json of a preset; without `packed` it describes bfloat16 weights.
 
     `tiny` has every mechanism at the smallest widths, `mini` is the size other engines were timed at with a small
-    tower, `flash-4layer` has the official widths and all 256 experts in four layers (17 GB packed), `flash-vision` is
-    the official shape. Only `flash-vision` has draft stages. Those of V4.1 are in `presets_v41`.
+    tower, `flash-4layer` has the official widths and all 256 experts in four layers (17 GB packed), `flash-8layer` in
+    eight (31 GB), `flash-vision` is the official shape and alone has draft stages. V4.1's are in `presets_v41`.
     """
     if preset == "tiny-v41" or preset == "mini-v41" or preset == "v41-flash":
         return preset_config_v41(preset, packed=packed)

@@ -19,16 +19,16 @@ import torch
 from spyglass.checkpoint.layout import Layout, Spelling
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
-from spyglass.checkpoint.schema import TensorSpec, draft_tensors, expected_tensors
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import parse_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param, draft_params, param_table
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import Packed
 
 RANDOM_WEIGHTS = "spyglass_random_weights"  # key of config.json that says so; nothing is computed from it
-_FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
+FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
 _DRAWN_VALUES = 1 << 22
 
 
@@ -56,7 +56,7 @@ def new_checkpoint(
     specs = preset_tensors(preset)
     plain = format == "bf16"
     formats = {
-        name: BF16 if plain and spec.kind in ("matrix", "table") else spec.official for name, spec in specs.items()
+        name: BF16 if plain and spec.kind in ("matrix", "table") else spec.format for name, spec in specs.items()
     }
     if headers_only:
         layout = save_headers(directory, [(name, spec, formats[name]) for name, spec in specs.items()], names=names)
@@ -70,14 +70,14 @@ def new_checkpoint(
     return layout
 
 
-def preset_tensors(preset: Preset) -> dict[str, TensorSpec]:
+def preset_tensors(preset: Preset) -> dict[str, Param]:
     """Every entry of a preset, draft stages included, with its packed official format."""
     config = parse_model_config(preset_config(preset, packed=True), f"preset {preset}")
-    specs = expected_tensors(config)
-    return specs | draft_tensors(config, "dspark") if config.num_draft_layers else specs
+    specs = param_table(config)
+    return specs | draft_params(config, "dspark") if config.num_draft_layers else specs
 
 
-def random_item(name: str, spec: TensorSpec, *, seed: int, format: Format) -> SaveItem:
+def random_item(name: str, spec: Param, *, seed: int, format: Format) -> SaveItem:
     """One entry of a random checkpoint, drawn when it is written; its values do not depend on `format`."""
 
     def make() -> Packed:
@@ -89,57 +89,57 @@ def random_item(name: str, spec: TensorSpec, *, seed: int, format: Format) -> Sa
     return SaveItem(name, spec, format, make)
 
 
-def random_tensor(name: str, spec: TensorSpec, *, seed: int) -> Packed:
+def random_tensor(name: str, spec: Param, *, seed: int) -> Packed:
     """The entry `name` of the checkpoint with this seed, in its official format."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     if spec.kind == "index":
         return _expert_table(spec, generator)
-    if spec.kind == "table" and spec.official.name == "fp8":
+    if spec.kind == "table" and spec.format.name == "fp8":
         return _engram_table(spec, generator)
-    if spec.official.name == "fp4":
+    if spec.format.name == "fp4":
         return _fp4_matrix(spec, generator)
-    if spec.official.block is None and len(spec.shape) == 2:
+    if spec.format.block is None and len(spec.shape) == 2:
         return _plain_matrix(name, spec, generator)
-    return encode(_values(name, spec.shape, generator), spec.official)
+    return encode(_values(name, spec.shape, generator), spec.format)
 
 
-def _plain_matrix(name: str, spec: TensorSpec, generator: torch.Generator) -> Packed:
+def _plain_matrix(name: str, spec: Param, generator: torch.Generator) -> Packed:
     """Drawn some rows at a time: the embedding of a large preset would need gigabytes of float32."""
-    data = torch.empty(spec.shape, dtype=torch.bfloat16 if spec.official == BF16 else torch.float32)
+    data = torch.empty(spec.shape, dtype=torch.bfloat16 if spec.format == BF16 else torch.float32)
     for rows in data.split(max(_DRAWN_VALUES // spec.shape[1], 1)):
         rows.copy_(_values(name, tuple(rows.shape), generator))
-    return Packed(spec.official, data, None, spec.shape)
+    return Packed(spec.format, data, None, spec.shape)
 
 
-def _fp4_matrix(spec: TensorSpec, generator: torch.Generator) -> Packed:
+def _fp4_matrix(spec: Param, generator: torch.Generator) -> Packed:
     """Codes drawn evenly, scales of two neighbouring sizes: standard deviation about 1/sqrt(inputs)."""
-    rows, columns = spec.official.storage_shape(spec.shape)
+    rows, columns = spec.format.storage_shape(spec.shape)
     codes = torch.empty((rows, columns), dtype=torch.uint8).random_(0, 256, generator=generator)
-    exponent = round(math.log2(1.0 / (_FP4_SPREAD * math.sqrt(spec.shape[-1])))) + 127
-    scale_shape = spec.official.scale_shape(spec.shape)
+    exponent = round(math.log2(1.0 / (FP4_SPREAD * math.sqrt(spec.shape[-1])))) + 127
+    scale_shape = spec.format.scale_shape(spec.shape)
     assert scale_shape is not None
     scale = torch.empty(scale_shape, dtype=torch.uint8).random_(exponent - 1, exponent + 1, generator=generator)
-    return Packed(spec.official, codes, scale, spec.shape)
+    return Packed(spec.format, codes, scale, spec.shape)
 
 
-def _engram_table(spec: TensorSpec, generator: torch.Generator) -> Packed:
+def _engram_table(spec: Param, generator: torch.Generator) -> Packed:
     """Normal values from a table of 256 quantiles, so that gigabytes need no float32; scales of two sizes."""
     quantiles = torch.special.ndtri((torch.arange(256) + 0.5) / 256).to(torch.float8_e4m3fn)
     data = torch.empty(spec.shape, dtype=torch.uint8).random_(0, 256, generator=generator)
     for rows in data.split(max(_DRAWN_VALUES // spec.shape[1], 1)):
         rows.copy_(quantiles.view(torch.uint8)[rows.int()])
-    scale_shape = spec.official.scale_shape(spec.shape)
+    scale_shape = spec.format.scale_shape(spec.shape)
     assert scale_shape is not None
     scale = torch.empty(scale_shape, dtype=torch.uint8).random_(126, 128, generator=generator)
-    return Packed(spec.official, data.view(torch.float8_e4m3fn), scale, spec.shape)
+    return Packed(spec.format, data.view(torch.float8_e4m3fn), scale, spec.shape)
 
 
-def _expert_table(spec: TensorSpec, generator: torch.Generator) -> Packed:
+def _expert_table(spec: Param, generator: torch.Generator) -> Packed:
     """`tid2eid` [V, K]: K different experts for every token id."""
     rows, chosen = spec.shape
-    picks = torch.rand((rows, spec.siblings), generator=generator).topk(chosen, dim=1).indices
-    return Packed(spec.official, picks, None, spec.shape)
+    picks = torch.rand((rows, spec.num_experts), generator=generator).topk(chosen, dim=1).indices
+    return Packed(spec.format, picks, None, spec.shape)
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -17,8 +17,8 @@ import torch
 
 from spyglass.checkpoint.layout import SHARD_BYTES, Layout, Shard, Spelling, plan_layout
 from spyglass.checkpoint.safetensors import INDEX_NAME, list_names
-from spyglass.checkpoint.schema import TensorSpec
 from spyglass.errors import CheckpointError
+from spyglass.params.table import Param
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 
@@ -30,7 +30,7 @@ class SaveItem:
     """One entry to write: slot name, logical shape and kind, the format of the file, and a function that yields it."""
 
     name: str
-    spec: TensorSpec
+    spec: Param
     format: Format
     make: Callable[[], Packed]
 
@@ -61,7 +61,7 @@ def save_checkpoint(
 
 
 def save_headers(
-    directory: str | Path, entries: Sequence[tuple[str, TensorSpec, Format]], *, names: Spelling = "native"
+    directory: str | Path, entries: Sequence[tuple[str, Param, Format]], *, names: Spelling = "native"
 ) -> Layout:
     """Write files with exact headers and sizes whose values are holes that read as zero: for planning only.
 

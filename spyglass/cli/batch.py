@@ -39,7 +39,7 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
     from spyglass.config.server import ServerConfig
     from spyglass.server.app import served_by
     from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
-    from spyglass.server.endpoints import make_endpoints
+    from spyglass.server.protocols.endpoints import make_endpoints
 
     endpoints = make_endpoints(served_by(llm, ServerConfig()))
     urls = [endpoint.path for endpoint in endpoints]

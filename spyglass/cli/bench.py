@@ -17,6 +17,7 @@ BENCHMARKS = {
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the picture tower on a GPU",
+    "gpu": "decode and prefill of the text path on a GPU, beside what memory and arithmetic allow",
     "train": "fine-tuning at real layer sizes, beside one large product",
 }
 

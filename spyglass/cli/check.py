@@ -55,21 +55,21 @@ def run(args: argparse.Namespace) -> int:
 def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
     """Fill the report as far as the folder allows."""
     from spyglass.checkpoint.match import match
-    from spyglass.checkpoint.names import to_native
     from spyglass.checkpoint.safetensors import open_checkpoint
-    from spyglass.checkpoint.schema import GROUPS, draft_kind, expected_tensors, group_of
     from spyglass.config import read_model_config
     from spyglass.ops.build import why_not
+    from spyglass.params.hf_names import to_native
+    from spyglass.params.table import COMPONENTS, component_of, draft_kind, param_table
     from spyglass.plan import plan_memory, this_machine
 
     config = read_model_config(directory)
     report["family"] = config.family
     report["model"] = _describe_model(config)
     checkpoint = open_checkpoint(directory)
-    matched = match(checkpoint, expected_tensors(config))
-    groups: dict[str, dict[str, int]] = {group: {"tensors": 0, "bytes": 0} for group in GROUPS}
+    matched = match(checkpoint, param_table(config))
+    groups: dict[str, dict[str, int]] = {group: {"tensors": 0, "bytes": 0} for group in COMPONENTS}
     for name, header in checkpoint.tensors.items():
-        entry = groups[group_of(to_native(name))]
+        entry = groups[component_of(to_native(name))]
         entry["tensors"] += 1
         entry["bytes"] += header.nbytes
     report["tensors"] = len(checkpoint.tensors)
@@ -98,14 +98,13 @@ def _adapter_bytes(model: Path, adapter: str, config: ModelConfig) -> int:
     Raises:
         AdapterError: it is damaged, or does not fit the model.
     """
-    from spyglass.checkpoint.schema import expected_tensors
     from spyglass.config.shipped import find_adapter
     from spyglass.lora.fit import check_fit
-    from spyglass.lora.merge import shape_of
     from spyglass.lora.peft import read_adapter
+    from spyglass.params.table import param_table
 
     file = read_adapter(find_adapter(adapter, model))
-    check_fit(file, shape_of(expected_tensors(config), config.text.o_groups), config.text.n_routed_experts)
+    check_fit(file, param_table(config), config.text.n_routed_experts)
     return file.bank_bytes()
 
 

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
     from spyglass.engine import LLM
-    from spyglass.lora.names import describe_counts
+    from spyglass.params.targets import describe_counts
     from spyglass.tiny_world.evaluate import evaluate
     from spyglass.tiny_world.sheet import contact_sheet
 

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     questions = [] if args.batch else _questions(args.question)
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
     from spyglass.engine import LLM, SamplingParams
-    from spyglass.lora.names import describe_counts
+    from spyglass.params.targets import describe_counts
 
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**stated)
@@ -194,7 +194,7 @@ class _Talk:
 
 def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
     usage = output.usage
-    pictures = f" ({usage.picture_tokens} of pictures)" if images else ""
+    pictures = f" ({usage.image_tokens} of pictures)" if images else ""
     told = f"prompt {usage.prompt_tokens} tokens{pictures}, first token after {times[0] - started:.2f} s"
     told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
     if len(times) > 1:

@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
     listening.listen()  # not before: nobody is to wait while a model is loaded
-    print(banner(llm, config, listening.getsockname()[1], app.state.service.most_live), file=sys.stderr, flush=True)
+    print(banner(llm, config, listening.getsockname()[1], app.state.service.max_live), file=sys.stderr, flush=True)
     asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
     return 0
 
 
-def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
+def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     """What a person wants to know when a server has started."""
     shown = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{shown}:{port}"
@@ -86,6 +86,6 @@ def banner(llm: LLM, config: ServerConfig, port: int, most_live: int) -> str:
         ("playground", f"{url}/"),
         ("pictures", pictures),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
-                   f"{most_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
+                   f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip
     return "\n".join(["Spyglass serves", *(f"  {name:<11}{text}" for name, text in lines)])

@@ -17,7 +17,7 @@ class CachePlan:
 
     `group` names the page table ("window", "pool4", "state4", ...). A row stands for `tokens_per_row` tokens.
     `retention`: rows kept behind the newest one when a step starts, None = all. `dtype` "activation" follows the model.
-    `split` says what tensor parallelism does with it; `snapshot` whether a resumable prefix must store it.
+    `snapshot`: whether a resumable prefix must store it.
     """
 
     group: str
@@ -28,7 +28,6 @@ class CachePlan:
     tokens_per_row: int
     retention: int | None
     snapshot: bool
-    split: Literal["replicate", "rows"] = "replicate"
 
 
 def cache_plans(text: TextConfig) -> tuple[CachePlan, ...]:

@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "ops": ("auto", "reference"),
     "vision_graphs": ("auto", "on", "off"),
     "engram": ("mmap", "host", "device"),
+    "load": ("files", "dummy"),
 }
 # Page tables have room for every row of a step in every sequence, and a thread takes a stack, before anything runs.
 MOST: Mapping[str, int] = {"max_step_tokens": 1 << 20, "max_sequences": 4096, "threads": 1024}
@@ -88,6 +89,13 @@ class EngineConfig:
         default="mmap",
         metadata=about(
             "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
+        ),
+    )
+    load: Literal["files", "dummy"] = field(
+        default="files",
+        metadata=about(
+            "dummy: draw random weights at full size instead of reading them, to measure speed and memory; config.json "
+            "(or a preset's name in place of a folder) is enough"
         ),
     )
     threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)"))

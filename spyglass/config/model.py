@@ -133,7 +133,6 @@ class TextConfig:
     hidden_size: int  # C
     num_attention_heads: int  # H
     head_dim: int  # D
-    qk_rope_head_dim: int  # R
     q_lora_rank: int  # Q
     o_groups: int  # G
     o_lora_rank: int  # O

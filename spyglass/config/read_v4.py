@@ -195,7 +195,7 @@ class Wiring:
 def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
     """The backbone's numbers, which both families write under the same names."""
     num_heads = fields.integer("num_attention_heads")
-    head_dim, rope_dim = head_dims(fields)
+    head_dim, _ = head_dims(fields)
     num_groups = fields.integer("o_groups")
     if num_heads % num_groups:
         raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
@@ -206,7 +206,6 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         hidden_size=fields.integer("hidden_size"),
         num_attention_heads=num_heads,
         head_dim=head_dim,
-        qk_rope_head_dim=rope_dim,
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=num_groups,
         o_lora_rank=fields.integer("o_lora_rank"),

@@ -68,6 +68,10 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = field(
         default=(), metadata=about("web origin whose pages may call the server, or *; may be given repeatedly")
     )
+    strict_fields: bool = field(
+        default=False,
+        metadata=about("refuse request fields that are not known, instead of ignoring them and naming them"),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=about("how much to log"))
 
     def __post_init__(self) -> None:

@@ -16,20 +16,20 @@ from functools import partial
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import AdapterError, NotServedError
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 
-class AdapterDesk:
+class AdapterRegistry:
     """Counts the calls that use the adapters of `pool`, whose engine `worker` drives. Belongs to one event loop."""
 
     def __init__(self, pool: AdapterPool, worker: EngineWorker) -> None:
         self._pool, self._worker = pool, worker
         self._users: Counter[int] = Counter()  # by slot
-        self._leaving: dict[int, AdapterUse] = {}
+        self._leaving: dict[int, AdapterHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
-    def used(self, name: str | None) -> Iterator[AdapterUse]:
+    def used(self, name: str | None) -> Iterator[AdapterHandle]:
         """The adapter of a call (None = none), which stays as long as the block lasts; it ends with `worker.cancel`.
 
         Raises:
@@ -49,13 +49,13 @@ class AdapterDesk:
             self._users[use.slot] -= 1
             self._free_if_unused(use.slot)
 
-    def withdraw(self, name: str) -> None:
+    def unregister(self, name: str) -> None:
         """Serve no new call with this adapter, and give its memory back when the last one has ended.
 
         Raises:
             AdapterError: no adapter has this name.
         """
-        use = self._pool.withdraw(name)
+        use = self._pool.unregister(name)
         self._leaving[use.slot] = use
         self._free_if_unused(use.slot)
 

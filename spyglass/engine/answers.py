@@ -21,14 +21,14 @@ def last_delta(
         finish_reason=reason,
         usage=Usage(
             prompt_tokens=len(prompt),
-            picture_tokens=int((prompt.kinds_T >= 0).sum()),
+            image_tokens=int((prompt.kinds_T >= 0).sum()),
             completion_tokens=len(sequence.answer),
             cached_tokens=sequence.cached,
         ),
         logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
         error=error,
-        misfit=sequence.form is not None and sequence.form.failed is not None,
+        grammar_violation=sequence.matcher is not None and sequence.matcher.failed is not None,
         stopped_by=None if sequence.detokenizer is None else sequence.detokenizer.stopped_by,
     )
     last = tuple(sequence.logprobs[-len(tokens) :]) if tokens and params.logprobs is not None else None

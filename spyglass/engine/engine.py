@@ -17,38 +17,38 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.answers import keep_prompt_logprobs, last_delta
-from spyglass.engine.blocks import Blocks
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.images import ImageCache
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.fit import prefix_bytes
-from spyglass.engine.grammar import Form, Forms, Masks
-from spyglass.engine.image_cache import ImageCache
-from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.runner import Runner, StepOutput
-from spyglass.engine.sampler import Drawn, DrawStep, draw
+from spyglass.engine.sampler import SampledTokens, SampleInput, draw
 from spyglass.engine.scheduler import Scheduler, StuckError
-from spyglass.engine.sequence import Chunk, TokenSequence, forms_of
+from spyglass.engine.sequence import Chunk, Request, TokenSequence, matchers_of
 from spyglass.engine.stats import Counters, EngineStats
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, GrammarMatcher
 from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
 from spyglass.runtime.steps import ModelParts
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
 _LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
-_Masking = Callable[[], torch.Tensor] | None  # next tokens of the rows whose answers follow a form, once they are known
+_Masking = Callable[[], torch.Tensor] | None  # next tokens of rows that follow a grammar, once known
 
 
 class Engine:
     """Runs requests on a model. Not thread-safe: one thread calls it.
 
-    `banned` ids are never drawn. `blocks` lays out the memory, `prefixes` keeps parts of it (tests pass their own).
+    `banned` ids are never drawn. `allocator` lays out the memory, `prefixes` keeps parts of it (tests pass their own).
     Without `token_bytes` (a folder without a tokenizer) answers are ids only. `engram` brings the rows of models that
-    have engram layers. `forms` compiles what `structured` asks for; None = it is refused.
+    have engram layers. `grammars` compiles what `structured` asks for; None = it is refused.
 
     Raises:
         ConfigError: a step is too small for the largest picture of the model.
@@ -65,17 +65,17 @@ class Engine:
         device: torch.device,
         banned: Collection[int] = (),
         token_bytes: TokenBytes | None = None,
-        blocks: Blocks | None = None,
+        allocator: CacheAllocator | None = None,
         prefixes: PrefixCache | None = None,
         engram: EngramFeed | None = None,
-        forms: Forms | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
         self._images = 0 if config.vision is None else options.images
         limit = config.text.max_position_embeddings
         self.max_length = limit if options.max_length is None else min(options.max_length, limit)
-        self.blocks = blocks or Blocks(
+        self.allocator = allocator or CacheAllocator(
             cache_plans(config.text),
             dtype=dtype,
             device=device,
@@ -86,15 +86,22 @@ class Engine:
         )
         if prefixes is None:
             most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
-            prefixes = PrefixCache(self.blocks, most)
-        self.prefixes, self.pictures = prefixes, ImageCache(options.image_cache_bytes)
-        self._scheduler = Scheduler(self.blocks, options.max_step_tokens, prefixes)
+            prefixes = PrefixCache(self.allocator, most)
+        self.prefixes, self.image_cache = prefixes, ImageCache(options.image_cache_bytes)
+        self._scheduler = Scheduler(self.allocator, options.max_step_tokens, prefixes)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         self._banned = torch.tensor(usable, dtype=torch.int64, device=device)
         self._runner = Runner(
-            model, config, self.blocks, device, self._banned, prefixes=prefixes, pictures=self.pictures, engram=engram
+            model,
+            config,
+            self.allocator,
+            device,
+            self._banned,
+            prefixes=prefixes,
+            images=self.image_cache,
+            engram=engram,
         )
-        self._forms, self._masks = forms, Masks(config.text.vocab_size, usable, config.eos_token_ids)
+        self._grammars, self._masks = grammars, GrammarMasks(config.text.vocab_size, usable, config.eos_token_ids)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
         self._next_id = 0
@@ -112,21 +119,21 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now; cheap enough for every step."""
-        prefixes, pictures = self.prefixes.counts, self.pictures.counts
+        prefixes, images = self.prefixes.counts, self.image_cache.counts
         return EngineStats(
             **asdict(self._counted),
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            cache_share=self.blocks.share_used(self.prefixes.spare_pages()),
+            cache_share=self.allocator.share_used(self.prefixes.spare_pages()),
             preemptions=self._scheduler.preemptions,
             prefix_queries=prefixes.queried_tokens,
             prefix_hits=prefixes.found_tokens,
-            image_queries=pictures.queries,
-            image_hits=pictures.hits,
+            image_queries=images.queries,
+            image_hits=images.hits,
             prefix_evictions=prefixes.evictions,
-            image_evictions=pictures.evictions,
+            image_evictions=images.evictions,
             prefix_bytes=prefixes.bytes_held,
-            image_bytes=pictures.bytes_held,
+            image_bytes=images.bytes_held,
             mask_share=self._masks.hidden_share or 0.0,
         )
 
@@ -136,19 +143,38 @@ class Engine:
         params: SamplingParams,
         sink: torch.Tensor | None = None,
         *,
-        adapter: AdapterUse = NO_ADAPTER,
-        form: Form | None = None,
+        adapter: AdapterHandle = NO_ADAPTER,
     ) -> int:
-        """Queue a request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
+        """`submit` of what `prepare` makes of a prompt: a grammar is compiled here, which may take seconds."""
+        return self.submit(self.prepare(prompt, params), sink, adapter=adapter)
 
-        `form` is what `check` gave for it, left as it is; without it one is compiled here, which may take seconds.
-        Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check everything about a request that does not depend on memory, and compile its grammar. Any thread.
 
         Raises:
             PromptError: the prompt is empty, has ids outside the vocabulary, or its parameters cannot be honoured.
-            CapacityError: it is longer than the model's limit, or could never fit into the memory or a step.
+            CapacityError: it is longer than the model's limit.
         """
-        self._refuse_bad(prompt, params)
+        check_prompt(prompt, self._config, images=self._images)
+        check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
+        matcher: GrammarMatcher | None = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise PromptError(
+                    "structured answers need a tokenizer, and this model folder has none; add tokenizer.json"
+                )
+            matcher = self._grammars.begin(params.structured)
+        return Request(prompt=prompt, params=params, matcher=matcher)
+
+    def submit(self, request: Request, sink: torch.Tensor | None = None, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+        """Queue a prepared request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
+
+        Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
+
+        Raises:
+            CapacityError: it could never fit into the memory or a step.
+        """
+        prompt, params = request.prompt, request.params
         sequence = TokenSequence(
             self._next_id,
             prompt,
@@ -160,33 +186,13 @@ class Engine:
             else Detokenizer(self._token_bytes, params.stop, params.stop_after),
             sink=sink,
             adapter=adapter,
-            form=self._form(params) if form is None else form.copy(),
+            matcher=None if request.matcher is None else request.matcher.copy(),
         )
         self._scheduler.add(sequence)
         self._sequences[sequence.request_id] = sequence
         self._next_id += 1
         self._counted.prompt_tokens += len(prompt)
         return sequence.request_id
-
-    def check(self, prompt: Prompt, params: SamplingParams) -> Form | None:
-        """What `add` refuses, but for what depends on the memory; the form that an answer would follow. Any thread.
-
-        Raises:
-            PromptError, CapacityError: as `add`.
-        """
-        self._refuse_bad(prompt, params)
-        return self._form(params)
-
-    def _refuse_bad(self, prompt: Prompt, params: SamplingParams) -> None:
-        check_prompt(prompt, self._config, images=self._images)
-        check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
-
-    def _form(self, params: SamplingParams) -> Form | None:
-        if params.structured is None:
-            return None
-        if self._forms is None:
-            raise PromptError("structured answers need a tokenizer, and this model folder has none; add tokenizer.json")
-        return self._forms.begin(params.structured)
 
     def abort(self, request_id: int) -> Delta | None:
         """End a request now and free everything it holds; its last delta, or None if it is not running."""
@@ -204,7 +210,7 @@ class Engine:
         """
         assert not self._sequences, "an engine is warmed up before its first request"
         counted = replace(self._counted)
-        fits = min(self.max_length, self.blocks.most_tokens or self.max_length)
+        fits = min(self.max_length, self.allocator.most_tokens or self.max_length)
         try:
             for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
                 if len(prompt) < fits:  # else a request with this picture is refused too
@@ -223,7 +229,7 @@ class Engine:
             for request in list(self._sequences):
                 self.abort(request)
             self.prefixes.clear()
-            self.pictures.clear()
+            self.image_cache.clear()
             self._counted = counted
 
     @property
@@ -253,8 +259,9 @@ class Engine:
         try:
             with torch.inference_mode():
                 drawing = [chunk.sequence for chunk in chunks if chunk.draws]
-                masks = self._begin_masks(drawing)
-                output = self._runner.run(chunks, argmax=all(s.likeliest for s in drawing))
+                matchers = [matcher for _, matcher in matchers_of(drawing)]
+                masks = self._masks.begin(matchers) if matchers else None
+                output = self._runner.run(chunks, argmax=all(sequence.is_greedy for sequence in drawing))
                 self._score(chunks, output)
                 if len(drawing) < len(chunks):
                     closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
@@ -273,7 +280,7 @@ class Engine:
         room = self.max_length - len(prompt)
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
-        most = self.blocks.most_tokens
+        most = self.allocator.most_tokens
         return room if most is None else max(1, min(room, most - len(prompt)))
 
     def _count(self, chunks: Sequence[Chunk], deltas: Sequence[Delta], seconds: float) -> None:
@@ -300,24 +307,20 @@ class Engine:
                 if sequence.params.prompt_logprobs is not None:
                     keep_prompt_logprobs(sequence, start, logits_RV)
 
-    def _begin_masks(self, drawing: Sequence[TokenSequence]) -> _Masking:
-        forms = forms_of(drawing)
-        return self._masks.begin([form for _, form in forms]) if forms else None
-
     def _draw(self, drawing: Sequence[TokenSequence], output: StepOutput, deltas: list[Delta], masks: _Masking) -> None:
         """A token for every sequence whose tokens are all computed."""
-        drawn = self._runner.likeliest(output) or self._sample(drawing, output, masks)
+        drawn = self._runner.argmax(output) or self._sample(drawing, output, masks)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
 
-    def _sample(self, drawing: Sequence[TokenSequence], output: StepOutput, masks: _Masking) -> Drawn:
+    def _sample(self, drawing: Sequence[TokenSequence], output: StepOutput, masks: _Masking) -> SampledTokens:
         logits_SV = self._runner.logits(output.hidden_TC, output.draw_rows)
-        step = DrawStep(
+        step = SampleInput(
             params=[s.params for s in drawing],
             seed_S=[s.seed for s in drawing],
             position_S=[s.length for s in drawing],
             used=[None if s.counts is None else s.counts.used for s in drawing],
-            form_rows=[row for row, _ in forms_of(drawing)],
+            grammar_rows=[row for row, _ in matchers_of(drawing)],
             allowed=None if masks is None else masks(),
         )
         began = time.perf_counter()
@@ -326,7 +329,7 @@ class Engine:
         return drawn
 
     def _accept_alone(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None) -> Delta:
-        """Take a drawn token; whatever goes wrong with the text or the form of one answer ends only that answer."""
+        """Take a drawn token; whatever goes wrong with the text or the grammar of one answer ends only that answer."""
         try:
             return self._accept(sequence, token, logprob)
         except Exception as error:
@@ -342,7 +345,7 @@ class Engine:
             sequence.logprobs.append(logprob)
         reason: FinishReason | None = None
         text = ""
-        wrong = None if sequence.form is None else sequence.form.push(token)
+        wrong = None if sequence.matcher is None else sequence.matcher.push(token)
         if wrong is not None:
             return self._finish(sequence, "abort", (token,), "", error=wrong)
         if token in params.stop_token_ids or (token in self._config.eos_token_ids and not params.ignore_eos):
@@ -351,7 +354,7 @@ class Engine:
             text, stopped = sequence.detokenizer.push(token)
             if stopped:
                 return self._finish(sequence, "stop", (token,), text, flush=False)
-        if reason is None and sequence.form is not None and sequence.form.complete:
+        if reason is None and sequence.matcher is not None and sequence.matcher.complete:
             reason = "stop"
         if reason is None and len(sequence.answer) == sequence.limit:
             reason = "length"
@@ -371,7 +374,7 @@ class Engine:
         What made them so may lie in what is cached, so nothing of that is used again.
         """
         self.prefixes.clear()
-        self.pictures.clear()
+        self.image_cache.clear()
         return self._finish(sequence, "abort", (), "", error="the model gave no finite logits for this request")
 
     def _finish(
@@ -386,8 +389,9 @@ class Engine:
     ) -> Delta:
         """The last delta of a request, everything it held given back; the next turn of a chat may go on from it."""
         if error is None and sequence.row is not None:
-            self.prefixes.keep(sequence, sequence.computed)
-        self._drop(sequence)
+            self.prefixes.store(sequence, sequence.computed)
+        if self._sequences.pop(sequence.request_id, None) is not None:
+            self._scheduler.remove(sequence)
         if flush and sequence.detokenizer is not None:
             rest, stopped = sequence.detokenizer.finish()
             text, reason = text + rest, "stop" if stopped and reason != "abort" else reason
@@ -398,7 +402,3 @@ class Engine:
         """End those of them that have not ended, with an error."""
         over = [sequence for sequence in sequences if sequence.request_id in self._sequences]
         return [self._finish(sequence, "abort", (), "", flush=False, error=why) for sequence in over]
-
-    def _drop(self, sequence: TokenSequence) -> None:
-        if self._sequences.pop(sequence.request_id, None) is not None:
-            self._scheduler.remove(sequence)

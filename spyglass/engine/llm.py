@@ -13,11 +13,10 @@ import torch
 
 from spyglass.config.engine import read_engine_config
 from spyglass.config.model import ModelConfig
-from spyglass.config.shipped import find_adapter, find_model
+from spyglass.config.shipped import find_adapter
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import read_beside, require_fit
-from spyglass.engine.grammar import Forms
 from spyglass.engine.inputs import (
     AdapterNames,
     adapters_each,
@@ -30,15 +29,17 @@ from spyglass.engine.inputs import (
     params_each,
 )
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
+from spyglass.engine.sequence import Request
+from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
-from spyglass.lora.names import Group
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import NO_ADAPTER, AdapterUse, adapter_name
-from spyglass.model import find_device, load_model
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
+from spyglass.model import find_device, load_model, model_folder
+from spyglass.params.declared import AdapterGroup
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -89,30 +90,17 @@ class LLM:
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
+        load: Literal["files", "dummy"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
         stated = {
-            "device": device,
-            "dtype": dtype,
-            "numerics": numerics,
-            "images": images,
-            "ops": ops,
-            "vision_graphs": vision_graphs,
-            "expand_weights": expand_weights,
-            "max_step_tokens": max_step_tokens,
-            "max_sequences": max_sequences,
-            "max_length": max_length,
-            "cache_bytes": cache_bytes,
-            "prefix_cache_bytes": prefix_cache_bytes,
-            "image_cache_bytes": image_cache_bytes,
-            "engram": engram,
-            "threads": threads,
+            name: value for name, value in locals().items() if name not in ("self", "path", "adapters", "progress")
         }
-        self._path = path = find_model(path)
-        self.name = path.resolve().name
         self.options = options = read_engine_config(stated)
+        self._path = path = model_folder(path, options.load)
+        self.name = path.resolve().name
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +117,7 @@ class LLM:
             ops=options.ops,
             vision_graphs=options.vision_graphs,
             expand=options.expand_weights,
+            load=options.load,
             progress=progress,
         )
         self.config: ModelConfig = self.loaded.config
@@ -146,10 +135,10 @@ class LLM:
             device=self.loaded.device,
             banned=self._never_drawn(),
             token_bytes=token_bytes,
-            forms=None if token_bytes is None else Forms(token_bytes, self.config),
+            grammars=None if token_bytes is None else GrammarCompiler(token_bytes, self.config),
             engram=engram_feed,
         )
-        self._mail: dict[int, deque[Delta]] = {}
+        self._deltas: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter
 
     def generate(
@@ -254,9 +243,9 @@ class LLM:
             PromptError, CapacityError: as `generate`.
         """
         prompt, params = self._prompt(parts), SamplingParams(max_tokens=0)
-        self.engine.check(prompt, params)  # before memory is taken for the answer
+        request = self.engine.prepare(prompt, params)  # before memory is taken for the answer
         out_TV = logits_of(prompt, self.config)
-        for delta in self._follow(self._add(prompt, params, adapter, out_TV)):
+        for delta in self._follow(self._submit(request, adapter, out_TV)):
             if delta.output is not None and delta.output.error is not None:
                 raise SpyglassError(delta.output.error)
         return out_TV
@@ -275,7 +264,7 @@ class LLM:
         """Names of the adapters, in the order they came."""
         return self.lora.names
 
-    def adapter_use(self, name: str | None) -> AdapterUse:
+    def adapter_use(self, name: str | None) -> AdapterHandle:
         """What `Engine.add` takes for the adapter of this name; None = none.
 
         Raises:
@@ -283,7 +272,7 @@ class LLM:
         """
         return NO_ADAPTER if name is None else self.lora.use(name)
 
-    def adapter_counts(self, name: str) -> Mapping[Group, int]:
+    def adapter_counts(self, name: str) -> Mapping[AdapterGroup, int]:
         """Modules of an adapter by group. Raises AdapterError as `adapter_use`."""
         return self.lora[name].counts
 
@@ -347,7 +336,7 @@ class LLM:
             each = zip(prompts, params_each(params, len(prompts)), adapters_each(adapter, len(prompts)), strict=True)
             for number, request in enumerate(each):
                 with naming(number, len(prompts)):
-                    requests.append(self._add(*request))
+                    requests.append(self._submit(self.engine.prepare(*request[:2]), request[2]))
             for request_id in requests:
                 *_, last = self._follow(request_id)
                 assert last.output is not None
@@ -357,29 +346,27 @@ class LLM:
                 self._cancel(request_id)
         return outputs
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, adapter: str | None, sink: torch.Tensor | None = None
-    ) -> int:
-        request = self.engine.add(prompt, params, sink, adapter=self.adapter_use(adapter))
-        self._mail[request] = deque()
+    def _submit(self, request: Request, adapter: str | None, sink: torch.Tensor | None = None) -> int:
+        number = self.engine.submit(request, sink, adapter=self.adapter_use(adapter))
+        self._deltas[number] = deque()
         if adapter is not None:
-            self._users[request] = adapter
-        return request
+            self._users[number] = adapter
+        return number
 
     def _stream(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Iterator[Delta]:
         """Queued when the first piece is asked for, so that a stream nobody reads costs nothing."""
-        yield from self._follow(self._add(prompt, params, adapter))
+        yield from self._follow(self._submit(self.engine.prepare(prompt, params), adapter))
 
     def _follow(self, request: int) -> Iterator[Delta]:
         """Deltas of one request; steps run as they are needed, and what they bring for others is kept for them."""
         try:
             while True:
-                while not self._mail[request]:
+                while not self._deltas[request]:
                     assert self.engine.has_work, "the end of this answer went astray"
                     for delta in self.engine.step():
-                        if delta.request_id in self._mail:
-                            self._mail[delta.request_id].append(delta)
-                yield (delta := self._mail[request].popleft())
+                        if delta.request_id in self._deltas:
+                            self._deltas[delta.request_id].append(delta)
+                yield (delta := self._deltas[request].popleft())
                 if delta.finish_reason is not None:
                     return
         finally:
@@ -387,7 +374,7 @@ class LLM:
 
     def _cancel(self, request: int) -> None:
         self.engine.abort(request)
-        self._mail.pop(request, None)
+        self._deltas.pop(request, None)
         self._users.pop(request, None)
 
     def _never_drawn(self) -> set[int]:

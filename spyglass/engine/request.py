@@ -5,6 +5,7 @@ All values are checked when they are made, so that nothing inside the step loop 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -19,7 +20,7 @@ _EXPECTED: Mapping[str, tuple[type | UnionType, str]] = {
     "json": (NoneType, "no value"), "json_schema": (dict | bool, "a schema"), "regex": (str, "a text, not empty"),
     "choice": (tuple, "texts"), "grammar": (str, "a text, not empty"),
 }  # fmt: skip
-MOST_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
+MAX_LOGPROBS = 1000  # a token's list of a whole vocabulary takes megabytes; `LLM.logits` gives all of them at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,15 @@ class SamplingParams:
 
     `temperature` 0 = always the most likely token; at most 1e6. `top_k` 0 = off: keep tokens with fewer than k strictly
     likelier ones. `top_p`: keep tokens whose strictly likelier ones have less than this mass, after top_k. `min_p`:
-    keep tokens at least this times as likely as the likeliest. `repetition_penalty`, 0.01 to 100, divides positive and
+    keep tokens at least this times as likely as the top one. `repetition_penalty`, 0.01 to 100, divides positive and
     multiplies negative logits of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted
     once, `frequency_penalty` once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer
     and are not part of its text, with `stop_after` only behind that text; `stop_token_ids` end it too, as end-of-text
     ids do unless `ignore_eos`. `max_tokens` None = as long as the model's limit allows; 0 = only the prompt is run.
-    `logprobs` n = log-probability of each chosen token and of the n likeliest, at most 1,000; `prompt_logprobs` the
+    `logprobs` n = log-probability of each chosen token and of the n most likely, at most 1,000; `prompt_logprobs` the
     same for the prompt. Log-probabilities are the model's own: before bans, biases, penalties and temperature.
     `logit_bias` is added to the logits of token ids, -100 to 100, before penalties. `structured` restricts the answer
-    to a form; the answer ends where the form does.
+    to structured output; the answer ends where its grammar does.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -97,7 +98,7 @@ class SamplingParams:
         _require_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_count("top_k", self.top_k)
-        for name, most in (("max_tokens", None), ("logprobs", MOST_LOGPROBS), ("prompt_logprobs", MOST_LOGPROBS)):
+        for name, most in (("max_tokens", None), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), most)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
@@ -120,14 +121,14 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
-    def likeliest(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether each token is that of the model's largest logit, and no other logit is asked for."""
         return self.temperature == 0 and self.logprobs is None and not (self.logit_bias or self.penalised)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability of one token, and the likeliest (id, log-probability) pairs at its place, best first."""
+    """Log-probability of one token, and the most likely (id, log-probability) pairs at its position, best first."""
 
     token_id: int
     logprob: float
@@ -136,12 +137,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts. `prompt_tokens` counts every prompt position, of which `picture_tokens` belong to pictures."""
+    """Token counts. `prompt_tokens` counts every prompt position, of which `image_tokens` belong to pictures."""
 
     prompt_tokens: int
-    picture_tokens: int
+    image_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+
+    @property
+    def picture_tokens(self) -> int:
+        """Deprecated name of `image_tokens`."""
+        warnings.warn("Usage.picture_tokens is now image_tokens", DeprecationWarning, stacklevel=2)
+        return self.image_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +156,8 @@ class RequestOutput:
     """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
 
     `prompt_logprobs` has one entry per prompt position; None for the first and for picture positions. `error` says why
-    the engine itself ended the answer ("abort"), `misfit` that it was for the form the request asked for, `stopped_by`
-    which stop string ended it.
+    the engine itself ended the answer ("abort"), `grammar_violation` that it was for the structured output the request
+    asked for, `stopped_by` which stop string ended it.
     """
 
     request_id: int
@@ -161,8 +168,14 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
-    misfit: bool = False
+    grammar_violation: bool = False
     stopped_by: str | None = None
+
+    @property
+    def misfit(self) -> bool:
+        """Deprecated name of `grammar_violation`."""
+        warnings.warn("RequestOutput.misfit is now grammar_violation", DeprecationWarning, stacklevel=2)
+        return self.grammar_violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from spyglass.batch.images import pack_images
 from spyglass.config.model import ModelConfig
-from spyglass.engine.blocks import Blocks
-from spyglass.engine.image_cache import ImageCache, Key
-from spyglass.engine.prefix import PrefixCache
-from spyglass.engine.sampler import Drawn
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.images import ImageCache, Key
+from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.sampler import SampledTokens
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
@@ -38,30 +38,30 @@ class StepOutput:
 
 
 class Runner:
-    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `blocks`.
+    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `allocator`.
 
-    `banned` int64 ids are never the likeliest.
+    `banned` int64 ids are never chosen.
     """
 
     def __init__(
         self,
         model: ModelParts,
         config: ModelConfig,
-        blocks: Blocks,
+        allocator: CacheAllocator,
         device: torch.device,
         banned: torch.Tensor,
         *,
         prefixes: PrefixCache,
-        pictures: ImageCache,
+        images: ImageCache,
         engram: EngramFeed | None = None,
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
-        self._prefixes, self._pictures = prefixes, pictures
+        self._prefixes, self._image_cache = prefixes, images
         self._banned_V = torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
         self._banned_V[banned] = True
-        self._model, self._config, self._blocks, self._device = model, config, blocks, device
+        self._model, self._config, self._allocator, self._device = model, config, allocator, device
         self._engram = engram
-        self.steps = StepRunner(model, config.text, blocks.page_rows, device, self._banned_V)
+        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V)
 
     def run(self, chunks: Sequence[Chunk], *, argmax: bool = False) -> StepOutput:
         """One forward pass over all chunks; afterwards their tokens count as computed."""
@@ -71,9 +71,9 @@ class Runner:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         start = np.array([chunk.start for chunk in chunks], np.int64)
         stop = np.array([chunk.stop for chunk in chunks], np.int64)
-        places = [self._prefixes.places(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        places = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
         resumable = [(seq, place) for seq, each in enumerate(places) for place in each]
-        self._blocks.extend(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
+        self._allocator.allocate(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
         image_rows, image_index_T = _image_rows(chunks, pictures)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
@@ -82,7 +82,7 @@ class Runner:
             kinds_T=_kinds(chunks) if any(pictures) else np.full(sum(counts), TokenKind.TEXT, np.int8),
             start_S=start,
             stop_S=stop,
-            table_SP=self._blocks.table_rows(rows),
+            table_SP=self._allocator.table_rows(rows),
             logit_rows_R=np.array(
                 [row + count - 1 for chunk, row, count in zip(chunks, first, counts, strict=True) if chunk.draws],
                 np.int64,
@@ -93,11 +93,11 @@ class Runner:
             slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
         )
         result = self.steps.run(
-            step, self._blocks.pages, image_rows_IC=image_rows, engram_rows=engram_rows, argmax=argmax
+            step, self._allocator.pages, image_rows_IC=image_rows, engram_rows=engram_rows, argmax=argmax
         )
         for seq, place in resumable:
-            self._prefixes.keep(chunks[seq].sequence, place)
-        self._blocks.settle(rows, stop)
+            self._prefixes.store(chunks[seq].sequence, place)
+        self._allocator.release_expired(rows, stop)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
@@ -108,7 +108,7 @@ class Runner:
         """Logits fp32 [R, V] of rows of a step."""
         return self._model.logits(hidden_TC, rows_R)
 
-    def likeliest(self, output: StepOutput) -> Drawn | None:
+    def argmax(self, output: StepOutput) -> SampledTokens | None:
         """For every row that draws the token of its largest logit that is not banned.
 
         None if the model knows no way to it that spares the other logits.
@@ -117,7 +117,7 @@ class Runner:
             return None
         ids_S, logits_S = output.argmax
         sound = [isfinite(logit) for logit in logits_S.tolist()]
-        return Drawn(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
+        return SampledTokens(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
@@ -138,7 +138,7 @@ class Runner:
         for sequence, picture in ((c.sequence, n) for c, each in zip(chunks, pictures, strict=True) for n in each):
             if picture not in sequence.image_rows:
                 key = sequence.prompt.digests[picture], sequence.adapter.vision_digest
-                rows_IC = self._pictures.get(key)
+                rows_IC = self._image_cache.get(key)
                 if rows_IC is None:
                     unknown.setdefault(key, []).append((sequence, picture))
                 else:
@@ -159,7 +159,7 @@ class Runner:
             rows = self._model.encode_images(images)
             parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
             for key, part in zip(keys, parts, strict=True):
-                self._pictures.put(key, part)
+                self._image_cache.put(key, part)
                 for sequence, picture in unknown[key]:
                     sequence.image_rows[picture] = part
 
@@ -173,7 +173,7 @@ class Runner:
         for key, holders in unknown.items():
             sequence, picture = holders[0]
             cells = _cells(sequence.prompt, picture)
-            if calls[-1] and taken + cells > self._blocks.step_tokens:
+            if calls[-1] and taken + cells > self._allocator.step_tokens:
                 calls.append([])
                 taken = 0
             calls[-1].append(key)

@@ -36,10 +36,10 @@ class UsedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawStep:
+class SampleInput:
     """What the sampler must know of the S rows of one step. `used` is None for rows without penalties.
 
-    `allowed` bool [S', V] are the next tokens of the rows `form_rows`, whose answers follow a form. `seed_S`,
+    `allowed` bool [S', V] are the next tokens of the rows `grammar_rows`, whose answers follow a grammar. `seed_S`,
     `position_S` (of the token to be drawn), below 2 ** 64, choose the random number of a row.
     """
 
@@ -47,12 +47,12 @@ class DrawStep:
     seed_S: Sequence[int] | NDArray[np.uint64]
     position_S: Sequence[int] | NDArray[np.uint64]
     used: Sequence[UsedTokens | None]
-    form_rows: Sequence[int] = ()
+    grammar_rows: Sequence[int] = ()
     allowed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class SampledTokens:
     """Chosen ids, log-probabilities of rows that asked for them, and whether the row held numbers at all (no NaN)."""
 
     ids: list[int]
@@ -60,21 +60,21 @@ class Drawn:
     sound: list[bool]
 
 
-def draw(logits_SV: torch.Tensor, step: DrawStep, banned: torch.Tensor) -> Drawn:
+def draw(logits_SV: torch.Tensor, step: SampleInput, banned: torch.Tensor) -> SampledTokens:
     """One token per row. `logits_SV` fp32 is overwritten; `banned` int64 ids are never chosen."""
     tops = [p.logprobs for p in step.params]
     lse_S = torch.logsumexp(logits_SV, dim=-1) if any(top is not None for top in tops) else None
     raw_SV = logits_SV.clone() if lse_S is not None else logits_SV
     logits_SV.index_fill_(1, banned, float("-inf"))
     if step.allowed is not None:
-        restrict(logits_SV, step.form_rows, step.allowed)
+        restrict(logits_SV, step.grammar_rows, step.allowed)
     add_biases(logits_SV, step.params)
     penalise(logits_SV, step.params, step.used)
     ids_S = _choose(logits_SV, step).clamp(max=logits_SV.shape[1] - 1)
     sound = logits_SV.gather(1, ids_S[:, None])[:, 0].isfinite().tolist()
     if lse_S is None:
-        return Drawn(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
-    return Drawn(ids=ids_S.tolist(), logprobs=logprobs_of(raw_SV, lse_S, ids_S, tops), sound=sound)
+        return SampledTokens(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
+    return SampledTokens(ids=ids_S.tolist(), logprobs=logprobs_of(raw_SV, lse_S, ids_S, tops), sound=sound)
 
 
 def restrict(logits_SV: torch.Tensor, rows: Sequence[int], allowed: torch.Tensor) -> torch.Tensor:
@@ -122,10 +122,10 @@ def penalise(
 def logprobs_of(
     logits_SV: torch.Tensor, lse_S: torch.Tensor, ids_S: torch.Tensor, tops: Sequence[int | None]
 ) -> list[TokenLogprob | None]:
-    """log softmax of each row's id and of its n likeliest, None where `tops` is; `lse_S` is the rows' logsumexp."""
+    """log softmax of each row's id and of its n top entries, None where `tops` is; `lse_S` is the rows' logsumexp."""
     most = max((min(top, logits_SV.shape[1]) for top in tops if top is not None), default=0)
     chosen = (logits_SV.gather(1, ids_S[:, None])[:, 0] - lse_S).tolist()
-    value_SL, column_SL = likeliest(logits_SV, max(most, 1))
+    value_SL, column_SL = top_entries(logits_SV, max(most, 1))
     top_ids, top_values = column_SL[:, :most].tolist(), (value_SL[:, :most] - lse_S[:, None]).tolist()
     return [
         None
@@ -150,7 +150,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _choose(logits_SV: torch.Tensor, step: DrawStep) -> torch.Tensor:
+def _choose(logits_SV: torch.Tensor, step: SampleInput) -> torch.Tensor:
     """Greedy rows take the maximum, the others draw."""
     random = [s for s, p in enumerate(step.params) if p.temperature > 0]
     if len(random) < len(step.params):
@@ -187,7 +187,7 @@ def _block_maxima(x_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x_SV[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1), x_SV[:, whole:]
 
 
-def likeliest(x_SV: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_entries(x_SV: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest entries of each row, falling, and their columns, [S, L]; rows with fewer than others end with -inf.
 
     They are all that reach the maximum of the `blocks`-th best block of columns: at least so many, usually few more.
@@ -221,7 +221,7 @@ def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> t
         [(max(p.temperature, _COLDEST), min(p.top_k, vocabulary), p.top_p, p.min_p) for p in params], np.float64
     )
     temperature_S1 = torch.from_numpy(settings[:, :1].astype(np.float32)).to(logits_SV.device)
-    # subtracting first keeps tiny temperatures finite: the likeliest token stays at 0
+    # subtracting first keeps tiny temperatures finite: the most likely token stays at 0
     x_SV = logits_SV.sub_(logits_SV.amax(dim=-1, keepdim=True)).div_(temperature_S1)
     weight_SV = x_SV.new_zeros(len(x_SV), -(-vocabulary // _BLOCK) * _BLOCK)
     torch.exp(x_SV, out=weight_SV[:, :vocabulary])
@@ -260,16 +260,16 @@ def _least_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[n
     if len(cut):
         row = torch.from_numpy(cut).to(x_SV.device)
         x_JV, weight_JV = (x_SV, weight_SV) if len(cut) == len(x_SV) else (x_SV[row], weight_SV[row])
-        cut_J1, known_J = least_of_likeliest(x_JV, weight_JV, top_k[cut], top_p[cut])
+        cut_J1, known_J = threshold_of_top(x_JV, weight_JV, top_k[cut], top_p[cut])
         if not known_J.all():
             left = ~known_J.cpu().numpy()
             hard = torch.from_numpy(np.flatnonzero(left)).to(x_SV.device)
-            cut_J1[hard] = least_of_all(x_JV[hard], weight_JV[hard], top_k[cut][left], top_p[cut][left])
+            cut_J1[hard] = threshold_of_all(x_JV[hard], weight_JV[hard], top_k[cut][left], top_p[cut][left])
         least_S1[row] = torch.maximum(least_S1[row], cut_J1)
     return least_S1
 
 
-def least_of_likeliest(
+def threshold_of_top(
     x_SV: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest x that top_k and top_p keep [S, 1], found among the largest alone, and where it lies among them [S].
@@ -277,7 +277,7 @@ def least_of_likeliest(
     A matter of each row alone, so that a row is treated alike in any company.
     """
     device, infinity = x_SV.device, float("inf")
-    x_SL, _ = likeliest(x_SV, _LIKELIEST)
+    x_SL, _ = top_entries(x_SV, _LIKELIEST)
     k_S1, p_S1 = (torch.from_numpy(values).to(device)[:, None] for values in (top_k, top_p))
     place_S1 = k_S1.long().clamp(1, x_SL.shape[1]) - 1
     least_S1 = torch.where(k_S1 > 0, x_SL.gather(1, place_S1), -infinity)
@@ -291,7 +291,7 @@ def least_of_likeliest(
     return least_S1, ((k_S1 <= _LIKELIEST) & ((p_S1 >= 1) | reached_S1))[:, 0]
 
 
-def least_of_all(
+def threshold_of_all(
     x_SV: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
 ) -> torch.Tensor:
     """The same for rows that keep very many: searched among all entries."""

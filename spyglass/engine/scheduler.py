@@ -30,8 +30,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spyglass.engine.blocks import Blocks
-from spyglass.engine.prefix import PrefixCache
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError, SpyglassError
 
@@ -50,8 +50,8 @@ class StuckError(SpyglassError):
 class Scheduler:
     """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens."""
 
-    def __init__(self, blocks: Blocks, step_tokens: int, prefixes: PrefixCache) -> None:
-        self._blocks, self._prefixes = blocks, prefixes
+    def __init__(self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache) -> None:
+        self._allocator, self._prefixes = allocator, prefixes
         self._step_tokens = step_tokens
         self._step = 0
         self._waiting: list[TokenSequence] = []
@@ -82,7 +82,7 @@ class Scheduler:
                 f"a picture of this prompt takes {piece} tokens in one piece, a step has max_step_tokens "
                 f"{self._step_tokens}; raise it to at least {piece}"
             )
-        self._blocks.refuse_if_never(sequence.length + sequence.limit)
+        self._allocator.refuse_if_never(sequence.length + sequence.limit)
         self._waiting.append(sequence)
         self._changed = True
 
@@ -115,7 +115,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
-        self._blocks.release(sequence.row)
+        self._allocator.release(sequence.row)
         sequence.row = None
         sequence.image_rows.clear()
 
@@ -144,12 +144,12 @@ class Scheduler:
         """Whether there are a row and memory for it beside so many of the oldest that run (None = all of them)."""
         others = self._running[:beside]
         lengths = [s.length + _GROWTH for s in (*others, sequence)]
-        rows = self._blocks.num_free_rows + len(self._running) - len(others)
-        return rows > 0 and (not others or self._blocks.has_room(lengths))
+        rows = self._allocator.num_free_rows + len(self._running) - len(others)
+        return rows > 0 and (not others or self._allocator.has_room(lengths))
 
     def _start(self, sequence: TokenSequence) -> None:
         self._waiting.remove(sequence)
-        sequence.row = self._blocks.admit()
+        sequence.row = self._allocator.admit()
         sequence.served = self._step - 1
         insort(self._running, sequence, key=_age)
 
@@ -193,7 +193,7 @@ class Scheduler:
             return chunks
         for chunk in chunks:
             while chunk.sequence.row is not None and not self._reserve([chunk]):
-                if not self._prefixes.give_way():
+                if not self._prefixes.evict_one():
                     if len(self._running) == 1:
                         raise StuckError(self._running, "the memory of this request was promised and is not there")
                     self._preempt()
@@ -201,14 +201,14 @@ class Scheduler:
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
-        return self._blocks.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
+        return self._allocator.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
 
     def _preempt(self) -> None:
         """Send the youngest running sequence back into the queue."""
         sequence = self._running.pop()
         assert sequence.row is not None
-        self._prefixes.keep(sequence, sequence.computed)
-        self._blocks.release(sequence.row)
+        self._prefixes.store(sequence, sequence.computed)
+        self._allocator.release(sequence.row)
         sequence.restart()
         insort(self._waiting, sequence, key=_age)
         self.preemptions += 1

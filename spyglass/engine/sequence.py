@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.engine.detokenize import Detokenizer
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.engine.structured.grammar import GrammarMatcher
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
 
 if TYPE_CHECKING:
-    from spyglass.engine.prefix import PrefixNames
+    from spyglass.engine.cache.prefix import PrefixHashes
 
 _ROOM = 256  # answer tokens a buffer has room for before it first grows
 
@@ -50,10 +50,22 @@ class TokenCounts:
         return UsedTokens(ids_J=self._ids[: len(self._place)], counts_J=self._counts[: len(self._place)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar.
+
+    It may be submitted any number of times.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    matcher: GrammarMatcher | None = None
+
+
 class TokenSequence:
     """Tokens of one request. `computed` of its `length` tokens have their rows in memory.
 
-    `limit` bounds the answer. `likeliest`: each token is simply that of the largest logit. `row` is its page-table row,
+    `limit` bounds the answer. `is_greedy`: each token is simply that of the largest logit. `row` is its page-table row,
     None while it waits. `served` is the last step that ran it. `sink` float32 [T, V] receives the logits of every
     prompt row. `reached` is the most that was computed before it was preempted, `cached` counts tokens that never were,
     thanks to the prefix cache, which keeps its `names` here.
@@ -69,12 +81,12 @@ class TokenSequence:
         "computed",
         "counts",
         "detokenizer",
-        "form",
         "image_rows",
+        "is_greedy",
         "length",
-        "likeliest",
         "limit",
         "logprobs",
+        "matcher",
         "names",
         "params",
         "prompt",
@@ -98,16 +110,16 @@ class TokenSequence:
         seed: int,
         detokenizer: Detokenizer | None,
         sink: torch.Tensor | None = None,
-        adapter: AdapterUse = NO_ADAPTER,
-        form: Form | None = None,
+        adapter: AdapterHandle = NO_ADAPTER,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
-        self.adapter, self.form = adapter, form
+        self.adapter, self.matcher = adapter, matcher
         self.request_id, self.prompt, self.params = request_id, prompt, params
-        self.likeliest = form is None and params.likeliest
+        self.is_greedy = matcher is None and params.is_greedy
         self.limit, self.seed, self.detokenizer, self.sink = limit, seed, detokenizer, sink
         self.length = len(prompt)
         self.computed = self.reached = self.cached = 0
-        self.names: PrefixNames | None = None
+        self.names: PrefixHashes | None = None
         self.row: int | None = None
         self.served = -1
         self.answer: list[int] = []
@@ -131,7 +143,7 @@ class TokenSequence:
         """Whether somebody wants to see what the model says at every position of the prompt."""
         return self.sink is not None or self.params.prompt_logprobs is not None
 
-    def go_on_from(self, tokens: int) -> None:
+    def resume_from(self, tokens: int) -> None:
         """The rows of the first `tokens` tokens, more than there were, have been found in memory."""
         self.cached += max(0, tokens - max(self.reached, self.computed))
         self.computed = tokens
@@ -199,9 +211,9 @@ class Chunk:
         return self.stop == self.sequence.length and len(self.sequence.answer) < self.sequence.limit
 
 
-def forms_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, Form]]:
-    """Rows of answers that have a form, and the forms."""
-    return [(row, s.form) for row, s in enumerate(drawing) if s.form is not None]
+def matchers_of(drawing: Sequence[TokenSequence]) -> list[tuple[int, GrammarMatcher]]:
+    """Rows of answers that follow a grammar, and their matchers."""
+    return [(row, s.matcher) for row, s in enumerate(drawing) if s.matcher is not None]
 
 
 def _cuts(prompt: Prompt) -> NDArray[np.int64] | None:

@@ -1,6 +1,6 @@
 """One thread that owns an engine. Calls come from an event loop, what each step brings goes back to it.
 
-The thread never waits for a reader: deltas are put down for their event loop and the next step begins. A reader that
+The thread never waits for a reader: outputs are enqueued for their event loop and the next step begins. A reader that
 is late finds them merged. A step that fails ends the requests of that step; the thread goes on.
 """
 
@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from spyglass.engine.grammar import Form
-from spyglass.engine.request import Delta, SamplingParams
+from spyglass.engine.request import Delta
+from spyglass.engine.sequence import Request
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import CapacityError, OverloadedError, SpyglassError
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
-from spyglass.prompt.tokens import Prompt
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
 _POLL_S = 0.02
@@ -34,10 +33,8 @@ class StepLoop(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
-    def add(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterUse = NO_ADAPTER, form: Form | None = None
-    ) -> int:
-        """Queue a request; returns its id."""
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+        """Queue a prepared request; returns its id."""
 
     def step(self) -> list[Delta]:
         """Run one step."""
@@ -49,7 +46,7 @@ class StepLoop(Protocol):
         """What it counts."""
 
 
-class Submission:
+class ResponseStream:
     """The answers of one call as they come. Belongs to the event loop that made it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
@@ -82,12 +79,12 @@ class Submission:
             if self._error is not None:
                 raise self._error
             await self._wait()
-        mail, self._deltas = self._deltas, []
-        self._open -= sum(delta.finish_reason is not None for _, delta in mail)
-        return mail if len(mail) < 2 else _merge(mail)
+        deltas, self._deltas = self._deltas, []
+        self._open -= sum(delta.finish_reason is not None for _, delta in deltas)
+        return deltas if len(deltas) < 2 else _merge(deltas)
 
     def decide(self, error: Exception | None) -> None:
-        """Called in the event loop: taken, or over with `error`."""
+        """Called in the event loop: accepted, or refused with `error`."""
         self._decided, self._error = True, error
         self._arrived.set()
 
@@ -117,15 +114,15 @@ class WorkerStats:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own. Answers beyond `most_live` are refused until others end."""
+    """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end."""
 
-    def __init__(self, engine: StepLoop, *, most_live: int) -> None:
-        self._engine, self._most_live = engine, most_live
+    def __init__(self, engine: StepLoop, *, max_live: int) -> None:
+        self._engine, self._max_live = engine, max_live
         self._changed = threading.Condition()
-        self._orders: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], None]] = []
         self._live = 0
         self._accepting, self._running = True, True
-        self._tickets: dict[int, tuple[Submission, int]] = {}
+        self._streams: dict[int, tuple[ResponseStream, int]] = {}
         self._failed_steps = self._failures = 0
         self._began: float | None = None
         self._pace_s = 1.0  # between the ends of two answers, lately
@@ -136,39 +133,31 @@ class EngineWorker:
         """Start the thread."""
         self._thread.start()
 
-    def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        adapter: AdapterUse = NO_ADAPTER,
-        form: Form | None = None,
-    ) -> Submission:
-        """Queue one call, an answer for each of `params`, to one prompt or to one each. Called in the event loop that
-        will read the answers. `form` is that of each answer, compiled: the thread has steps to run.
+    def submit(self, requests: Sequence[Request], adapter: AdapterHandle = NO_ADAPTER) -> ResponseStream:
+        """Queue one call, an answer for each of `requests`. Called in the event loop that will read the answers.
 
         Raises:
             OverloadedError: as many answers as may be are queued or running.
             CapacityError: the call wants more answers than may ever be.
         """
-        submission = Submission(asyncio.get_running_loop(), len(params))
+        stream = ResponseStream(asyncio.get_running_loop(), len(requests))
         with self._changed:
-            self._require_place(len(params))
-            self._live += len(params)
-            each = [prompts] * len(params) if isinstance(prompts, Prompt) else prompts
-            self._order(partial(self._admit, submission, list(zip(each, params, strict=True)), adapter, form))
-        return submission
+            self._require_capacity(len(requests))
+            self._live += len(requests)
+            self._command(partial(self._admit, stream, requests, adapter))
+        return stream
 
-    def cancel(self, submission: Submission) -> None:
+    def cancel(self, stream: ResponseStream) -> None:
         """End what is left of a call, within one step; it brings nothing more. Any thread, any number of times."""
         with self._changed:
-            self._order(partial(self._end, submission))
+            self._command(partial(self._end, stream))
 
     async def between_steps(self, work: Callable[[], None]) -> None:
         """Run something in the engine's thread while no step runs. What it raises is raised here."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def order() -> None:
+        def command() -> None:
             try:
                 work()
             except Exception as error:
@@ -177,7 +166,7 @@ class EngineWorker:
                 self._call(loop, partial(done.set_result, None))
 
         with self._changed:
-            self._order(order)
+            self._command(command)
         await done
 
     def stats(self) -> WorkerStats:
@@ -198,7 +187,7 @@ class EngineWorker:
         while self._live and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         with self._changed:
-            self._order(partial(self._end_all, "the server is shutting down"))
+            self._command(partial(self._end_all, "the server is shutting down"))
 
     def stop(self, wait_s: float = 5.0) -> None:
         """End the thread after the step it is in; returns after `wait_s` seconds at the latest."""
@@ -207,33 +196,33 @@ class EngineWorker:
             self._changed.notify()
         self._thread.join(wait_s)
 
-    def _require_place(self, answers: int) -> None:
-        if answers > self._most_live:
+    def _require_capacity(self, answers: int) -> None:
+        if answers > self._max_live:
             raise CapacityError(
-                f"the request wants {answers} answers, {self._most_live} may be under way; ask for fewer"
+                f"the request wants {answers} answers, {self._max_live} may be under way; ask for fewer"
             )
         if not self._accepting:
             raise OverloadedError("the server is shutting down; send the request to another one", 5.0)
-        if self._live + answers > self._most_live:
+        if self._live + answers > self._max_live:
             raise OverloadedError(
-                f"{self._live} answers are under way and waiting, {self._most_live} may be; send it again later",
+                f"{self._live} answers are under way and waiting, {self._max_live} may be; send it again later",
                 max(1.0, self._pace_s * answers),
             )
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], None]) -> None:
         """Have the thread do something before its next step; with the lock held."""
-        self._orders.append(order)
+        self._commands.append(command)
         self._changed.notify()
 
     def _run(self) -> None:
         try:
             while self._running:
                 with self._changed:
-                    while self._running and not self._orders and not self._engine.has_work:
+                    while self._running and not self._commands and not self._engine.has_work:
                         self._changed.wait()
-                    orders, self._orders = self._orders, []
-                for order in orders:
-                    order()
+                    commands, self._commands = self._commands, []
+                for command in commands:
+                    command()
                 if self._running and self._engine.has_work:
                     self._step()
         except Exception:
@@ -246,12 +235,12 @@ class EngineWorker:
         """Nobody may wait for a thread that is no more."""
         with self._changed:
             self._accepting = self._running = False
-            orders, self._orders = self._orders, []
-        for order in orders:
-            order()
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
         error = SpyglassError("the engine has stopped; start the server again")
-        for submission, _ in self._tickets.values():
-            self._call(submission.loop, partial(submission.decide, error))
+        for stream, _ in self._streams.values():
+            self._call(stream.loop, partial(stream.decide, error))
 
     def _step(self) -> None:
         self._began = time.monotonic()
@@ -270,54 +259,48 @@ class EngineWorker:
         finally:
             self._began = None
 
-    def _admit(
-        self,
-        submission: Submission,
-        answers: Sequence[tuple[Prompt, SamplingParams]],
-        adapter: AdapterUse,
-        form: Form | None,
-    ) -> None:
+    def _admit(self, stream: ResponseStream, requests: Sequence[Request], adapter: AdapterHandle) -> None:
         refusal: Exception | None = None
         try:
-            for index, (prompt, params) in enumerate(answers):
-                request = self._engine.add(prompt, params, adapter=adapter, form=form)
-                submission.requests.append(request)
-                self._tickets[request] = submission, index
-        except Exception as error:  # ours are told to the client, others are faults and told as such: nobody may hang
+            for index, request in enumerate(requests):
+                request_id = self._engine.submit(request, adapter=adapter)
+                stream.requests.append(request_id)
+                self._streams[request_id] = stream, index
+        except Exception as error:  # any error goes to the client, so that no call waits for ever
             refusal = error
-            self._forget(len(answers) - len(submission.requests))
-            self._end(submission)
-        self._call(submission.loop, partial(submission.decide, refusal))
+            self._forget(len(requests) - len(stream.requests))
+            self._end(stream)
+        self._call(stream.loop, partial(stream.decide, refusal))
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
-        """Put deltas down for their event loops: one call for each loop, however many requests ran."""
-        mail: dict[asyncio.AbstractEventLoop, list[tuple[Submission, int, Delta]]] = {}
+        """Enqueue deltas for their event loops: one call for each loop, however many requests ran."""
+        outputs: dict[asyncio.AbstractEventLoop, list[tuple[ResponseStream, int, Delta]]] = {}
         for delta in deltas:
-            ticket = self._tickets.get(delta.request_id)
-            if ticket is None:
+            entry = self._streams.get(delta.request_id)
+            if entry is None:
                 continue
-            submission, index = ticket
+            stream, index = entry
             if delta.finish_reason is not None:
-                del self._tickets[delta.request_id]
-                submission.requests.remove(delta.request_id)
+                del self._streams[delta.request_id]
+                stream.requests.remove(delta.request_id)
                 self._forget(1)
-            mail.setdefault(submission.loop, []).append((submission, index, delta))
-        for loop, letters in mail.items():
-            if not self._call(loop, partial(_hand_over, letters)):
-                for submission, _, _ in letters:
-                    self._end(submission)
+            outputs.setdefault(stream.loop, []).append((stream, index, delta))
+        for loop, items in outputs.items():
+            if not self._call(loop, partial(_hand_over, items)):
+                for stream, _, _ in items:
+                    self._end(stream)
 
-    def _end(self, submission: Submission) -> None:
+    def _end(self, stream: ResponseStream) -> None:
         """Abort what is left of a call; nothing of it is delivered."""
-        for request in submission.requests:
+        for request in stream.requests:
             self._engine.abort(request)
-            del self._tickets[request]
-        self._forget(len(submission.requests))
-        submission.requests.clear()
+            del self._streams[request]
+        self._forget(len(stream.requests))
+        stream.requests.clear()
 
     def _end_all(self, why: str) -> None:
         """End everything under way with an error that is delivered."""
-        deltas = [self._engine.abort(request) for request in list(self._tickets)]
+        deltas = [self._engine.abort(request) for request in list(self._streams)]
         self._deliver([_with_error(delta, why) for delta in deltas if delta is not None])
 
     def _forget(self, answers: int) -> None:
@@ -339,15 +322,15 @@ class EngineWorker:
         return True
 
 
-def _hand_over(letters: Sequence[tuple[Submission, int, Delta]]) -> None:
-    for submission, index, delta in letters:
-        submission.receive(index, delta)
+def _hand_over(items: Sequence[tuple[ResponseStream, int, Delta]]) -> None:
+    for stream, index, delta in items:
+        stream.receive(index, delta)
 
 
-def _merge(mail: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+def _merge(deltas: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
     """One delta for each answer, with everything that came for it."""
     found: dict[int, list[Delta]] = {}
-    for index, delta in mail:
+    for index, delta in deltas:
         found.setdefault(index, []).append(delta)
     return [(index, deltas[0] if len(deltas) == 1 else _joined(deltas)) for index, deltas in found.items()]
 

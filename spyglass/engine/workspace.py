@@ -13,7 +13,7 @@ import torch
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import VisionConfig
-from spyglass.engine.blocks import Blocks
+from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import free_memory, prefix_bytes
 from spyglass.engine.warm_up import largest_pictures
@@ -66,7 +66,7 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
 
     The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
     """
-    blocks = Blocks(
+    allocator = CacheAllocator(
         cache_plans(loaded.config.text),
         dtype=loaded.dtype,
         device=loaded.device,
@@ -76,7 +76,7 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
     )
     trial = replace(options, prefix_cache_bytes=0, image_cache_bytes=0)
     engine = Engine(
-        loaded.model, loaded.config, trial, dtype=loaded.dtype, device=loaded.device, blocks=blocks, engram=engram
+        loaded.model, loaded.config, trial, dtype=loaded.dtype, device=loaded.device, allocator=allocator, engram=engram
     )
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)

@@ -10,6 +10,7 @@ import torch
 
 from spyglass.ops.native import refuse_scales
 from spyglass.ops.table import Ops
+from spyglass.params.table import ParamTable
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
@@ -35,12 +36,16 @@ class WeightsVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive."""
+    """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
+
+    `params`: where modules find the shapes of their parameters; a model puts in the table of its configuration.
+    """
 
     ops: Ops
     device: torch.device
     dtype: torch.dtype
     expand: bool = False
+    params: ParamTable = field(default_factory=dict)
     version: WeightsVersion = field(default_factory=WeightsVersion)
 
     def hold(self, name: str, weight: Packed) -> Packed:

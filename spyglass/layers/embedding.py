@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import nn
 
@@ -17,10 +14,10 @@ from spyglass.quant.packed import Packed, WeightSlot
 class Embedding(nn.Module):
     """Rows of a [V, C] table by id."""
 
-    def __init__(self, name: str, num_rows: int, dim: int, build: Build) -> None:
+    def __init__(self, build: Build, name: str) -> None:
         super().__init__()
         self.name = name
-        self.shape = (num_rows, dim)
+        self.shape = build.params[name].shape
         self.weight_VC: torch.Tensor | None = None
         self._build = build
 
@@ -37,47 +34,34 @@ class Embedding(nn.Module):
         return self.weight_VC.index_select(0, ids_T.clamp(min=0)).to(self._build.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainSpec:
-    """A tensor that is used as it is: checkpoint name, shape, dtype it is held in.
+class PlainTensor(nn.Module):
+    """A parameter that is used as it is, held in `dtype`; `value` is None until it is loaded.
 
-    `kind` as in `WeightSlot`; an "index" table's entries must lie in 0 .. below - 1. `optional`: it may be absent.
+    The entries of an "index" parameter are numbers of experts.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    kind: Literal["matrix", "vector", "index"] = "vector"
-    below: int = 0
-    optional: bool = False
-
-
-class PlainTensor(nn.Module):
-    """Holder of one such tensor; `value` is None until it is loaded."""
-
-    def __init__(self, spec: PlainSpec, build: Build) -> None:
+    def __init__(self, build: Build, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.spec = spec
+        self.name = name
         self.value: torch.Tensor | None = None
+        self._param = build.params[name]
+        self._dtype = dtype
         self._device = build.device
 
     def slots(self) -> list[WeightSlot]:
-        spec = self.spec
-        return [WeightSlot(spec.name, spec.shape, spec.kind, self._put, spec.optional)]
+        param = self._param
+        return [WeightSlot(self.name, param.shape, param.kind, self._put, param.optional)]
 
     def _put(self, found: Packed) -> None:
-        if self.spec.kind == "index":
-            _refuse_outside(self.spec.name, found.data, self.spec.below)
+        if self._param.kind == "index":
+            low, high, count = int(found.data.min()), int(found.data.max()), self._param.num_experts
+            if low < 0 or high >= count:
+                outside = low if low < 0 else high
+                raise CheckpointError(f"{self.name} holds {outside}; its entries must lie in 0..{count - 1}")
         plain = found.data if found.format.block is None else decode(found, torch.float32)
-        self.value = plain.to(self._device, self.spec.dtype)
+        self.value = plain.to(self._device, self._dtype)
 
     def tensor(self) -> torch.Tensor:
         """The loaded tensor."""
-        assert self.value is not None, f"{self.spec.name} was never loaded"
+        assert self.value is not None, f"{self.name} was never loaded"
         return self.value
-
-
-def _refuse_outside(name: str, data: torch.Tensor, below: int) -> None:
-    low, high = int(data.min()), int(data.max())
-    if low < 0 or high >= below:
-        raise CheckpointError(f"{name} holds {low if low < 0 else high}; its entries must lie in 0..{below - 1}")

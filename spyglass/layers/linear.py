@@ -7,9 +7,8 @@ that joins before the one rounding of the output, so rows without adapter are bi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +18,6 @@ from spyglass.layers.adapted import ExpertsAdapter, ExpertStacks, adapted_expert
 from spyglass.layers.build import Build
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
-
-Split = Literal["none", "rows", "columns", "groups", "experts"]
 
 
 class Adapter(Protocol):
@@ -34,51 +31,39 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearSpec:
-    """One linear map, as data.
+class Linear(nn.Module):
+    """y = x Wᵀ + b. `adapter` is None until a bank is attached.
 
-    `name` is the native checkpoint name without `.weight`. `rounding` is what the model does to the input when the
-    stored weight is FP8 or FP4; a bf16 weight has no rounding. `fp32_out`: the product leaves in fp32 instead of the
-    activation dtype (compressors, the head). `split` says what tensor parallelism cuts: output rows, input columns,
-    whole groups, or nothing. `row_space` says what a row of the input is.
+    `name` is the native name without `.weight`; there is a bias if the parameter table has `{name}.bias`. `rounding`
+    is what the model does to the input when the stored weight is FP8 or FP4; a bf16 weight has no rounding. `fp32_out`:
+    the product leaves in fp32 instead of the activation dtype (compressors, the head).
     """
 
-    name: str
-    in_features: int
-    out_features: int
-    bias: bool = False
-    rounding: FakeQuant | None = None
-    fp32_out: bool = False
-    split: Split = "none"
-    row_space: Literal["tokens", "patches", "cells", "pooled"] = "tokens"
-
-
-class Linear(nn.Module):
-    """y = x Wᵀ + b. `adapter` is None until a bank is attached."""
-
-    def __init__(self, spec: LinearSpec, build: Build) -> None:
+    def __init__(self, build: Build, name: str, *, rounding: FakeQuant | None = None, fp32_out: bool = False) -> None:
         super().__init__()
-        self.spec = spec
+        self.name = name
+        self.out_features, self.in_features = build.params[name].shape
+        self.groups = 1
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
         self.bias_O: torch.Tensor | None = None
         self.build = build
+        self._has_bias = f"{name}.bias" in build.params
         self._product = build.ops.linear_block
+        self._wanted_rounding = rounding
         self._rounding: FakeQuant | None = None
-        self._out_dtype = torch.float32 if spec.fp32_out else build.dtype
+        self._out_dtype = torch.float32 if fp32_out else build.dtype
 
     def slots(self) -> list[WeightSlot]:
-        """The matrix and, with `spec.bias`, the bias."""
-        spec = self.spec
-        slots = [WeightSlot(spec.name, (spec.out_features, spec.in_features), "matrix", self._put)]
-        if spec.bias:
-            slots.append(WeightSlot(f"{spec.name}.bias", (spec.out_features,), "vector", self._put_bias))
+        """The matrix and the bias, if there is one."""
+        slots = [WeightSlot(self.name, (self.out_features, self.in_features), "matrix", self._put)]
+        if self._has_bias:
+            slots.append(WeightSlot(f"{self.name}.bias", (self.out_features,), "vector", self._put_bias))
         return slots
 
     def _put(self, weight: Packed) -> None:
-        self._rounding = self.spec.rounding if is_quantised(weight.format) else None
-        self.weight = self.build.hold(self.spec.name, weight)
+        self._rounding = self._wanted_rounding if is_quantised(weight.format) else None
+        self.weight = self.build.hold(self.name, weight)
 
     def _put_bias(self, bias: Packed) -> None:
         # on a GPU the matrix product adds a bias of its own dtype at no cost; widening one loses nothing either way
@@ -106,25 +91,24 @@ class Linear(nn.Module):
 class GroupedLinear(nn.Module):
     """Block-diagonal map: group g of the output reads group g of the input (`wo_a`), which is never rounded (spec 4.6).
 
-    Stored as [groups * out, in]; `spec.in_features` and `spec.out_features` are those of one group.
+    Stored as [groups * out, in]; `out_features` counts all groups.
     """
 
-    def __init__(self, spec: LinearSpec, groups: int, build: Build) -> None:
+    def __init__(self, build: Build, name: str) -> None:
         super().__init__()
-        assert spec.rounding is None and not spec.bias and not spec.fp32_out
-        self.spec = spec
-        self.groups = groups
+        self.name = name
+        self.out_features, self.in_features = build.params[name].shape
+        self.groups = build.params[name].groups
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
         self.build = build
         self._product = build.ops.linear_grouped
 
     def slots(self) -> list[WeightSlot]:
-        shape = (self.groups * self.spec.out_features, self.spec.in_features)
-        return [WeightSlot(self.spec.name, shape, "matrix", self._put)]
+        return [WeightSlot(self.name, (self.out_features, self.in_features), "matrix", self._put)]
 
     def _put(self, weight: Packed) -> None:
-        self.weight = self.build.hold(self.spec.name, weight)
+        self.weight = self.build.hold(self.name, weight)
 
     def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
@@ -133,56 +117,49 @@ class GroupedLinear(nn.Module):
         return out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsSpec:
-    """The routed experts of one layer: `name` up to the expert number, `width` F, `limit` of the clamp (spec 7.4)."""
-
-    name: str
-    num_experts: int
-    hidden: int
-    width: int
-    limit: float
-    rounding: FakeQuant | None
-
-
 class Experts(nn.Module):
-    """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert."""
+    """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
 
-    def __init__(self, spec: ExpertsSpec, build: Build) -> None:
+    `name` is the native name up to the expert's number; `limit` and `rounding` as in `ops.experts_grouped`.
+    """
+
+    def __init__(self, build: Build, name: str, *, limit: float, rounding: FakeQuant | None) -> None:
         super().__init__()
-        self.spec = spec
+        self.name = name
+        self.num_experts = build.params[f"{name}.0.w1"].num_experts
+        self.limit = limit
         self.stacks: dict[str, Packed] = {}
         self.adapter: ExpertsAdapter | None = None
         self.build = build
+        self._wanted_rounding = rounding
         self._product = build.ops.experts_grouped
         self._trains = build.ops.chosen["experts_grouped"] == "training"  # an op that takes pairs
         self._found: tuple[str, Format] | None = None
 
     def slots(self) -> list[WeightSlot]:
-        spec = self.spec
-        shapes = {"w1": (spec.width, spec.hidden), "w3": (spec.width, spec.hidden), "w2": (spec.hidden, spec.width)}
+        shapes = {name: self.build.params[f"{self.name}.0.{name}"].shape for name in ("w1", "w3", "w2")}
         return [
             WeightSlot(
-                f"{spec.name}.{expert}.{name}",
+                f"{self.name}.{expert}.{name}",
                 shape,
                 "matrix",
                 partial(self._put, name, expert),
                 place=partial(self._place, name, expert, shape),
             )
-            for expert in range(spec.num_experts)
+            for expert in range(self.num_experts)
             for name, shape in shapes.items()
         ]
 
-    def _place(self, name: str, expert: int, shape: tuple[int, int], format: Format) -> Packed | None:
+    def _place(self, name: str, expert: int, shape: tuple[int, ...], format: Format) -> Packed | None:
         """The expert's part of the stack, for a loader to read into; None if the stack is not what the file holds."""
         if self.build.device.type != "cpu" or self.build.expand:
             return None
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(format, (self.spec.num_experts, *shape))
+            self.stacks[name] = empty_packed(format, (self.num_experts, *shape))
         return self.stacks[name][expert]
 
     def _put(self, name: str, expert: int, weight: Packed) -> None:
-        full_name = f"{self.spec.name}.{expert}.{name}"
+        full_name = f"{self.name}.{expert}.{name}"
         if self._found is None:
             self._found = full_name, weight.format
         first_name, first_format = self._found
@@ -193,7 +170,7 @@ class Experts(nn.Module):
             )
         held = self.build.hold(full_name, weight)
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(held.format, (self.spec.num_experts, *held.shape), self.build.device)
+            self.stacks[name] = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
         stack = self.stacks[name][expert]
         if stack.data.data_ptr() == held.data.data_ptr():
             return  # it was read into its place
@@ -203,7 +180,7 @@ class Experts(nn.Module):
 
     def put_stack(self, name: str, weight: Packed) -> None:
         """Take over a whole stack [E, out, in] as it is, instead of expert by expert (a trainer's weights)."""
-        self._found = f"{self.spec.name}.*.{name}", weight.format
+        self._found = f"{self.name}.*.{name}", weight.format
         self.stacks[name] = weight
         self.build.version.bump()
 
@@ -225,7 +202,7 @@ class Experts(nn.Module):
         assert self.adapter is not None and slot_T is not None
         if adapted_T.all() and self._trains and (pairs := self.adapter.pairs()) is not None:
             return self._plain(x_TC, ids_TK, weights_TK, {"pairs": pairs})
-        experts = ExpertStacks(self.stacks, self.spec.limit, self._rounding(), self.build.ops.linear_block)
+        experts = ExpertStacks(self.stacks, self.limit, self._rounding(), self.build.ops.linear_block)
         if adapted_T.all():
             return adapted_experts(x_TC, ids_TK, weights_TK, slot_T, experts, self.adapter)
         rows = adapted_T.nonzero()[:, 0]
@@ -236,13 +213,13 @@ class Experts(nn.Module):
         self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, more: Mapping[str, Any] | None = None
     ) -> torch.Tensor:
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        options = {"limit": self.spec.limit, "rounding": self._rounding(), **(more or {})}
+        options = {"limit": self.limit, "rounding": self._rounding(), **(more or {})}
         out: torch.Tensor = self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, **options)
         return out
 
     def _rounding(self) -> FakeQuant | None:
         assert self._found is not None
-        return self.spec.rounding if is_quantised(self._found[1]) else None
+        return self._wanted_rounding if is_quantised(self._found[1]) else None
 
 
 def is_quantised(format: Format) -> bool:

@@ -10,19 +10,19 @@ from spyglass.quant.packed import Packed, WeightSlot
 
 
 class RMSNorm(nn.Module):
-    """w · x · rsqrt(mean x² + eps) over the last axis. `name` is the checkpoint name without `.weight`."""
+    """w · x · rsqrt(mean x² + eps) over the last axis. `name` is the native name without `.weight`."""
 
-    def __init__(self, name: str, dim: int, eps: float, build: Build) -> None:
+    def __init__(self, build: Build, name: str, eps: float) -> None:
         super().__init__()
         self.name = name
-        self.dim = dim
+        self.shape = build.params[f"{name}.weight"].shape
         self.eps = eps
         self.weight_D: torch.Tensor | None = None
         self._device = build.device
         self._norm = build.ops.rms_norm
 
     def slots(self) -> list[WeightSlot]:
-        return [WeightSlot(f"{self.name}.weight", (self.dim,), "vector", self._put)]
+        return [WeightSlot(f"{self.name}.weight", self.shape, "vector", self._put)]
 
     def _put(self, weight: Packed) -> None:
         self.weight_D = weight.data.to(self._device, torch.float32)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from spyglass.checkpoint.safetensors import list_names
 from spyglass.config.training import MOST_FACTOR
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.params.table import ParamTable
 
 MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
 LEAST_ALPHA, MOST_ALPHA = 1e-12, MOST_FACTOR
-# (groups, inputs of one group, outputs of all groups) of a module; None = there is none, or it takes no adapter
-ShapeOf = Callable[[str], tuple[int, int, int] | None]
 
 
 def check_trained(rank: int, alpha: float) -> None:
@@ -38,20 +35,20 @@ def check_alpha(alpha: float) -> float:
     return float(alpha)
 
 
-def check_fit(adapter: AdapterFile, shape_of: ShapeOf, num_experts: int, max_rank: int = MAX_RANK) -> None:
-    """Whether every pair has a module of its shape, and a rank within the limit.
+def check_fit(adapter: AdapterFile, params: ParamTable, num_experts: int, max_rank: int = MAX_RANK) -> None:
+    """Whether every pair has a module of its shape in the model's table, and a rank within the limit.
 
     Raises:
         AdapterError: "k of N modules matched" with those that are not there, or the shapes that differ, or both ranks.
     """
-    shapes = {name: shape_of(name) for name in adapter.modules}
-    absent = [name for name, shape in shapes.items() if shape is None]
+    absent = [name for name in adapter.modules if name not in params or params[name].adapter is None]
     if absent:
+        count = len(adapter.modules)
         raise AdapterError(
-            f"{len(shapes) - len(absent)} of {len(shapes)} modules of the adapter matched, and an adapter is used "
+            f"{count - len(absent)} of {count} modules of the adapter matched, and an adapter is used "
             f"wholly or not at all; this model has no {list_names(absent)}"
         )
-    misfits = [_misfit(name, adapter.modules[name], *shape) for name, shape in shapes.items() if shape is not None]
+    misfits = [_misfit(name, pair, *params[name].map_shape) for name, pair in adapter.modules.items()]
     found = [text for text in misfits if text is not None]
     found += [
         f"{layer} has {num_experts} experts, the adapter {count}"

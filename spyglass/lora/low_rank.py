@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spyglass.lora.names import VISION_GROUPS, Group, count_groups, group_of, split_expert
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import VISION_GROUPS, count_groups, group_of, split_expert
 
 _ROW_BYTES = 8  # the factor of a rank row and its slot
 
@@ -46,7 +47,7 @@ class AdapterFile:
     modules: Mapping[str, LowRank]
     stacked: Mapping[str, int] = field(default_factory=dict)
 
-    def counts(self) -> dict[Group, int]:
+    def counts(self) -> dict[AdapterGroup, int]:
         """Modules per group."""
         return count_groups(self.modules)
 

@@ -20,17 +20,18 @@ import torch
 
 from spyglass.checkpoint.layout import Spelling
 from spyglass.checkpoint.match import Match, Source, match, native_tensors
-from spyglass.checkpoint.names import to_native
 from spyglass.checkpoint.safetensors import INDEX_NAME, Checkpoint, TensorHeader, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
-from spyglass.checkpoint.schema import TensorSpec, draft_kind, draft_tensors, expected_tensors
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
-from spyglass.lora.fit import ShapeOf, check_fit
+from spyglass.lora.fit import check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import GROUPS, Group, group_of
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.hf_names import to_native
+from spyglass.params.table import Param, draft_kind, draft_params, param_table
+from spyglass.params.targets import GROUPS, group_of
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
@@ -77,7 +78,7 @@ class Loss:
 class MergeReport:
     """Losses by group of modules, in the order of `names.GROUPS`."""
 
-    groups: dict[Group, Loss] = field(default_factory=dict)
+    groups: dict[AdapterGroup, Loss] = field(default_factory=dict)
 
     @property
     def unchanged_share(self) -> float:
@@ -118,7 +119,7 @@ def merge(
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     specs = specs_of(config, checkpoint)
-    check_fit(adapter, shape_of(specs, config.text.o_groups), config.text.n_routed_experts)
+    check_fit(adapter, specs, config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())
     matched.refuse_faults(model)
     work = _Merge(adapter, force)
@@ -129,23 +130,11 @@ def merge(
     return work.report
 
 
-def specs_of(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+def specs_of(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Param]:
     """Every tensor of a checkpoint, its draft stages too if it has them."""
-    specs = expected_tensors(config)
+    specs = param_table(config)
     kind = draft_kind(native_tensors(checkpoint))
-    return specs | draft_tensors(config, kind) if kind is not None and config.num_draft_layers else specs
-
-
-def shape_of(specs: Mapping[str, TensorSpec], o_groups: int) -> ShapeOf:
-    """Shapes of the modules of a model that is not loaded, by native name (see `lora.fit`)."""
-
-    def shape(name: str) -> tuple[int, int, int] | None:
-        if name not in specs or specs[name].kind != "matrix":
-            return None
-        outer, inner = specs[name].shape
-        return (o_groups if name.endswith(".wo_a") else 1), inner, outer
-
-    return shape
+    return specs | draft_params(config, kind) if kind is not None and config.num_draft_layers else specs
 
 
 def dense_delta(pair: LowRank) -> torch.Tensor:
@@ -162,7 +151,7 @@ class _Merge:
         self._adapter, self._force = adapter, force
         self._left = len(adapter.modules)
 
-    def entry(self, name: str, source: Source, spec: TensorSpec, format: Format) -> Packed:
+    def entry(self, name: str, source: Source, spec: Param, format: Format) -> Packed:
         """One entry as it is stored: touched, converted, or as it was."""
         found = open_entry(source, spec)
         pair = self._adapter.modules.get(name)
@@ -192,9 +181,7 @@ class _Merge:
             )
 
 
-def _items(
-    matched: Match, specs: Mapping[str, TensorSpec], work: _Merge, format: Literal["bf16", "same"]
-) -> list[SaveItem]:
+def _items(matched: Match, specs: Mapping[str, Param], work: _Merge, format: Literal["bf16", "same"]) -> list[SaveItem]:
     def item(name: str, source: Source) -> SaveItem:
         spec = specs[name]
         plain = format == "bf16" and spec.kind == "matrix" and source.format.block is not None
@@ -204,7 +191,7 @@ def _items(
     return [item(name, source) for name, source in matched.sources.items()]
 
 
-def open_entry(source: Source, spec: TensorSpec) -> Packed:
+def open_entry(source: Source, spec: Param) -> Packed:
     """The tensors of an entry, mapped and not read: a table may be larger than the memory."""
     scale = None if source.scale is None else _map(source.scale)
     return Packed(source.format, _map(source.weight), scale, spec.shape)

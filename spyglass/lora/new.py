@@ -14,8 +14,9 @@ from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import Group, check_targets
 from spyglass.lora.places import Places, find_places
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import check_targets
 
 TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it
 
@@ -29,7 +30,7 @@ class TrainableAdapter:
     """
 
     parameters: Mapping[str, nn.Parameter]
-    counts: Mapping[Group, int]
+    counts: Mapping[AdapterGroup, int]
     rank: int
     alpha: float
     rslora: bool
@@ -105,12 +106,12 @@ def new_adapter(
         )
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     parameters: dict[str, nn.Parameter] = {}
-    counts: dict[Group, int] = {}
+    counts: dict[AdapterGroup, int] = {}
     for group in groups:
         for name in places.names(group):
             if group == "experts":
                 parameters |= _experts(places, name, rank, scale, seed)
-                counts[group] = counts.get(group, 0) + len(MATRICES) * places.experts[name].spec.num_experts
+                counts[group] = counts.get(group, 0) + len(MATRICES) * places.experts[name].num_experts
             else:
                 parameters |= _linear(places, name, rank, scale, seed)
                 counts[group] = counts.get(group, 0) + 1
@@ -118,21 +119,19 @@ def new_adapter(
 
 
 def _linear(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
-    shape = places.shape(name)
-    assert shape is not None
-    rows, leaves = _fresh(name, (rank, *shape[1:]), scale, seed, places.device(name))
+    _, inner, outer = places.params[name].map_shape
+    rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, places.device(name))
     places.linear_bank(name).put(TRAINED_SLOT, rows)
     return leaves
 
 
 def _experts(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
-    count = places.experts[name].spec.num_experts
+    count = places.experts[name].num_experts
     parts: dict[str, ExpertRows] = {}
     leaves: dict[str, nn.Parameter] = {}
     for matrix in MATRICES:
-        shape = places.shape(f"{name}.0.{matrix}")
-        assert shape is not None
-        rows, found = _fresh(f"{name}.{matrix}", (count * rank, *shape[1:]), scale, seed, places.device(name))
+        _, inner, outer = places.params[f"{name}.0.{matrix}"].map_shape
+        rows, found = _fresh(f"{name}.{matrix}", (count * rank, inner, outer), scale, seed, places.device(name))
         parts[matrix] = ExpertRows(rows, (rank,) * count)
         leaves |= found
     places.experts_bank(name).put(TRAINED_SLOT, parts)
@@ -158,4 +157,4 @@ def _native_names(place: str, places: Places) -> list[str]:
     layer, _, matrix = place.rpartition(".")
     if layer not in places.experts:
         return [place]
-    return [f"{layer}.{expert}.{matrix}" for expert in range(places.experts[layer].spec.num_experts)]
+    return [f"{layer}.{expert}.{matrix}" for expert in range(places.experts[layer].num_experts)]

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from spyglass.checkpoint.names import STACKED, to_native
 from spyglass.checkpoint.safetensors import TensorHeader, list_names, read_header
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.config import AdapterConfig, read_adapter_config
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import group_of, why_refused
+from spyglass.params.hf_names import STACKED, to_native
+from spyglass.params.targets import group_of, why_refused
 
 TENSORS_NAME = "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")

@@ -9,35 +9,26 @@ from torch import nn
 
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
-from spyglass.lora.names import Group, group_of, split_expert
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.table import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`)."""
+    """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`).
 
+    `params`: what takes an adapter, each expert's matrix by itself.
+    """
+
+    params: dict[str, Param] = field(default_factory=dict)
     linears: dict[str, Linear | GroupedLinear] = field(default_factory=dict)
     experts: dict[str, Experts] = field(default_factory=dict)
     dropout: Dropout = field(default_factory=Dropout)
 
-    def shape(self, name: str) -> tuple[int, int, int] | None:
-        """(groups, in, out of all groups) of a module, None if the model has no such module that takes an adapter."""
-        if name in self.linears:
-            linear = self.linears[name]
-            groups = linear.groups if isinstance(linear, GroupedLinear) else 1
-            return groups, linear.spec.in_features, groups * linear.spec.out_features
-        expert = split_expert(name)
-        if expert is None or expert[0] not in self.experts:
-            return None
-        spec = self.experts[expert[0]].spec
-        if expert[1] >= spec.num_experts:
-            return None
-        return (1, spec.width, spec.hidden) if expert[2] == "w2" else (1, spec.hidden, spec.width)
-
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer."""
-        return max((experts.spec.num_experts for experts in self.experts.values()), default=0)
+        return max((experts.num_experts for experts in self.experts.values()), default=0)
 
     def device(self, name: str) -> torch.device:
         """Where a module computes; `name` as in `linears` or `experts`."""
@@ -47,8 +38,7 @@ class Places:
         """The bank of a linear map, made if there is none."""
         linear = self.linears[name]
         if not isinstance(linear.adapter, LinearBank):
-            groups = linear.groups if isinstance(linear, GroupedLinear) else 1
-            linear.adapter = LinearBank(linear.build, self.dropout, groups)
+            linear.adapter = LinearBank(linear.build, self.dropout, linear.groups)
         return linear.adapter
 
     def experts_bank(self, name: str) -> ExpertsBank:
@@ -67,19 +57,23 @@ class Places:
                 if not bank.slots:
                     place.adapter = None
 
-    def names(self, group: Group) -> list[str]:
+    def names(self, group: AdapterGroup) -> list[str]:
         """Names of the places of a group; the experts of a layer are one place."""
         if group == "experts":
             return list(self.experts)
-        return [name for name in self.linears if group_of(name) == group]
+        return [name for name in self.linears if self.params[name].adapter == group]
 
 
 def find_places(model: nn.Module) -> Places:
     """Every linear map of a model that an adapter may change."""
     places = Places()
     for module in model.modules():
-        if isinstance(module, Linear | GroupedLinear) and group_of(module.spec.name) is not None:
-            places.linears[module.spec.name] = module
+        if isinstance(module, Linear | GroupedLinear):
+            param = module.build.params[module.name]
+            if param.adapter is not None:
+                places.linears[module.name], places.params[module.name] = module, param
         elif isinstance(module, Experts):
-            places.experts[module.spec.name] = module
+            places.experts[module.name] = module
+            for slot in module.slots():
+                places.params[slot.name] = module.build.params[slot.name]
     return places

@@ -18,18 +18,19 @@ from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import Group, split_expert
 from spyglass.lora.new import TRAINED_SLOT
 from spyglass.lora.places import Places, find_places
-from spyglass.lora.use import AdapterUse
+from spyglass.lora.use import AdapterHandle
+from spyglass.params.declared import AdapterGroup
+from spyglass.params.targets import split_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """An adapter in the banks, and its modules per group."""
 
-    use: AdapterUse
-    counts: Mapping[Group, int]
+    use: AdapterHandle
+    counts: Mapping[AdapterGroup, int]
 
 
 class AdapterPool:
@@ -47,7 +48,7 @@ class AdapterPool:
         """Names in the order they were attached."""
         return tuple(self._attached)
 
-    def use(self, name: str) -> AdapterUse:
+    def use(self, name: str) -> AdapterHandle:
         """What a request with this adapter carries.
 
         Raises:
@@ -62,7 +63,7 @@ class AdapterPool:
             raise AdapterError(f"there is no adapter {name!r}; known are: {', '.join(self._attached) or 'none'}")
         return found
 
-    def attach(self, name: str, adapter: AdapterFile, *, factor: float = 1.0) -> AdapterUse:
+    def attach(self, name: str, adapter: AdapterFile, *, factor: float = 1.0) -> AdapterHandle:
         """Put an adapter into the banks; `factor` multiplies what it adds.
 
         Raises:
@@ -74,12 +75,12 @@ class AdapterPool:
             check_alpha(factor)
         except AdapterError as error:
             raise AdapterError(f"factor is no factor: {error}") from error
-        check_fit(adapter, self._places.shape, self._places.num_experts, self._max_rank)
+        check_fit(adapter, self._places.params, self._places.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
             if name in self._attached:
                 raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
-            use = AdapterUse(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
+            use = AdapterHandle(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
             self._next_slot += 1
             _fill(self._places, use.slot, adapter, factor)
             self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
@@ -91,9 +92,9 @@ class AdapterPool:
         Raises:
             AdapterError: as `use`.
         """
-        self.free(self.withdraw(name))
+        self.free(self.unregister(name))
 
-    def withdraw(self, name: str) -> AdapterUse:
+    def unregister(self, name: str) -> AdapterHandle:
         """Take the name away, at once. Who uses the adapter may go on until `free` takes its memory.
 
         Raises:
@@ -104,7 +105,7 @@ class AdapterPool:
             self._attached = {other: found for other, found in self._attached.items() if other != name}
         return use
 
-    def free(self, use: AdapterUse) -> None:
+    def free(self, use: AdapterHandle) -> None:
         """Give the memory of an adapter back that has been withdrawn and that nobody uses any more."""
         with self._lock:
             self._places.clear(use.slot)
@@ -131,7 +132,7 @@ def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> Non
             rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
             places.linear_bank(name).put(slot, rows)
         for layer, matrices in experts.items():
-            count, device = places.experts[layer].spec.num_experts, places.device(layer)
+            count, device = places.experts[layer].num_experts, places.device(layer)
             parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
             places.experts_bank(layer).put(slot, parts)
     except (RuntimeError, MemoryError) as error:  # what allocators raise
@@ -145,9 +146,7 @@ def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, tor
     b_RO = pair.b_OR.T.to(torch.float32, copy=True).contiguous()
     if len(a_RI) == pair.rank:
         return a_RI, b_RO
-    shape = places.shape(name)
-    assert shape is not None
-    groups = shape[0]
+    groups = places.params[name].groups
     eye_GG = torch.eye(groups)[:, None, :, None]
     b_rGO = b_RO.view(pair.rank, groups, -1)
     return a_RI, (eye_GG * b_rGO).reshape(len(a_RI), -1)

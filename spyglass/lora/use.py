@@ -13,7 +13,7 @@ _SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterUse:
+class AdapterHandle:
     """The adapter of a request: its slot in the banks (0 = none) and what caches must tell apart.
 
     `text_digest` covers the weights, alpha and scale of everything that acts on tokens, `vision_digest` of everything
@@ -25,7 +25,7 @@ class AdapterUse:
     vision_digest: bytes = b""
 
 
-NO_ADAPTER = AdapterUse()
+NO_ADAPTER = AdapterHandle()
 
 
 def adapter_name(name: object, models: Collection[str] = ()) -> str:

@@ -21,12 +21,12 @@ import safetensors.torch
 import torch
 
 from spyglass.checkpoint.layout import Spelling
-from spyglass.checkpoint.names import to_hf
 from spyglass.errors import AdapterError
 from spyglass.lora.config import CONFIG_NAME
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.names import split_expert
 from spyglass.lora.peft import TENSORS_NAME
+from spyglass.params.hf_names import to_hf
+from spyglass.params.targets import split_expert
 
 _PREFIX = "base_model.model."
 

@@ -18,15 +18,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from spyglass.config.shipped import base_note
-from spyglass.engine.adapters import AdapterDesk
+from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.errors import AdapterError, NotServedError
 from spyglass.server.body import parse_json, read_body
-from spyglass.server.fields import Fields, read_fields, text_field
-from spyglass.server.held import Claim, HeldBytes
+from spyglass.server.memory import MemoryBudget, Reservation
+from spyglass.server.protocols.fields import FieldReader, Fields, text_field
 from spyglass.server.readiness import Readiness
 
-_LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), fixed={"load_inplace": (False,)})
+_LOAD = Fields(read=frozenset({"lora_name", "lora_path"}), neutral={"load_inplace": (False,)})
 _UNLOAD = Fields(read=frozenset({"lora_name"}), ignored=frozenset({"lora_int_id"}))
 _BODY_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class AdapterRoutes:
     def __init__(
         self,
         llm: LLM,
-        desk: AdapterDesk,
+        desk: AdapterRegistry,
         readiness: Readiness,
-        held: HeldBytes,
+        held: MemoryBudget,
         *,
         root: Path,
         reserved: tuple[str, ...],
@@ -58,9 +58,9 @@ class AdapterRoutes:
         ]
 
     async def _load(self, request: Request) -> Response:
-        stated = await self._read(request, _LOAD)
-        name = text_field(stated, "lora_name", "the request")
-        folder = folder_below(self._root, text_field(stated, "lora_path", "the request"))
+        given = await self._read(request, _LOAD)
+        name = text_field(given, "lora_name", "")
+        folder = folder_below(self._root, text_field(given, "lora_path", ""))
         async with self._turn:
             self._require_started()
             if name in (*self._reserved, *self._llm.adapters):
@@ -70,25 +70,25 @@ class AdapterRoutes:
                 _LOG.warning("%s", note)
             wrong = await self._readiness.try_adapter(name)
             if wrong is not None:
-                self._desk.withdraw(name)
+                self._desk.unregister(name)
                 raise AdapterError(f"the adapter in {str(folder)!r} draws no token, so it is not served: {wrong}")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
-        name = text_field(await self._read(request, _UNLOAD), "lora_name", "the request")
+        name = text_field(await self._read(request, _UNLOAD), "lora_name", "")
         async with self._turn:
             self._require_started()
             if name not in self._llm.adapters:
                 served = ", ".join(self._llm.adapters) or "none"
                 raise NotServedError(f"there is no adapter {name[:_SHOWN_CHARS]!r} to unload; served are {served}")
-            self._desk.withdraw(name)
+            self._desk.unregister(name)
             self._readiness.forget_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(self, request: Request, fields: Fields) -> Mapping[str, Any]:
-        claim = Claim(self._held)
+        claim = Reservation(self._held)
         try:
-            return read_fields(parse_json(await read_body(request, _BODY_BYTES, claim)), fields)[0]
+            return FieldReader(strict=True).read(parse_json(await read_body(request, _BODY_BYTES, claim)), fields)
         finally:
             claim.release()
 
@@ -98,22 +98,22 @@ class AdapterRoutes:
             raise HTTPException(503, "the server is still trying what it has; send it again", {"retry-after": "1"})
 
 
-def folder_below(root: Path, stated: str) -> Path:
+def folder_below(root: Path, given: str) -> Path:
     """The folder that a client names, relative to `root` or absolute, all links followed.
 
     Raises:
         AdapterError: it lies elsewhere, or is no path.
         NotServedError: there is no such folder.
     """
-    if not stated:
+    if not given:
         raise AdapterError("lora_path is empty; name a folder below the one that adapters are loaded from")
     try:
-        folder = (root / stated).resolve()
+        folder = (root / given).resolve()
         found = folder.is_dir()
     except (OSError, ValueError, RuntimeError):  # too long, null bytes, links in a circle
-        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is no path") from None
+        raise AdapterError(f"lora_path {given[:_SHOWN_CHARS]!r} is no path") from None
     if not folder.is_relative_to(root):
-        raise AdapterError(f"lora_path {stated[:_SHOWN_CHARS]!r} is not below the folder that adapters are loaded from")
+        raise AdapterError(f"lora_path {given[:_SHOWN_CHARS]!r} is not below the folder that adapters are loaded from")
     if not found:
-        raise NotServedError(f"there is no folder {stated[:_SHOWN_CHARS]!r} where adapters are loaded from")
+        raise NotServedError(f"there is no folder {given[:_SHOWN_CHARS]!r} where adapters are loaded from")
     return folder

@@ -21,23 +21,23 @@ from starlette.types import Receive, Scope, Send
 
 from spyglass import __version__
 from spyglass.config.server import ServerConfig
-from spyglass.engine.adapters import AdapterDesk
+from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
-from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
-from spyglass.server.gate import Gate
-from spyglass.server.held import Claim, HeldBytes
 from spyglass.server.log import Record
+from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
+from spyglass.server.middleware import RequestMiddleware
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
+from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
-from spyglass.server.stream import Watch, send_events, send_json, send_whole
+from spyglass.server.stream import RequestTimer, send_events, send_json, send_whole
 
 
 class Service:
@@ -45,16 +45,16 @@ class Service:
 
     def __init__(self, llm: LLM, config: ServerConfig, worker: EngineWorker | None = None) -> None:
         self.config = config
-        self.most_live = llm.options.max_sequences + config.max_waiting
-        self.worker = worker or EngineWorker(llm.engine, most_live=self.most_live)
+        self.max_live = llm.options.max_sequences + config.max_waiting
+        self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live)
         self.served = served_by(llm, config)
-        self.adapters = AdapterDesk(llm.lora, self.worker)
+        self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = Parsers(config, self.served.limits, self.most_live, llm.engine.check)
+        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
         self.stopping = False
         self.calls = 0  # requests between their first byte and their last
-        self.held = HeldBytes(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
+        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
         self.started = int(time.time())
 
     async def drain(self) -> None:
@@ -90,10 +90,10 @@ class EndpointRoute:
             SpyglassError, HTTPException: the request is refused; nothing has been sent.
         """
         service = self._service
-        if service.calls >= service.most_live:
-            raise OverloadedError(f"{service.calls} requests are under way, {service.most_live} may be; send it later")
+        if service.calls >= service.max_live:
+            raise OverloadedError(f"{service.calls} requests are under way, {service.max_live} may be; send it later")
         service.calls += 1
-        body, pictures = Claim(service.held), Claim(service.held)
+        body, pictures = Reservation(service.held), Reservation(service.held)
         try:
             reading = read_body(Request(scope, receive), service.config.max_body_bytes, body)
             parsing = service.parsers.parse(self._endpoint, await reading, body)
@@ -116,31 +116,32 @@ class EndpointRoute:
             pictures.release()
 
     async def _answer(
-        self, parsing: asyncio.Future[Call | Immediate], pictures: Claim, scope: Scope, send: Send
+        self, parsing: asyncio.Future[Call | Immediate], pictures: Reservation, scope: Scope, send: Send
     ) -> None:
         record: Record = scope["record"]
         call = await parsing
         record.parse_s = time.monotonic() - scope["began"]
+        record.ignored = call.ignored
         if isinstance(call, Immediate):
             await send_json(call.status, call.body, send)
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
-        record.pictures, record.ignored = call.pictures, call.user_fields
+        record.pictures = call.images
         pictures.take(sum(picture.nbytes for picture in call.prompt.patches))
         await self._run(call, record, scope["began"], send)
 
     async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
-            submission = self._service.worker.submit(call.prompts, call.params, adapter, call.form)
-            watch = Watch(record, began, call.prompts)
+            submission = self._service.worker.submit(call.requests, adapter)
+            timer = RequestTimer(record, began, call.prompts)
             try:
                 if call.stream:
-                    await send_events(call, submission, watch, record.request_id, self._endpoint, send)
+                    await send_events(call, submission, timer, record.request_id, self._endpoint, send)
                 else:
-                    await send_whole(call, submission, watch, record.request_id, send)
+                    await send_whole(call, submission, timer, record.request_id, send)
             finally:
                 self._service.worker.cancel(submission)
-                record.odd_markup = call.reply.odd
+                record.malformed_tool_call = call.reply.malformed_tool_call
 
 
 def create_app(
@@ -167,7 +168,7 @@ def create_app(
         *_adapter_routes(llm, service),
     ]
     gate = Middleware(
-        Gate,
+        RequestMiddleware,
         keys=config.api_key,
         endpoint_of=partial(_endpoint_of, by_path),
         metrics=service.metrics,
@@ -217,6 +218,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         max_length=llm.engine.max_length,
         adapter_names=lambda: llm.adapters,
         without_vision=config.without_vision,
+        strict_fields=config.strict_fields,
     )
 
 
@@ -309,6 +311,6 @@ def _cors(config: ServerConfig) -> list[Middleware]:
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-spyglass-ignored"],
         )
     ]

@@ -19,9 +19,9 @@ from uuid import uuid4
 from spyglass.engine.llm import LLM
 from spyglass.errors import PromptError
 from spyglass.server.body import parse_json
+from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint, Immediate
-from spyglass.server.faults import error_body, fault_of
-from spyglass.server.parsing import has_form, with_form
+from spyglass.server.parsing import prepared
 
 _REFUSED = 400  # and more, of a status
 _PARSERS = 2  # threads that decode pictures ahead of the engine
@@ -134,7 +134,7 @@ class _Batch:
         if line.body.get("stream"):
             raise PromptError("stream has no meaning in a batch; leave it out")
         call = self._endpoints[line.url].parse(line.body, None)
-        return with_form(call, self._engine.check) if has_form(call) else call
+        return prepared(call, self._engine.prepare) if isinstance(call, Call) else call
 
     def begin(self, line: BatchLine, parsed: Future[Call | Immediate]) -> None:
         """Queue the answers of a request, or write why there are none."""
@@ -143,21 +143,21 @@ class _Batch:
         try:
             call = parsed.result()
             if isinstance(call, Immediate):
-                self._write(line, request_id, call.status, call.body)
+                self._write(line, request_id, call.status, call.body, call.ignored)
                 return
             open_call = _Open(line, call, request_id, len(call.params))
             adapter = self._adapter_use(call.adapter)
-            for index, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
-                numbers.append(self._engine.add(prompt, params, adapter=adapter, form=call.form))
+            for index, request in enumerate(call.requests):
+                numbers.append(self._engine.submit(request, adapter=adapter))
                 self.open[numbers[-1]] = (open_call, index)
         except Exception as error:  # the top frame here, too: a fault of ours in one line is that line's answer
             for number in numbers:
                 self.open.pop(number)
                 self._engine.abort(number)
-            fault = fault_of(error)
-            if not fault.known:
+            response = error_response(error)
+            if not response.known:
                 traceback.print_exc()
-            self._write(line, request_id, fault.status, error_body(self._endpoints[line.url], fault))
+            self._write(line, request_id, response.status, error_body(self._endpoints[line.url], response))
 
     def step(self) -> None:
         """One step of the engine; a failing one ends its requests, and the next call brings their last words."""
@@ -176,10 +176,15 @@ class _Batch:
             del self.open[delta.request_id]
             open_call.missing -= 1
             if not open_call.missing:
-                self._write(open_call.line, open_call.request_id, *open_call.call.reply.whole(open_call.request_id))
+                status, body = open_call.call.reply.whole(open_call.request_id)
+                self._write(open_call.line, open_call.request_id, status, body, open_call.call.ignored)
 
-    def _write(self, line: BatchLine, request_id: str, status: int, body: Mapping[str, Any]) -> None:
+    def _write(
+        self, line: BatchLine, request_id: str, status: int, body: Mapping[str, Any], ignored: Sequence[str] = ()
+    ) -> None:
         response = {"status_code": status, "request_id": request_id, "body": body}
+        if ignored:  # places of the request without effect
+            response["ignored"] = list(ignored)
         answer = {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
         self._out.write(json.dumps(answer, ensure_ascii=False) + "\n")
         self._out.flush()

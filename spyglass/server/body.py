@@ -17,14 +17,14 @@ from starlette.requests import Request
 
 from spyglass.config.json_text import parse_json_text
 from spyglass.errors import OverloadedError, PromptError
-from spyglass.server.held import Claim
+from spyglass.server.memory import Reservation
 
 _READ_SECONDS = 120.0  # for a whole body
 _CLOSE = {"connection": "close"}
 _DEEPEST = 100  # levels of nesting; a JSON schema has some twenty
 
 
-async def read_body(request: Request, limit: int, held: Claim) -> bytes:
+async def read_body(request: Request, limit: int, held: Reservation) -> bytes:
     """The body, at most `limit` bytes, which `held` has counted when it is here; else they are given back.
 
     Raises:
@@ -55,7 +55,7 @@ async def read_body(request: Request, limit: int, held: Claim) -> bytes:
 class _Reader:
     """Collects a body. One that is refused is read on for a while, or its sender would never see the answer."""
 
-    def __init__(self, limit: int, held: Claim) -> None:
+    def __init__(self, limit: int, held: Reservation) -> None:
         self.size = 0
         self._limit, self._held = limit, held
         self._chunks: list[bytes] = []

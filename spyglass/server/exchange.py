@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import Delta, SamplingParams
+from spyglass.engine.sequence import Request
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
@@ -27,7 +27,7 @@ class Served:
     `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter now, by
     `adapter_names`, which any thread may ask.
     `max_length` bounds prompt and answer together, `limits` the pictures of one request. `without_vision`: what a
-    picture does to a model that takes none, as in `ChatOptions`.
+    picture does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields.
     """
 
     names: tuple[str, ...]
@@ -37,6 +37,7 @@ class Served:
     max_length: int
     adapter_names: Callable[[], tuple[str, ...]] = tuple
     without_vision: Literal["refuse", "note"] = "refuse"
+    strict_fields: bool = False
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ class Reply(Protocol):
         """Server-sent events after the last answer has ended (usage, the closing event)."""
 
     @property
-    def odd(self) -> bool:
+    def malformed_tool_call(self) -> bool:
         """Whether an answer held markup of calls that is no call and was left as text; for the log."""
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
@@ -73,9 +74,9 @@ class Reply(Protocol):
 class Call:
     """One parsed request. `params` and `prompts` one per answer, in order; `adapter` None = the base model.
 
-    `form` is what each answer follows, once it is compiled. `pictures` counts pictures of the request (usage and
-    metrics); `user_fields` are request fields of no effect here
-    that are safe to ignore, named once in the log, never their contents.
+    `requests` is what the engine takes for each answer, once they are checked. `images` counts images of the request
+    (usage and metrics); `ignored` are places of the request without effect, named in the log and in a header, never
+    their contents.
     """
 
     model: str
@@ -84,9 +85,9 @@ class Call:
     stream: bool
     reply: Reply
     adapter: str | None = None
-    form: Form | None = None
-    pictures: int = 0
-    user_fields: tuple[str, ...] = ()
+    requests: Sequence[Request] = ()
+    images: int = 0
+    ignored: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> Prompt:
@@ -100,6 +101,7 @@ class Immediate:
 
     body: Mapping[str, Any]
     status: int = 200
+    ignored: tuple[str, ...] = ()
 
 
 class Endpoint(Protocol):
@@ -117,5 +119,5 @@ class Endpoint(Protocol):
             NotServedError: it names a model that is not served here.
         """
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
-        """The protocol's error body."""
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """The protocol's error body; `more` are `field`, the place of the request at fault, and `code`."""

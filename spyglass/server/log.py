@@ -15,8 +15,8 @@ REQUESTS = logging.getLogger("spyglass.server")
 class Record:
     """What the log says of one request; filled while it is served. Times in seconds since it began.
 
-    `ignored` names request fields without effect here. `client_left`: it did not wait for the end. `odd_markup`: an
-    answer held broken markup of tool calls, which was left as text.
+    `ignored` names request fields without effect here. `client_left`: it did not wait for the end.
+    `malformed_tool_call`: an answer held broken markup of tool calls, which was left as text.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class Record:
     ignored: tuple[str, ...] = ()
     error: str | None = None
     client_left: bool = False
-    odd_markup: bool = False
+    malformed_tool_call: bool = False
     parse_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0

@@ -2,8 +2,8 @@
 
 Few unpack at once, since each may take hundreds of megabytes. A request whose pictures must be fetched goes to threads
 of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
-people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held. Forms
-of answers, which may take seconds to compile, have threads of their own too.
+people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
+Grammars, which may take seconds to compile, have threads of their own too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.grammar import Form
 from spyglass.engine.request import SamplingParams
+from spyglass.engine.sequence import Request
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
 from spyglass.server.fetch import RemoteImages
-from spyglass.server.held import Claim
+from spyglass.server.memory import Reservation
 
 _UNPACKING = 4
 _COMPILING = 4
-Check = Callable[[Prompt, SamplingParams], Form | None]
+Prepare = Callable[[Prompt, SamplingParams], Request]
 
 
 class _ElsewhereError(Exception):
@@ -36,17 +36,17 @@ class _ElsewhereError(Exception):
 
 
 class Parsers:
-    """Parses for at most `most` requests at a time. `check` is what the engine refuses, before it is asked."""
+    """Parses for at most `most` requests at a time. `prepare` is the engine's."""
 
-    def __init__(self, config: ServerConfig, limits: ImageLimits, most: int, check: Check) -> None:
-        self._limits, self._check = limits, check
+    def __init__(self, config: ServerConfig, limits: ImageLimits, most: int, prepare: Prepare) -> None:
+        self._limits, self._prepare = limits, prepare
         self._seconds = config.fetch_seconds if config.remote_images else None
         self._places = threading.BoundedSemaphore(_UNPACKING)
         self._pool = ThreadPoolExecutor(_UNPACKING, thread_name_prefix="parse")
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
         self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="form")
 
-    def parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> asyncio.Future[Call | Immediate]:
+    def parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
         parsing: Future[Call | Immediate] = Future()
         parsing.add_done_callback(lambda _: held.release())
@@ -56,10 +56,10 @@ class Parsers:
                 return None  # its client has left
             return self._parse(endpoint, body, None if self._seconds is None else _refer_elsewhere)
 
-        def check(call: Call) -> Call:
-            return call if parsing.cancelled() else with_form(call, self._check)
+        def prepare(call: Call) -> Call:
+            return call if parsing.cancelled() else prepared(call, self._prepare)
 
-        def settle(work: Future[Any], *, checked: bool = False) -> None:
+        def settle(work: Future[Any], *, done: bool = False) -> None:
             if parsing.cancelled() or work.cancelled():
                 return
             error = work.exception()
@@ -67,8 +67,8 @@ class Parsers:
                 self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
             elif error is not None:
                 parsing.set_exception(error)
-            elif not checked and has_form(work.result()):
-                self._compilers.submit(check, work.result()).add_done_callback(partial(settle, checked=True))
+            elif not done and needs_grammar(work.result()):
+                self._compilers.submit(prepare, work.result()).add_done_callback(partial(settle, done=True))
             else:
                 parsing.set_result(work.result())
 
@@ -82,27 +82,34 @@ class Parsers:
 
     def _parse(self, endpoint: Endpoint, body: bytes, fetch: Fetch | None) -> Call | Immediate:
         with self._places:
-            return endpoint.parse(parse_json(body), fetch)
+            call = endpoint.parse(parse_json(body), fetch)
+            return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
 
-    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Claim) -> Call | Immediate:
+    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> Call | Immediate:
         """Parse, fetching the pictures of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
         return self._parse(endpoint, body, partial(_fetch_outside, self._places, images))
 
 
-def has_form(call: Call | Immediate) -> TypeGuard[Call]:
-    """Whether the answers to a call have a form, which takes time to compile."""
+def needs_grammar(call: Call | Immediate) -> TypeGuard[Call]:
+    """Whether the answers to a call follow a grammar, which takes time to compile."""
     return isinstance(call, Call) and call.params[0].structured is not None
 
 
-def with_form(call: Call, check: Check) -> Call:
-    """The call with its form compiled, where this is called and not between two steps of the engine.
+def prepared(call: Call, prepare: Prepare) -> Call:
+    """The call with its requests checked and their grammar compiled, outside the engine's thread.
 
     Raises:
-        PromptError, CapacityError: the engine would refuse it; as `Engine.check`.
+        PromptError, CapacityError: as `Engine.prepare`.
     """
-    return replace(call, form=check(call.prompt, call.params[0]))
+    requests: list[Request] = []
+    for prompt, params in zip(call.prompts, call.params, strict=True):
+        if requests and requests[-1].prompt is prompt:  # answers to one prompt differ in their seeds alone
+            requests.append(replace(requests[-1], params=params))
+        else:
+            requests.append(prepare(prompt, params))
+    return replace(call, requests=requests)
 
 
 def _refer_elsewhere(address: str) -> bytes:

@@ -103,10 +103,9 @@ class Readiness:
 
     async def _draw(self, trial: _Trial) -> str:
         prompt = prompt_from_parts(trial.parts, self._llm.config)
-        params, form = trial.params, None
-        if params.structured is not None:  # beside the engine's thread: clients may be served already
-            form = await asyncio.to_thread(self._llm.engine.check, prompt, params)
-        submission = self._worker.submit(prompt, [params], self._llm.adapter_use(trial.adapter), form)
+        # outside the engine's thread: clients may be served already
+        request = await asyncio.to_thread(self._llm.engine.prepare, prompt, trial.params)
+        submission = self._worker.submit([request], self._llm.adapter_use(trial.adapter))
         await submission.accepted()
         while mail := await submission.deltas():
             output = mail[-1][1].output

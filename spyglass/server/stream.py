@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
 from spyglass.engine.request import Delta
-from spyglass.engine.worker import Submission
+from spyglass.engine.worker import ResponseStream
 from spyglass.prompt.tokens import Prompt
+from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint
-from spyglass.server.faults import error_body, fault_of
 from spyglass.server.log import Record
 
 _QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
@@ -30,7 +30,7 @@ _EVENTS = [
 _LOG = logging.getLogger(__name__)
 
 
-class Watch:
+class RequestTimer:
     """Notes in the log's record what comes of a call; `began` is when its request came, by `time.monotonic`.
 
     `prompts` one per answer; one that has several answers counts once.
@@ -50,7 +50,7 @@ class Watch:
                 usage, prompt = delta.output.usage, id(self._prompts[index])
                 if prompt not in self._cached:
                     record.prompt_tokens += usage.prompt_tokens
-                    record.picture_tokens += usage.picture_tokens
+                    record.picture_tokens += usage.image_tokens
                 self._cached[prompt] = max(self._cached.get(prompt, 0), usage.cached_tokens)
                 record.cached_tokens = sum(self._cached.values())
                 record.completion_tokens += usage.completion_tokens
@@ -58,7 +58,7 @@ class Watch:
                 record.error = delta.output.error or record.error
 
 
-async def send_whole(call: Call, submission: Submission, watch: Watch, request_id: str, send: Send) -> None:
+async def send_whole(call: Call, submission: ResponseStream, timer: RequestTimer, request_id: str, send: Send) -> None:
     """Wait for every answer, then send one JSON body.
 
     Raises:
@@ -66,7 +66,7 @@ async def send_whole(call: Call, submission: Submission, watch: Watch, request_i
     """
     await submission.accepted()
     while mail := await submission.deltas():
-        watch.see(mail)
+        timer.see(mail)
         for index, delta in mail:
             call.reply.push(index, delta)
     status, body = call.reply.whole(request_id)
@@ -74,7 +74,7 @@ async def send_whole(call: Call, submission: Submission, watch: Watch, request_i
 
 
 async def send_events(
-    call: Call, submission: Submission, watch: Watch, request_id: str, endpoint: Endpoint, send: Send
+    call: Call, submission: ResponseStream, timer: RequestTimer, request_id: str, endpoint: Endpoint, send: Send
 ) -> None:
     """Send events as deltas come. What goes wrong after the first byte becomes an error event.
 
@@ -88,14 +88,14 @@ async def send_events(
     try:
         await _send_body(first, send)
         while mail := await _next(submission, send):
-            watch.see(mail)
+            timer.see(mail)
             await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
         last = call.reply.end()
     except ClientDisconnect:
         raise
     except Exception as error:
         _LOG.exception("a stream failed: request %s", request_id)
-        last = b"event: error\ndata: " + _json(error_body(endpoint, fault_of(error))) + b"\n\n"
+        last = b"event: error\ndata: " + _json(error_body(endpoint, error_response(error))) + b"\n\n"
     await _send_body(last, send, more=False)
 
 
@@ -108,7 +108,7 @@ async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: M
     await send({"type": "http.response.body", "body": content})
 
 
-async def _next(submission: Submission, send: Send) -> list[tuple[int, Delta]]:
+async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
     while True:
         try:
             async with asyncio.timeout(_QUIET_S):

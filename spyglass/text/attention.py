@@ -12,8 +12,8 @@ from torch import nn
 
 from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
-from spyglass.layers.embedding import PlainSpec, PlainTensor
-from spyglass.layers.linear import GroupedLinear, Linear, LinearSpec, Split
+from spyglass.layers.embedding import PlainTensor
+from spyglass.layers.linear import GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
@@ -28,44 +28,27 @@ class Attention(nn.Module):
         super().__init__()
         text, build = parts.text, parts.build
         name = f"layers.{plan.index}.attn"
-        heads, dim, groups = text.num_attention_heads, text.head_dim, text.o_groups
-
-        def linear(which: str, inner: int, outer: int, split: Split = "none") -> Linear:
-            spec = LinearSpec(
-                name=f"{name}.{which}",
-                in_features=inner,
-                out_features=outer,
-                rounding=parts.rounding.linear,
-                split=split,
-            )
-            return Linear(spec, build)
-
-        self.attn_sink = PlainTensor(PlainSpec(name=f"{name}.attn_sink", shape=(heads,)), build)
-        self.wq_a = linear("wq_a", text.hidden_size, text.q_lora_rank)
-        self.q_norm = RMSNorm(f"{name}.q_norm", text.q_lora_rank, text.rms_norm_eps, build)
-        self.wq_b = linear("wq_b", text.q_lora_rank, heads * dim, "rows")
-        self.wkv = linear("wkv", text.hidden_size, dim)
-        self.kv_norm = RMSNorm(f"{name}.kv_norm", dim, text.rms_norm_eps, build)
-        self.wo_a = GroupedLinear(
-            LinearSpec(
-                name=f"{name}.wo_a", in_features=heads // groups * dim, out_features=text.o_lora_rank, split="groups"
-            ),
-            groups,
-            build,
-        )
-        self.wo_b = linear("wo_b", groups * text.o_lora_rank, text.hidden_size, "columns")
+        rounding = parts.rounding.linear
+        self.attn_sink = PlainTensor(build, f"{name}.attn_sink")
+        self.wq_a = Linear(build, f"{name}.wq_a", rounding=rounding)
+        self.q_norm = RMSNorm(build, f"{name}.q_norm", text.rms_norm_eps)
+        self.wq_b = Linear(build, f"{name}.wq_b", rounding=rounding)
+        self.wkv = Linear(build, f"{name}.wkv", rounding=rounding)
+        self.kv_norm = RMSNorm(build, f"{name}.kv_norm", text.rms_norm_eps)
+        self.wo_a = GroupedLinear(build, f"{name}.wo_a")
+        self.wo_b = Linear(build, f"{name}.wo_b", rounding=rounding)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if plan.compressor is not None:
-            spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, dim=dim, pool="pool", state="state")
+            spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="pool", state="state")
             self.compressor = Compressor(spec, plan.compressor, parts, RowRounding(parts, "pool"))
         if plan.index_from == plan.index:
             self.indexer = Indexer(plan, parts)
         self._plan = plan
         self._window = ("window", plan.index)
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
-        self._heads, self._dim, self._groups = heads, dim, groups
-        self._scale = dim**-0.5
+        self._heads, self._dim, self._groups = text.num_attention_heads, text.head_dim, text.o_groups
+        self._scale = text.head_dim**-0.5
         self._q_head_norm = text.q_head_norm
         self._eps = text.rms_norm_eps
         self._stepwise = parts.stepwise

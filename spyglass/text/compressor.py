@@ -16,19 +16,18 @@ from torch import nn
 
 from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import CompressorPlan
-from spyglass.layers.embedding import PlainSpec, PlainTensor
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.embedding import PlainTensor
+from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.step import Tables, TextBuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorSpec:
-    """Which compressor of which layer: checkpoint name, row width, and the tensors of the cache it fills."""
+    """Which compressor of which layer: native name, and the tensors of the cache it fills."""
 
     name: str
     layer: int
-    dim: int
     pool: Literal["pool", "index"]
     state: Literal["state", "index_state"]
 
@@ -48,26 +47,17 @@ class Compressor(nn.Module):
         stored: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__()
-        width = spec.dim * (2 if plan.overlap else 1)
-        hidden = parts.text.hidden_size
-
-        def linear(which: str) -> Linear:
-            name = f"{spec.name}.{which}"
-            spec_of = LinearSpec(name=name, in_features=hidden, out_features=width, fp32_out=plan.gated)
-            return Linear(spec_of, parts.build)
-
-        self.wkv = linear("wkv")
-        self.wgate = linear("wgate") if plan.gated else None
-        self.ape: PlainTensor | None = None
-        if plan.positional_bias:
-            self.ape = PlainTensor(PlainSpec(name=f"{spec.name}.ape", shape=(plan.ratio, width)), parts.build)
-        self.norm = RMSNorm(f"{spec.name}.norm", spec.dim, parts.text.rms_norm_eps, parts.build)
+        build = parts.build
+        self.wkv = Linear(build, f"{spec.name}.wkv", fp32_out=plan.gated)
+        self.wgate = Linear(build, f"{spec.name}.wgate", fp32_out=True) if plan.gated else None
+        self.ape = PlainTensor(build, f"{spec.name}.ape") if plan.positional_bias else None
+        self.norm = RMSNorm(build, f"{spec.name}.norm", parts.text.rms_norm_eps)
         self._overlap = plan.overlap
         self._pool = (spec.pool, spec.layer)
         self._state = (spec.state, spec.layer)
-        self._dtype = parts.build.dtype
+        self._dtype = build.dtype
         self._stored = stored
-        self._ops = parts.build.ops
+        self._ops = build.ops
 
     def remember(
         self,

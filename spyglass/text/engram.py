@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.embedding import PlainSpec, PlainTensor
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.embedding import PlainTensor
+from spyglass.layers.linear import Linear
 from spyglass.text.step import Step, TextBuild
 
 _LEAST = 1e-6
@@ -26,20 +26,11 @@ class Engram(nn.Module):
     def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
         super().__init__()
         text, build = parts.text, parts.build
-        assert text.engram is not None
-        name, streams, hidden = f"layers.{plan.index}.engram", text.hc_mult, text.hidden_size
-        self.wkv = Linear(
-            LinearSpec(
-                name=f"{name}.wkv",
-                in_features=text.engram.row_width,
-                out_features=(streams + 1) * hidden,
-                rounding=parts.rounding.linear,
-            ),
-            build,
-        )
-        self.q_weight = PlainTensor(PlainSpec(name=f"{name}.q_weight", shape=(streams, hidden)), build)
-        self.k_weight = PlainTensor(PlainSpec(name=f"{name}.k_weight", shape=(streams, hidden)), build)
-        self._layer, self._streams, self._hidden = plan.index, streams, hidden
+        name = f"layers.{plan.index}.engram"
+        self.wkv = Linear(build, f"{name}.wkv", rounding=parts.rounding.linear)
+        self.q_weight = PlainTensor(build, f"{name}.q_weight")
+        self.k_weight = PlainTensor(build, f"{name}.k_weight")
+        self._layer, self._streams, self._hidden = plan.index, text.hc_mult, text.hidden_size
         self._eps = text.rms_norm_eps
 
     def forward(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:

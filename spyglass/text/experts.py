@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.linear import Experts, ExpertsSpec, Linear, LinearSpec, Split
+from spyglass.layers.linear import Experts, Linear
 from spyglass.text.router import Gate
 from spyglass.text.step import Step, TextBuild
 
@@ -17,21 +17,9 @@ class SharedExpert(nn.Module):
     def __init__(self, name: str, parts: TextBuild) -> None:
         super().__init__()
         text, build = parts.text, parts.build
-        hidden, width = text.hidden_size, text.moe_intermediate_size * text.n_shared_experts
-
-        def linear(which: str, inner: int, outer: int, split: Split) -> Linear:
-            spec = LinearSpec(
-                name=f"{name}.{which}",
-                in_features=inner,
-                out_features=outer,
-                rounding=parts.rounding.linear,
-                split=split,
-            )
-            return Linear(spec, build)
-
-        self.w1 = linear("w1", hidden, width, "rows")
-        self.w3 = linear("w3", hidden, width, "rows")
-        self.w2 = linear("w2", width, hidden, "columns")
+        self.w1, self.w3, self.w2 = (
+            Linear(build, f"{name}.{which}", rounding=parts.rounding.linear) for which in ("w1", "w3", "w2")
+        )
         self._limit = text.swiglu_limit
         self._swiglu = build.ops.swiglu
 
@@ -47,18 +35,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
         super().__init__()
-        text = parts.text
         name = f"layers.{plan.index}.ffn"
         self.gate = Gate(plan, parts)
-        spec = ExpertsSpec(
-            name=f"{name}.experts",
-            num_experts=text.n_routed_experts,
-            hidden=text.hidden_size,
-            width=text.moe_intermediate_size,
-            limit=text.swiglu_limit,
-            rounding=parts.rounding.linear,
+        self.experts = Experts(
+            parts.build, f"{name}.experts", limit=parts.text.swiglu_limit, rounding=parts.rounding.linear
         )
-        self.experts = Experts(spec, parts.build)
         self.shared_experts = SharedExpert(f"{name}.shared_experts", parts)
         self._add_shared = parts.build.ops.add_shared
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spyglass.layers.embedding import PlainSpec, PlainTensor
+from spyglass.layers.embedding import PlainTensor
 from spyglass.text.step import TextBuild
 
 Mix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -20,11 +20,9 @@ class HyperConnection(nn.Module):
     def __init__(self, name: str, parts: TextBuild) -> None:
         super().__init__()
         text = parts.text
-        streams = text.hc_mult
-        rows = streams * (2 + streams)
-        self.fn = PlainTensor(PlainSpec(name=f"{name}_fn", shape=(rows, streams * text.hidden_size)), parts.build)
-        self.base = PlainTensor(PlainSpec(name=f"{name}_base", shape=(rows,)), parts.build)
-        self.scale = PlainTensor(PlainSpec(name=f"{name}_scale", shape=(3,)), parts.build)
+        self.fn, self.base, self.scale = (
+            PlainTensor(parts.build, f"{name}_{which}") for which in ("fn", "base", "scale")
+        )
         self._norm_eps = text.rms_norm_eps
         self._hc_eps = text.hc_eps
         self._rounds = text.hc_sinkhorn_iters
@@ -62,10 +60,9 @@ class HyperHead(nn.Module):
     def __init__(self, parts: TextBuild) -> None:
         super().__init__()
         text = parts.text
-        streams = text.hc_mult
-        self.fn = PlainTensor(PlainSpec(name="hc_head_fn", shape=(streams, streams * text.hidden_size)), parts.build)
-        self.base = PlainTensor(PlainSpec(name="hc_head_base", shape=(streams,)), parts.build)
-        self.scale = PlainTensor(PlainSpec(name="hc_head_scale", shape=(1,)), parts.build)
+        self.fn, self.base, self.scale = (
+            PlainTensor(parts.build, f"hc_head_{which}") for which in ("fn", "base", "scale")
+        )
         self._norm_eps = text.rms_norm_eps
         self._hc_eps = text.hc_eps
         self._ops = parts.build.ops

@@ -15,7 +15,7 @@ from torch import nn
 
 from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.rounding import IndexRounding
@@ -30,35 +30,20 @@ class Indexer(nn.Module):
         text, build = parts.text, parts.build
         assert plan.index_keys_from is not None
         name = f"layers.{plan.index}.attn.indexer"
-        heads, dim = text.index_n_heads, text.index_head_dim
         self._rounded = IndexRounding(parts)
-        self.wq_b = Linear(
-            LinearSpec(
-                name=f"{name}.wq_b",
-                in_features=text.q_lora_rank,
-                out_features=heads * dim,
-                rounding=parts.rounding.linear,
-                split="rows",
-            ),
-            build,
-        )
-        self.weights_proj = Linear(
-            LinearSpec(name=f"{name}.weights_proj", in_features=text.hidden_size, out_features=heads, split="rows"),
-            build,
-        )
+        self.wq_b = Linear(build, f"{name}.wq_b", rounding=parts.rounding.linear)
+        self.weights_proj = Linear(build, f"{name}.weights_proj")
         self.compressor: Compressor | None = None
         self.wk: Linear | None = None
         self.k_norm: RMSNorm | None = None
         source = None if plan.compressor is None else plan.compressor.index_keys
         if plan.compressor is not None and source == "compressor":
-            spec = CompressorSpec(
-                name=f"{name}.compressor", layer=plan.index, dim=dim, pool="index", state="index_state"
-            )
+            spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="index", state="index_state")
             self.compressor = Compressor(spec, plan.compressor, parts, self._rounded)
         elif source == "latent":
-            keys = LinearSpec(name=f"{name}.wk", in_features=text.head_dim, out_features=dim, row_space="pooled")
-            self.wk = Linear(keys, build)
-            self.k_norm = RMSNorm(f"{name}.k_norm", dim, text.rms_norm_eps, build)
+            self.wk = Linear(build, f"{name}.wk")
+            self.k_norm = RMSNorm(build, f"{name}.k_norm", text.rms_norm_eps)
+        heads, dim = text.index_n_heads, text.index_head_dim
         self._candidates = text.candidates
         self._plan = plan
         self._keys = ("index", plan.index_keys_from)

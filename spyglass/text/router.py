@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.embedding import PlainSpec, PlainTensor
+from spyglass.layers.embedding import PlainTensor
 from spyglass.text.step import Step, TextBuild
 
 
@@ -20,23 +20,11 @@ class Gate(nn.Module):
     def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
         super().__init__()
         text, build = parts.text, parts.build
-        name, experts = f"layers.{plan.index}.ffn.gate", text.n_routed_experts
-        hashed = plan.router == "hash"
-        self.weight = PlainTensor(PlainSpec(name=name, shape=(experts, text.hidden_size), kind="matrix"), build)
-        self.bias = PlainTensor(PlainSpec(name=f"{name}.bias", shape=(experts,), optional=hashed), build)
-        self.bias_vl: PlainTensor | None = None
-        if parts.pictures:
-            self.bias_vl = PlainTensor(PlainSpec(name=f"{name}.bias_vl", shape=(experts,)), build)
-        self.tid2eid: PlainTensor | None = None
-        if hashed:
-            table = PlainSpec(
-                name=f"{name}.tid2eid",
-                shape=(text.vocab_size, text.num_experts_per_tok),
-                dtype=torch.int32,
-                kind="index",
-                below=experts,
-            )
-            self.tid2eid = PlainTensor(table, build)
+        name = f"layers.{plan.index}.ffn.gate"
+        self.weight = PlainTensor(build, name)
+        self.bias = PlainTensor(build, f"{name}.bias")
+        self.bias_vl = PlainTensor(build, f"{name}.bias_vl") if parts.pictures else None
+        self.tid2eid = PlainTensor(build, f"{name}.tid2eid", torch.int32) if plan.router == "hash" else None
         self._k = text.num_experts_per_tok
         self._scale = text.routed_scaling_factor
         self._choose = build.ops.router_topk

@@ -28,10 +28,10 @@ class V41Layer(nn.Module):
         name, text = f"layers.{plan.index}", parts.text
         self.engram = Engram(plan, parts) if plan.engram else None
         self.hc_attn = HyperConnection(f"{name}.hc_attn", parts)
-        self.attn_norm = RMSNorm(f"{name}.attn_norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.attn_norm = RMSNorm(parts.build, f"{name}.attn_norm", text.rms_norm_eps)
         self.attn = Attention(plan, parts)
         self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
-        self.ffn_norm = RMSNorm(f"{name}.ffn_norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.ffn_norm = RMSNorm(parts.build, f"{name}.ffn_norm", text.rms_norm_eps)
         self.ffn = FeedForward(plan, parts)
 
     def recall(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:
@@ -58,7 +58,7 @@ class V41Backbone(nn.Module):
         super().__init__()
         text = parts.text
         self.layers = nn.ModuleList(V41Layer(plan, parts) for plan in text.layers)
-        self.norm = RMSNorm("norm", text.hidden_size, text.rms_norm_eps, parts.build)
+        self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
         self._ropes = make_ropes(text.layers, parts.build.device)

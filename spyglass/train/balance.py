@@ -7,10 +7,13 @@ bias_e <- bias_e + rate · sign(mean load - load_e), for text rows and picture r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from spyglass.config.model import TextConfig
+from spyglass.ops.router_topk.reference import router_topk
 
 BIASES = (".ffn.gate.bias", ".ffn.gate.bias_vl")  # ends of the names of what is moved
 
@@ -32,7 +35,29 @@ def balance(
                 bias_E.add_(step_E)
 
 
-def imbalance(loads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest share of one expert over the even share, of all layers and both kinds of rows; 1 = even."""
-    stacked = torch.stack(list(loads))
-    return (stacked.amax(dim=-1) / stacked.mean(dim=-1).clamp(min=1e-9)).amax()
+@dataclass(slots=True)
+class ExpertLoads:
+    """How often experts are chosen in a step. `real_T` bool: rows that count; `loads` fp32 [2, E] per routed layer in
+    order: choices of text rows, of image rows."""
+
+    real_T: torch.Tensor | None = None
+    loads: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CountingRouter:
+    """The op `router_topk`, which also adds to `loads`."""
+
+    state: ExpertLoads
+
+    def __call__(
+        self, x_TC: torch.Tensor, weight_EC: torch.Tensor, *, picture_T: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_TK, weights_TK = router_topk(x_TC, weight_EC, picture_T=picture_T, **options)
+        with torch.no_grad():
+            real_T = self.state.real_T
+            assert real_T is not None
+            picture = torch.zeros_like(real_T) if picture_T is None else picture_T
+            chosen_TE = torch.nn.functional.one_hot(ids_TK.long(), len(weight_EC)).sum(dim=1).float()
+            self.state.loads.append(torch.stack([real_T & ~picture, real_T & picture]).float() @ chosen_TE)
+        return ids_TK, weights_TK

@@ -24,14 +24,14 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
-from spyglass.lora.names import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
 from spyglass.parallel import Processes
+from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
-from spyglass.train.full import FullRun
+from spyglass.train.full_finetune import FullRun
 from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss

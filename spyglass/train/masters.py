@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
-from spyglass.checkpoint.schema import TensorSpec
 from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
+from spyglass.params.table import Param
 from spyglass.quant.codec import E4M3_MAX, encode, round_e2m1, round_e4m3
 from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
@@ -79,8 +79,8 @@ class Masters:
     def __init__(
         self,
         model: VisionLanguageModel,
-        specs: Mapping[str, TensorSpec],
-        initial: Callable[[str, TensorSpec], torch.Tensor],
+        specs: Mapping[str, Param],
+        initial: Callable[[str, Param], torch.Tensor],
         *,
         fixed: Sequence[str] = (),
         quantise: Callable[..., torch.Tensor] = stored_values,
@@ -109,9 +109,9 @@ class Masters:
         self._quantise = quantise
         self._dtype = build.dtype
         self._slots = slots
-        self._experts = {module.spec.name: module for module in model.modules() if isinstance(module, Experts)}
+        self._experts = {module.name: module for module in model.modules() if isinstance(module, Experts)}
         for name in self.fixed.keys() & slots.keys():  # memory tables are no part of the model
-            slots[name].put(Packed(specs[name].official, self.fixed[name], None, specs[name].shape))
+            slots[name].put(Packed(specs[name].format, self.fixed[name], None, specs[name].shape))
 
     def deliver(self) -> None:
         """Hand the rounded weights to the modules; their gradients reach `leaves`.
@@ -126,7 +126,7 @@ class Masters:
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
         if (match := _EXPERT.fullmatch(stack.names[0])) is not None:
-            experts = self._experts[match[1]].spec.num_experts
+            experts = self._experts[match[1]].num_experts
             for first, part in zip(stack.names[::experts], values.unflatten(0, (-1, experts)), strict=True):
                 found = _EXPERT.fullmatch(first)
                 assert found is not None
@@ -144,9 +144,9 @@ class Masters:
         for name, value in (self.fixed | self.only_stored).items():
             spec = self.specs[name]
             out[name] = (
-                Packed(spec.official, value.cpu(), None, spec.shape)
+                Packed(spec.format, value.cpu(), None, spec.shape)
                 if spec.kind == "index"
-                else encode(value.cpu().float(), spec.official)
+                else encode(value.cpu().float(), spec.format)
             )
         return out
 
@@ -155,18 +155,18 @@ class Masters:
         return sum(math.prod(stack.value.shape) for stack in self.stacks)
 
 
-def _is_fixed(name: str, specs: Mapping[str, TensorSpec], fixed: Sequence[str]) -> bool:
+def _is_fixed(name: str, specs: Mapping[str, Param], fixed: Sequence[str]) -> bool:
     return specs[name].kind in ("index", "table") or name.endswith(tuple(fixed))
 
 
-def _groups(names: Iterable[str], specs: Mapping[str, TensorSpec]) -> dict[_Group, tuple[str, ...]]:
+def _groups(names: Iterable[str], specs: Mapping[str, Param]) -> dict[_Group, tuple[str, ...]]:
     """Names by shape, format and rule; experts of a layer and matrix stand together, in order."""
     groups: dict[_Group, list[str]] = {}
     for name in sorted(names, key=_order):
         spec = specs[name]
         is_map = (spec.kind == "matrix" and name not in _TABLES) or name.endswith(_MIXING)
         rule: Rule = "matrix" if is_map else "other"
-        key = (spec.shape, spec.official, rule, _EXPERT.fullmatch(name) is not None)
+        key = (spec.shape, spec.format, rule, _EXPERT.fullmatch(name) is not None)
         groups.setdefault(key, []).append(name)
     return {key: tuple(group) for key, group in groups.items()}
 

@@ -1,7 +1,7 @@
 """From chats to one packed training step: whole, fresh sequences side by side, each counted from its own position 0.
 
 Alignment to groups of 4 and 128 tokens, picture spans and windows are relative to a sequence's own start, so packing
-never shifts them (spec v4 10). All index arithmetic is the serving engine's (`batch.assemble`).
+never shifts them (spec v4 10). All index arithmetic is the serving engine's (`runtime.frame`).
 """
 
 from __future__ import annotations

@@ -66,13 +66,13 @@ def _weights(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Put]]
 
     for module in layer.modules():
         if isinstance(module, Linear | GroupedLinear):
-            if _MEMORY in module.spec.name:
+            if _MEMORY in module.name:
                 continue
             assert module.weight is not None
-            add(module.spec.name, module.weight, _weight_put(module))
+            add(module.name, module.weight, _weight_put(module))
         elif isinstance(module, Experts):
             for matrix, stack in module.stacks.items():
-                add(f"{module.spec.name}.{matrix}", stack, _stack_put(module, matrix))
+                add(f"{module.name}.{matrix}", stack, _stack_put(module, matrix))
     return tensors, puts
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from spyglass.batch.images import Grid, num_cells, offsets
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.linear import Linear
 
 
 def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
@@ -48,11 +48,11 @@ def gather_cells(rows_UY: torch.Tensor, index_I: torch.Tensor) -> torch.Tensor:
 class Aligner(nn.Module):
     """Cells of patches to rows of the text model's width."""
 
-    def __init__(self, vision: VisionConfig, hidden_size: int, build: Build) -> None:
+    def __init__(self, vision: VisionConfig, build: Build) -> None:
         super().__init__()
         self.ratio = vision.downsample_ratio
-        self.w1 = _linear("aligner.w1", vision.hidden_size * self.ratio**2, hidden_size, build)
-        self.w2 = _linear("aligner.w2", hidden_size, hidden_size, build)
+        self.w1 = Linear(build, "aligner.w1")
+        self.w2 = Linear(build, "aligner.w2")
 
     def forward(self, rows_UY: torch.Tensor, grids: Sequence[Grid], slot_I: torch.Tensor | None = None) -> torch.Tensor:
         """Image rows [I, C]: ceil(rows / ratio) · ceil(columns / ratio) per picture, reading order, pictures in order.
@@ -72,8 +72,3 @@ class Aligner(nn.Module):
         hidden_IC = nn.functional.gelu(self.w1(cells_ID, slot), approximate="none")
         out_IC: torch.Tensor = self.w2(hidden_IC, slot)
         return out_IC
-
-
-def _linear(name: str, in_features: int, out_features: int, build: Build) -> Linear:
-    spec = LinearSpec(name=name, in_features=in_features, out_features=out_features, bias=True, row_space="cells")
-    return Linear(spec, build)

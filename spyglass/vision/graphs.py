@@ -189,7 +189,7 @@ class VisionGraphs:
         with torch.inference_mode(False), torch.cuda.device(self._device):
             self._padded = PaddedVision(tower, aligner, longest, self._device)
             self._stream = torch.cuda.Stream()
-            width = tower.patch_embed.spec.in_features
+            width = tower.patch_embed.in_features
             self._patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
 
     def __call__(self, images: ImageBatch) -> torch.Tensor:

@@ -18,7 +18,7 @@ from spyglass.batch.images import Grid, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, RunPart, run_part
-from spyglass.layers.linear import Linear, LinearSpec
+from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.layers.rope import rope_frequencies
 from spyglass.vision.pixels import normalised, pixel_table
@@ -69,10 +69,9 @@ class VisionAttention(nn.Module):
 
     def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
         super().__init__()
-        width = vision.hidden_size
         self.heads = vision.num_attention_heads
-        self.wqkv = _linear(f"{name}.wqkv", width, 3 * width, build, bias=True)
-        self.wo = _linear(f"{name}.wo", width, width, build, bias=True)
+        self.wqkv = Linear(build, f"{name}.wqkv")
+        self.wo = Linear(build, f"{name}.wo")
         self._rope = build.ops.rope_half
         self._attention = build.ops.vit_attention
 
@@ -89,10 +88,10 @@ class VisionAttention(nn.Module):
 class VisionMlp(nn.Module):
     """w2(silu(gate) · up); gate and up are the two halves of w1, and silu is rounded before the product."""
 
-    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+    def __init__(self, build: Build, name: str) -> None:
         super().__init__()
-        self.w1 = _linear(f"{name}.w1", vision.hidden_size, 2 * vision.intermediate_size, build)
-        self.w2 = _linear(f"{name}.w2", vision.intermediate_size, vision.hidden_size, build)
+        self.w1 = Linear(build, f"{name}.w1")
+        self.w2 = Linear(build, f"{name}.w2")
         self._gate = build.ops.silu_mul
 
     def forward(self, x_UY: torch.Tensor, slot_U: torch.Tensor | None) -> torch.Tensor:
@@ -105,10 +104,10 @@ class VisionBlock(nn.Module):
 
     def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(f"{name}.norm1", vision.hidden_size, vision.norm_eps, build)
+        self.norm1 = RMSNorm(build, f"{name}.norm1", vision.norm_eps)
         self.attn = VisionAttention(f"{name}.attn", vision, build)
-        self.norm2 = RMSNorm(f"{name}.norm2", vision.hidden_size, vision.norm_eps, build)
-        self.mlp = VisionMlp(f"{name}.mlp", vision, build)
+        self.norm2 = RMSNorm(build, f"{name}.norm2", vision.norm_eps)
+        self.mlp = VisionMlp(build, f"{name}.mlp")
 
     def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         x_UY = x_UY + self.attn(self.norm1(x_UY), rows)
@@ -122,12 +121,11 @@ class VisionTower(nn.Module):
     def __init__(self, vision: VisionConfig, build: Build) -> None:
         super().__init__()
         self.vision = vision
-        width, patch_values = vision.hidden_size, 3 * vision.patch_size**2
-        self.patch_embed = _linear("vision.patch_embed.proj", patch_values, width, build, bias=True)
+        self.patch_embed = Linear(build, "vision.patch_embed.proj")
         self.blocks = nn.ModuleList(
             VisionBlock(f"vision.blocks.{index}", vision, build) for index in range(vision.num_hidden_layers)
         )
-        self.norm = RMSNorm("vision.norm", width, vision.norm_eps, build)
+        self.norm = RMSNorm(build, "vision.norm", vision.norm_eps)
         self.run_block: RunPart = run_part
         self._dtype = build.dtype
         self._pixels = pixel_table().to(build.device, build.dtype)
@@ -164,8 +162,3 @@ class VisionTower(nn.Module):
             offsets=offsets(images.grids_I2),
             slot_U=images.slot_I.repeat_interleave(counts_I, output_size=len(images.patches_U)),
         )
-
-
-def _linear(name: str, in_features: int, out_features: int, build: Build, *, bias: bool = False) -> Linear:
-    spec = LinearSpec(name=name, in_features=in_features, out_features=out_features, bias=bias, row_space="patches")
-    return Linear(spec, build)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from spyglass.checkpoint.names import to_hf, to_stacked
+from spyglass.params.hf_names import to_hf, to_stacked
 from spyglass.quant.packed import Packed
 from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, VALUES, prompt, weights
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.sampler import Drawn, DrawStep, UsedTokens, draw
+from spyglass.engine.sampler import SampledTokens, SampleInput, UsedTokens, draw
 
 pytestmark = pytest.mark.gpu
 PARAMS = [
@@ -20,10 +20,10 @@ PARAMS = [
 ]
 
 
-def drawn(logits: torch.Tensor, position: int) -> Drawn:
+def drawn(logits: torch.Tensor, position: int) -> SampledTokens:
     rows = len(PARAMS)
     used = UsedTokens(ids_J=np.arange(0, 3000, 3), counts_J=np.arange(1000, dtype=np.float32) % 4)
-    step = DrawStep(
+    step = SampleInput(
         params=PARAMS,
         seed_S=np.arange(rows, dtype=np.uint64),
         position_S=np.full(rows, position, np.uint64),

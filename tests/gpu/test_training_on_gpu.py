@@ -17,7 +17,8 @@ from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
 from tests import small_v41
-from tests.gpu.op_cases import Source, sparse_attention, to_device
+from tests.ops.call import Source, to_device
+from tests.ops.cases import sparse_attention
 from tests.ops.test_training_ops import as_pairs, expert_call, leaves_of_pairs
 from tests.tolerance import GRADIENT_OF_MAX, OP_FLOAT32, assert_close
 from tests.unit.train.leaves import FAMILIES, family
@@ -57,7 +58,7 @@ def test_experts_with_their_pairs() -> None:
 
 @pytest.mark.parametrize("picks", [False, True])
 def test_attention_over_pools(picks: bool) -> None:
-    call = sparse_attention(Source(torch.float32), pool=True, picks=picks)
+    call = sparse_attention(Source(torch.float32), pool=True, picks="picks" if picks else "")
     q, window, *places, sink = call.args
     options: dict[str, Any] = {name: value for name, value in call.options.items() if name != "pool_NBD"}
 

@@ -128,7 +128,7 @@ def test_new_weights_and_adapters_are_noticed(vision: Vision) -> None:
     after = graphs(images)
     assert not torch.equal(after, before) and torch.equal(after, padded_eager(vision, images)[: len(after)])
     linear = next(m for m in vision.tower.modules() if isinstance(m, Linear))
-    linear.adapter = lambda x, slot: torch.full((len(x), linear.spec.out_features), 3.0, device="cuda")
+    linear.adapter = lambda x, slot: torch.full((len(x), linear.out_features), 3.0, device="cuda")
     assert not torch.equal(graphs(images), after)
     assert dict(graphs.eager) == {"adapters or packed weights in the tower": 1}
 

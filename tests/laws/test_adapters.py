@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.names import GROUPS
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER
 from spyglass.ops.build import why_not
 from spyglass.ops.table import bind_ops
+from spyglass.params.targets import GROUPS
 from spyglass.prompt.tokens import Prompt
 from tests.adapter_parts import Small, logits_together, merged, random_adapter, small
 from tests.tolerance import LAW_OF_MAX, assert_law, assert_merged

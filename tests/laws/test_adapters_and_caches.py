@@ -10,7 +10,7 @@ import torch
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
 from tests.adapter_parts import Small, random_adapter, small
 from tests.tolerance import LOGPROB_LAW
@@ -24,7 +24,7 @@ def world(request: pytest.FixtureRequest) -> Small:
     return small(request.param, seed=11)
 
 
-def ask(engine: Engine, prompt: Prompt, use: AdapterUse) -> RequestOutput:
+def ask(engine: Engine, prompt: Prompt, use: AdapterHandle) -> RequestOutput:
     engine.add(prompt, PARAMS, adapter=use)
     while engine.has_work:
         for delta in engine.step():
@@ -50,7 +50,7 @@ def test_a_hit_never_crosses_adapters_factors_or_reloads(world: Small) -> None:
     }
     pool, engine = AdapterPool(model), world.engine(model, step=128, **CACHES)
 
-    def cold(use: AdapterUse) -> RequestOutput:
+    def cold(use: AdapterHandle) -> RequestOutput:
         return ask(world.engine(model, step=128), prompt, use)
 
     uses = [

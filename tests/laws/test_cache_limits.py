@@ -46,7 +46,7 @@ def test_a_small_cache_holds_no_more_than_it_may_and_changes_no_answer(kept: int
         output = ask(engine, prompt, BRIEF)
         world.check(output, prompt, BRIEF)
         assert engine.prefixes.counts.bytes_held <= kept
-        assert engine.pictures.counts.bytes_held <= 3000
+        assert engine.image_cache.counts.bytes_held <= 3000
     if kept == 1:
         assert len(engine.prefixes) == 0
         assert set(pages_used(engine).values()) == {0}
@@ -59,7 +59,7 @@ def test_a_request_whose_pictures_exceed_the_cache_still_runs(world: World) -> N
     engine = world.engine(step=40, image_cache_bytes=100, prefix_cache_bytes=0)
     prompt = world.prompt(MIXED)
     world.check(ask(engine, prompt), prompt)
-    assert len(engine.pictures) == 0
+    assert len(engine.image_cache) == 0
 
 
 def test_whoever_asks_for_the_logits_of_a_prompt_gets_them_all(world: World) -> None:
@@ -95,7 +95,7 @@ def test_what_was_computed_beside_a_fault_of_the_model_is_not_used_again(world: 
     prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(9, 2)])
     broken.broken = True
     assert ask(engine, prompt).error is not None
-    assert len(engine.prefixes) == len(engine.pictures) == 0
+    assert len(engine.prefixes) == len(engine.image_cache) == 0
     broken.broken = False
     output = ask(engine, prompt)
     world.check(output, prompt)

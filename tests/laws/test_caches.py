@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Patches, Prompt
 from tests.cache_parts import (
     BOTH_CACHES,
@@ -180,8 +180,8 @@ def test_rows_of_one_adapter_are_never_used_for_another(world: World) -> None:
     """Field reports 74 to 76: digests cover weights, alpha and scale; the name of an adapter and its slot count not."""
     engine = world.engine(**BOTH_CACHES)
     prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(20, 2)])
-    text_a, text_b = AdapterUse(text_digest=b"a"), AdapterUse(text_digest=b"b")
-    vision_a, vision_b = AdapterUse(vision_digest=b"a"), AdapterUse(vision_digest=b"b")
+    text_a, text_b = AdapterHandle(text_digest=b"a"), AdapterHandle(text_digest=b"b")
+    vision_a, vision_b = AdapterHandle(vision_digest=b"a"), AdapterHandle(vision_digest=b"b")
     whole, before_picture = len(prompt) - 1, PREFIX_BLOCK
     encoded = 0
     for adapter, known, encodes in (
@@ -199,7 +199,7 @@ def test_rows_of_one_adapter_are_never_used_for_another(world: World) -> None:
         assert output.usage.cached_tokens == known, adapter
         world.check(output, prompt, BRIEF)
         encoded += encodes is True
-        assert engine.pictures.counts.queries - engine.pictures.counts.hits == encoded, adapter
+        assert engine.image_cache.counts.queries - engine.image_cache.counts.hits == encoded, adapter
 
 
 def test_an_edit_near_the_end_of_an_agents_long_context_costs_a_block_at_most(world: World) -> None:

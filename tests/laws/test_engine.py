@@ -146,9 +146,9 @@ def test_requests_that_come_and_go_leave_the_others_alone(model: Any) -> None:
 def test_a_fixed_memory_that_fits_two_at_a_time_serves_all(model: Any) -> None:
     prompts = requests(model.config)
     engine = make_engine(model, model.config, step=40, max_sequences=2, cache_bytes=1_100_000, max_length=400)
-    held = engine.blocks.bytes_allocated
+    held = engine.allocator.bytes_allocated
     assert held <= 1_100_000
     together = run_all(engine, prompts)
-    assert engine.blocks.bytes_allocated == held
+    assert engine.allocator.bytes_allocated == held
     alone = [run_all(make_engine(model, model.config, step=512), [prompt])[0] for prompt in prompts]
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]

@@ -36,12 +36,12 @@ def test_eight_different_prompts_at_once_get_their_own_answers_round_after_round
 
 def test_sixty_four_prompts_at_once_in_a_memory_for_a_few_are_all_answered(model: Any) -> None:
     engine = make_engine(model, model.config, step=128, max_sequences=16, cache_bytes=1_900_000)
-    held = engine.blocks.bytes_allocated
+    held = engine.allocator.bytes_allocated
     prompts = [make_prompt(model.config, [60], seed=number) for number in range(64)]
     params = replace(GREEDY, max_tokens=3)
     outputs = run_all(engine, prompts, params)
     assert {(output.finish_reason, output.error, len(output.token_ids)) for output in outputs} == {("length", None, 3)}
-    assert engine.blocks.bytes_allocated == held and set(pages_used(engine).values()) == {0}
+    assert engine.allocator.bytes_allocated == held and set(pages_used(engine).values()) == {0}
 
 
 @pytest.mark.parametrize("cached", [0, 40 * 48 * 4])

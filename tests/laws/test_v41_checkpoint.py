@@ -45,7 +45,7 @@ def test_a_conversation_with_a_picture_is_answered(llm: LLM) -> None:
     assert len(output.token_ids) == 6 and output.error is None
     assert llm.config.vision is not None
     planned = plan_image(PHOTO.width, PHOTO.height, llm.config.vision).num_tokens
-    assert output.usage.picture_tokens == planned == output.usage.prompt_tokens - len(text_ids(llm))
+    assert output.usage.image_tokens == planned == output.usage.prompt_tokens - len(text_ids(llm))
 
 
 def text_ids(llm: LLM, thinking: bool = False) -> list[int]:

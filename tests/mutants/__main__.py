@@ -1,6 +1,7 @@
 """Plant each fault in a copy of the tree, run the tests that should notice, report who lived.
 
-`python -m tests.mutants [FILTER] [--jobs N]`: FILTER is a part of a file name or of a fault's description.
+`python -m tests.mutants [FILTER] [--since REF]`: FILTER is a part of a file name or of a fault's description.
+Without `--since`: the rows written by hand. With it: faults in the lines that changed since that commit.
 Exit code 0 only if every fault was noticed by a failing test; a run that could not start counts as a fault of the row.
 A run of `TIMES_LONGER` times what it takes without a fault is ended: the fault was noticed, and shows as `hung`.
 Noticed is also what ends the process of the tests; it shows as `crashed`.
@@ -22,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from spyglass.ops.build import PLAIN, library_path
+from tests.mutants.changed import changed_mutants
 from tests.mutants.mutant import Mutant
 from tests.mutants.rows import ROWS
 
@@ -91,7 +93,8 @@ def try_mutant(mutant: Mutant, trees: SimpleQueue[Path], seconds: float) -> str:
     """Run one mutant and print what became of it: killed, hung, crashed, SURVIVED or BROKEN."""
     root = trees.get()
     try:
-        sound = mutant.plant(root)
+        sound = (root / mutant.file).read_text(encoding="utf-8")
+        (root / mutant.file).write_text(mutant.mutate(sound), encoding="utf-8")
         try:
             if mutant.file.endswith((".cpp", ".h")):
                 build_kernels(root)
@@ -127,8 +130,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("filter", nargs="?", default="", help="part of a file name or of a fault's description")
     parser.add_argument("--jobs", type=int, default=2, help="trees worked on at the same time")
+    parser.add_argument("--since", help="plant faults in lines that changed since this commit, not the rows")
+    parser.add_argument("--limit", type=int, default=200, help="with --since: how many at most")
     args = parser.parse_args()
-    mutants = [mutant for mutant in ROWS if args.filter in mutant.file or args.filter in mutant.fault]
+    rows = ROWS if args.since is None else changed_mutants(ROOT, args.since, args.limit)
+    mutants = [mutant for mutant in rows if args.filter in mutant.file or args.filter in mutant.fault]
     if not mutants:
         print(f"no mutant matches {args.filter!r}")
         return 2

@@ -1,9 +1,8 @@
-"""What a mutant is, and how one is planted."""
+"""What a mutant is: one fault in one file, and the tests that should fail because of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,7 @@ class Mutant:
             compile(changed, self.file, "exec")
         return changed
 
-    def plant(self, root: Path) -> str:
-        """Write the fault into the tree at `root`; returns the sound source."""
-        path = root / self.file
-        source = path.read_text(encoding="utf-8")
-        path.write_text(self.mutate(source), encoding="utf-8")
-        return source
+
+def faults(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
+    """Mutants of one file that the same tests notice; a row is (fault, old, new)."""
+    return [Mutant(file, old, new, tests, fault) for fault, old, new in rows]

@@ -17,8 +17,9 @@ from spyglass.ops.table import OPS, bind_ops, describe
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
-from tests.gpu.op_cases import CASES, Source, run_call, sparse_attention
-from tests.tolerance import OP_BFLOAT16, OP_FLOAT32, assert_close
+from tests.ops.call import Source, assert_agrees, run_call, tolerance_of
+from tests.ops.cases import CASES, sparse_attention
+from tests.tolerance import OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)
 OURS = [(op, case) for op, case in CASES if describe("cpu", "float32", "training")[op] == "training"]
@@ -36,15 +37,11 @@ def test_training_takes_its_own_implementation_or_the_reference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "case"), OURS)
 def test_values_are_those_of_the_reference(op: str, case: str, dtype: torch.dtype) -> None:
-    call = CASES[op, case](Source(dtype))
-    tolerance = OP_FLOAT32 if dtype == torch.float32 else OP_BFLOAT16
-    want = run_call(getattr(REFERENCE, op), call, "cpu")
-    for result, expected in zip(run_call(getattr(TRAINING, op), call, "cpu"), want, strict=True):
-        assert result.dtype == expected.dtype
-        if op == "sparse_attention":
-            assert_close(result, expected, tolerance)
-        else:
-            assert torch.equal(result, expected)
+    for rows in (1, 37):
+        call = CASES[op, case](Source(dtype, rows))
+        call = replace(call, exact=op != "sparse_attention")
+        want = run_call(getattr(REFERENCE, op), call)
+        assert_agrees(call, run_call(getattr(TRAINING, op), call), want, tolerance_of(dtype), f"{rows} rows")
 
 
 def gradients(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -291,18 +288,18 @@ def test_a_router_score_that_underflows_has_a_finite_gradient() -> None:
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize(("pool", "picks"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("pool", "picks"), [(False, ""), (True, ""), (True, "picks")])
 @pytest.mark.parametrize("logits_at_once", [1 << 25, 150])
 @pytest.mark.parametrize("block_logits", [0, 1500, 1 << 27])
 def test_the_gradient_of_attention_is_that_of_the_reference(
-    pool: bool, picks: bool, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
+    pool: bool, picks: str, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one part per sequence and in many, alone and several in a block."""
     monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", logits_at_once)
     monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
-    call = sparse_attention(Source(torch.float32), pool=pool, picks=picks)
+    # every row sees something: the reference has no gradient for one that does not
+    call = sparse_attention(Source(torch.float32, padding=False), pool=pool, picks=picks)
     q, window, *places, sink = call.args
-    places[-1][-1] = 3  # the last row sees something: the reference has no gradient for one that does not
 
     def run(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def attend(q: torch.Tensor, window: torch.Tensor, sink: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -324,7 +321,7 @@ def test_a_block_of_attention_has_every_sequence_once_and_every_row_comes_once(
     """Two parts of one sequence would add to the same rows of pages, in any order."""
     monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", 150)
     monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
-    call = sparse_attention(Source(torch.float32), pool=True, picks=False)
+    call = sparse_attention(Source(torch.float32), pool=True)
     _, _, table, seq, lo, hi, _ = call.args
     options = {key: call.options[key] for key in ("pool_table_SP", "visible_T")}
     blocks = list(attention._blocks(attention._Places(table, seq, lo, hi, picks_TX=None, **options), 3))
@@ -338,7 +335,7 @@ def test_a_block_of_attention_has_every_sequence_once_and_every_row_comes_once(
 
 
 def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on() -> None:
-    call = sparse_attention(Source(torch.float32), pool=False, picks=False)
+    call = sparse_attention(Source(torch.float32), pool=False)
     q, window, *places, sink = call.args
     leaves = [leaf.requires_grad_() for leaf in (q, window, sink)]
     out = TRAINING.sparse_attention(q, window, *places, sink, **call.options)
@@ -349,7 +346,7 @@ def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on() -> None:
 
 def test_attention_keeps_rows_and_no_keys() -> None:
     """What lies between the passes grows with the rows, not with rows times keys; unwritten memory is never touched."""
-    call = sparse_attention(Source(torch.float32), pool=True, picks=False)
+    call = sparse_attention(Source(torch.float32), pool=True)
     q, window, *places, sink = call.args
     window[4:5] = float("nan")  # no sequence has this page
     q.requires_grad_()

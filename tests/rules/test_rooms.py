@@ -18,26 +18,29 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "quant": {"errors"},
     "config": {"errors", "quant"},
+    "params": {"errors", "config", "quant"},
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "config"},
-    "checkpoint": {"errors", "config", "quant"},
+    "checkpoint": {"errors", "params", "config", "quant"},
     "engram": {"errors", "config", "quant", "checkpoint"},
-    "plan": {"errors", "config", "quant", "checkpoint"},
+    "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
     "runtime": {"errors", "config", "batch", "prompt", "ops"},
-    "layers": {"errors", "quant", "ops", "parallel"},
+    "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "model": {
-        "errors", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
+        "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
-    "lora": {"errors", "config", "quant", "checkpoint", "ops", "layers"},
+    "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
-        "errors", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model", "lora",
+        "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
+        "lora",
     },
     "train": {
-        "errors", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime", "layers",
+        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
+        "layers",
         "vision", "model", "lora",
     },
     "vllm_plugin": {
@@ -54,7 +57,7 @@ ROOMS |= {
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
-NO_TORCH = {"errors", "config", "prompt"}  # rooms that a front end without torch can load
+NO_TORCH = {"errors", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 
 def files() -> list[Path]:

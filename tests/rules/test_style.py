@@ -21,7 +21,7 @@ READS_ENVIRONMENT = {"config/engine.py", "ops/build.py"}  # the latter only asks
 CATCHES_WHOLESALE = {
     "prompt/tokenizer.py",
     "engram/vocabulary.py",
-    "server/gate.py",
+    "server/middleware.py",
     "server/stream.py",
     "engine/worker.py",
     "engine/engine.py",  # the frame of one answer: its fault must not end the others of its step

@@ -35,7 +35,7 @@ class PlainReply:
     """Events hold what a delta holds; the whole body holds every answer's ids."""
 
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    odd: bool = False
+    malformed_tool_call: bool = False
 
     def begin(self, request_id: str) -> bytes:
         return event({"id": request_id})
@@ -90,13 +90,13 @@ class PlainEndpoint:
             prompts=[prompt] * body.get("n", 1),
             params=[params] * body.get("n", 1),
             stream=body.get("stream", False),
-            reply=PlainReply(odd=body.get("odd", False)),
+            reply=PlainReply(malformed_tool_call=body.get("odd", False)),
             adapter=model if model in self.served.adapters else None,
-            pictures=len(parts) - 1,
-            user_fields=tuple(name for name in ("user",) if name in body),
+            images=len(parts) - 1,
+            ignored=tuple(name for name in ("user",) if name in body),
         )
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         return {"plain_error": {"status": status, "message": message}}
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from spyglass.config import ModelConfig, parse_model_config
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, TokenLogprob, Usage
 from spyglass.prompt import V41_VISION, ImageLimits, PromptTokenizer
-from spyglass.server.chat import ChatEndpoint
 from spyglass.server.exchange import Call, Served
-from spyglass.server.messages import MessagesEndpoint
-from spyglass.server.responses import ResponsesEndpoint
+from spyglass.server.protocols.chat import ChatEndpoint
+from spyglass.server.protocols.messages import MessagesEndpoint
+from spyglass.server.protocols.responses import ResponsesEndpoint
 from tests.unit.config.family_configs import flash_vision
 from tests.unit.prompt.conftest import PLACEHOLDER, SYSTEM, respelled
 from tests.unit.prompt.test_data_url import PLAIN as PNG_8X8
@@ -120,7 +120,7 @@ def output(
     logprobs: tuple[TokenLogprob, ...] | None = None,
     **more: Any,
 ) -> RequestOutput:
-    usage = Usage(prompt_tokens=9, picture_tokens=0, completion_tokens=len(ids), cached_tokens=more.pop("cached", 0))
+    usage = Usage(prompt_tokens=9, image_tokens=0, completion_tokens=len(ids), cached_tokens=more.pop("cached", 0))
     return RequestOutput(
         request_id=0, text=text, token_ids=tuple(ids), finish_reason=reason, usage=usage, logprobs=logprobs, **more
     )

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.grammar import Form, Forms
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMatcher
 from spyglass.errors import PromptError
 from spyglass.lora.write import write_adapter
 from spyglass.server.app import served_by
 from spyglass.server.batch import BatchLine, answered, batch_lines, check_batch, run_batch
-from spyglass.server.endpoints import make_endpoints
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.server.parts import PlainEndpoint, plain
 
@@ -62,13 +62,13 @@ def test_forms_are_compiled_while_lines_are_read_and_not_between_steps(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    begin = Forms.begin
+    begin = GrammarCompiler.begin
 
-    def told(forms: Forms, structured: Structured) -> Form:
+    def told(forms: GrammarCompiler, structured: Structured) -> GrammarMatcher:
         threads.append(threading.current_thread().name)
         return begin(forms, structured)
 
-    monkeypatch.setattr(Forms, "begin", told)
+    monkeypatch.setattr(GrammarCompiler, "begin", told)
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     lines = [{**line(n, **asked, guided_regex=f"{n}[ab]"), "url": "/v1/chat/completions"} for n in range(3)]
     lines.append({**line(3, **asked, guided_regex="("), "url": "/v1/chat/completions"})
@@ -207,15 +207,15 @@ def test_a_fault_of_ours_in_one_line_is_that_lines_answer(
 def test_a_line_that_is_refused_half_way_leaves_nothing_running(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, calls = llm.engine.add, []
+    submit, calls = llm.engine.submit, []
 
     def refuses_the_second(*call: Any, **more: Any) -> int:
         calls.append(call)
         if len(calls) == 2:
             raise PromptError("no more")
-        return add(*call, **more)
+        return submit(*call, **more)
 
-    monkeypatch.setattr(llm.engine, "add", refuses_the_second)
+    monkeypatch.setattr(llm.engine, "submit", refuses_the_second)
     (answer,), counts = run(llm, written(tmp_path / "in.jsonl", line(0, n=2, max_tokens=50)))
     assert counts == (0, 1) and answer["response"]["status_code"] == 400
     assert not llm.engine.has_work

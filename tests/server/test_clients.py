@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine import grammar
 from spyglass.engine.llm import LLM
+from spyglass.engine.structured import grammar
 from spyglass.server.app import create_app
 from tests.server.parts import Live, running, wait_for
 from tests.server.protocol_parts import URL
@@ -327,7 +327,7 @@ def test_of_several_prompts_a_bad_one_is_named_and_none_is_answered(client: open
         (["a", 5], r"prompt\[1\] must be a text or a list of token ids, not int"),
         ([[0, 5], [0, 10**9]], r"prompt\[1\]: part 0"),
         (["a"] * 129, "129 prompts, a request may have 128"),
-        (["a"] * 65, "65 prompts with n 2 are more than 128 answers"),
+        (["a"] * 65, "n 2 with 65 prompts are more than 128 answers"),
     ):
         with pytest.raises(openai.APIStatusError, match=told):
             client.completions.create(model="tiny", prompt=prompts, max_tokens=1, n=2)  # type: ignore[arg-type]
@@ -339,22 +339,22 @@ def _ids(client: openai.OpenAI, text: str) -> list[int]:
     body: Any = client.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)
     back: Any = client.post("/../detokenize", body={"tokens": body["tokens"]}, cast_to=object)
     assert back["prompt"] == text
-    ids: list[int] = body["tokens"]
-    return ids
+    return list(body["tokens"])
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    with pytest.raises(openai.BadRequestError, match="did you mean messages") as bad:
-        client.chat.completions.create(model="tiny", messages=QUESTION, extra_body={"message": 1})
-    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="audio is not available") as bad:
+        client.chat.completions.create(model="tiny", messages=QUESTION, extra_body={"audio": {}})
+    assert (bad.value.type, bad.value.param) == ("invalid_request_error", "audio")
     with pytest.raises(openai.NotFoundError, match="served are tiny"):
         client.responses.create(model="other", input="hi")
     with pytest.raises(anthropic.BadRequestError, match="unknown type 'imagee'"):
         claude.messages.create(model="tiny", max_tokens=2, messages=[{"role": "user", "content": [{"type": "imagee"}]}])  # type: ignore[list-item,typeddict-item]
     with pytest.raises(anthropic.NotFoundError, match="served are tiny"):
         claude.messages.create(model="other", max_tokens=2, messages=QUESTION)
-    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens") as long:
         client.completions.create(model="tiny", prompt=[5] * 20_000)
+    assert long.value.code == "context_length_exceeded"
 
 
 def test_only_a_model_that_is_not_served_has_the_code_of_one(client: openai.OpenAI) -> None:
@@ -388,13 +388,13 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claud
 
 def test_forms_are_compiled_where_requests_are_read(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form may take seconds, and all answers under way would wait for it."""
-    threads, compile_form = [], grammar.Forms._compile
+    threads, compile_grammar = [], grammar.GrammarCompiler._compile
 
     def noted(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return compile_form(*given)
+        return compile_grammar(*given)
 
-    monkeypatch.setattr(grammar.Forms, "_compile", noted)
+    monkeypatch.setattr(grammar.GrammarCompiler, "_compile", noted)
     options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     client.chat.completions.create(**options, extra_body={"guided_choice": ["never asked for before"]})
     assert [name.split("_")[0] for name in threads] == ["form"]  # and never the engine's

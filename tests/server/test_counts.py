@@ -11,8 +11,8 @@ from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.errors import NotServedError, PromptError
 from spyglass.server.app import served_by
-from spyglass.server.count import CountMessages, CountResponses, Detokenize, Tokenize
 from spyglass.server.exchange import Endpoint, Served
+from spyglass.server.protocols.count import CountMessages, CountResponses, Detokenize, Tokenize
 
 SAID = [{"role": "user", "content": "hello"}]
 

@@ -13,7 +13,7 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
-from spyglass.server.endpoints import make_endpoints
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.server.parts import Live, running
 from tests.server.protocol_parts import served_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spyglass.errors import NotServedError, PromptError
-from spyglass.server.endpoints import make_endpoints
 from spyglass.server.exchange import Call, Endpoint
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.server.protocol_parts import PATH, URL, served_of
 
 FORM = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
@@ -93,6 +93,11 @@ def endpoints() -> dict[str, Endpoint]:
     return {endpoint.path: endpoint for endpoint in make_endpoints(served_of())}
 
 
+@pytest.fixture(scope="module")
+def strict() -> dict[str, Endpoint]:
+    return {endpoint.path: endpoint for endpoint in make_endpoints(served_of(strict_fields=True))}
+
+
 def places(value: Any, here: Place = ()) -> Iterator[Place]:
     """Every place of a body but the body itself."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -130,15 +135,17 @@ def test_no_change_of_a_sound_body_is_a_fault_of_ours(
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_an_unknown_field_anywhere_is_refused_by_its_name(
-    path: str, body: dict[str, Any], endpoints: dict[str, Endpoint]
+def test_an_unknown_field_anywhere_is_ignored_and_named_or_refused_where_fields_are_strict(
+    path: str, body: dict[str, Any], endpoints: dict[str, Endpoint], strict: dict[str, Endpoint]
 ) -> None:
     for place in [(), *places(body)]:
         own = place[1:] if place[:1] == ("input",) else place  # there it is the conversation of Responses
         if not isinstance(at(body, place), dict) or FREE.intersection(own):
             continue
+        more = changed(body, (*place, "unheard_of"), 1)
         with pytest.raises(PromptError, match="unheard_of"):
-            endpoints[path].parse(changed(body, (*place, "unheard_of"), 1), None)
+            strict[path].parse(more, None)
+        assert any("unheard_of" in name for name in endpoints[path].parse(more, None).ignored)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -25,10 +25,10 @@ from tests.server.parts import Live, PlainEndpoint, data_url, event, events, ids
 
 
 @contextmanager
-def scripted(llm: LLM, engine: ScriptedEngine, most_live: int = 100, **settings: Any) -> Iterator[Live]:
+def scripted(llm: LLM, engine: ScriptedEngine, max_live: int = 100, **settings: Any) -> Iterator[Live]:
     """A server whose engine does as it is told."""
     config = ServerConfig(**{"grace_seconds": 1, **settings})
-    worker = EngineWorker(engine, most_live=most_live)
+    worker = EngineWorker(engine, max_live=max_live)
     with running(create_app(llm, config, worker=worker, endpoints=[plain(llm)])) as server:
         yield server
 
@@ -108,7 +108,7 @@ def test_who_leaves_the_real_engine_frees_its_memory(live: Live, llm: LLM) -> No
     assert raw.recv(20)
     raw.close()
     assert live.wait_until_idle(1.5) < 1.5
-    pools, kept = llm.engine.blocks.pools, llm.engine.prefixes.spare_pages()
+    pools, kept = llm.engine.allocator.pools, llm.engine.prefixes.spare_pages()
     assert {name: pool.num_used - kept[name] for name, pool in pools.items()} == dict.fromkeys(pools, 0)
 
 
@@ -158,7 +158,7 @@ def read_to_done(reader: Any) -> str:
 
 def test_more_than_may_wait_get_429_and_when_to_come_again(llm: LLM) -> None:
     engine = ScriptedEngine(pause_s=0.01)
-    with scripted(llm, engine, most_live=2) as server:
+    with scripted(llm, engine, max_live=2) as server:
         raws = [ask(server, {"max_tokens": 100_000, "stream": True}) for _ in range(2)]
         wait_for(lambda: len(engine.live) == 2)
         for stream in (True, False):
@@ -174,7 +174,7 @@ def test_more_than_may_wait_get_429_and_when_to_come_again(llm: LLM) -> None:
 def test_requests_that_only_send_count_too(llm: LLM) -> None:
     """Bodies that never end may not fill the memory of a server."""
     with scripted(llm, ScriptedEngine()) as server:
-        server.service.most_live = 2
+        server.service.max_live = 2
         host, port = server.url.removeprefix("http://").split(":")
         head = b"POST /plain HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
         raws = [socket.create_connection((host, int(port))) for _ in range(2)]
@@ -213,7 +213,7 @@ def test_bodies_count_from_their_first_byte_until_they_are_parsed(llm: LLM) -> N
 
     config = ServerConfig(grace_seconds=1, max_held_bytes=50 << 20)
     endpoint = Slow(served_by(llm, config))
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     with (
         running(create_app(llm, config, worker=worker, endpoints=[endpoint])) as server,
         ThreadPoolExecutor(24) as pool,
@@ -255,7 +255,7 @@ def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM
             go_on.wait(20)
             return super().parse(body, fetch)
 
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     endpoint = Slow(served_by(llm, ServerConfig()))
     with running(create_app(llm, ServerConfig(grace_seconds=1), worker=worker, endpoints=[endpoint])) as server:
         raw = ask(server, {"max_tokens": 1})

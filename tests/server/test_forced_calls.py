@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spyglass.errors import PromptError
-from spyglass.server.completions import CompletionsEndpoint
+from spyglass.server.protocols.completions import CompletionsEndpoint
 from tests.server.protocol_parts import FAMILIES, PATH, PROTOCOLS, ChatProtocol, Family, call_of, served_of
 
 

@@ -1,4 +1,4 @@
-"""Forms of answers that take long to compile: whoever sends one is told, and nobody else notices."""
+"""Grammars that take long to compile: whoever sends one is told, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.form_trials import FormTrials
-from spyglass.engine.grammar import Form, Forms
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Structured
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMatcher
+from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
@@ -28,7 +28,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Live]:
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     with running(create_app(llm, ServerConfig(grace_seconds=1), worker=worker)) as live:
         yield live
 
@@ -56,15 +56,15 @@ def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, waiting = threading.Event(), threading.Semaphore(0)
-    seconds = FormTrials.seconds
+    seconds = GrammarSandbox.seconds
 
-    def slow(trials: FormTrials, kind: str, request: str) -> float:
+    def slow(trials: GrammarSandbox, kind: str, request: str) -> float:
         if "slow" in request:
             waiting.release()
             assert go_on.wait(60)
         return seconds(trials, kind, request)
 
-    monkeypatch.setattr(FormTrials, "seconds", slow)
+    monkeypatch.setattr(GrammarSandbox, "seconds", slow)
     with ThreadPoolExecutor(8) as pool:
         held = [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3)]
         assert all(waiting.acquire(timeout=30) for _ in held)
@@ -82,15 +82,15 @@ def test_forms_are_compiled_in_threads_of_their_own_and_never_in_that_of_the_eng
 ) -> None:
     """Also if what was compiled is forgotten before its request is taken."""
     threads: list[str] = []
-    begin = Forms.begin
+    begin = GrammarCompiler.begin
 
-    def told(forms: Forms, structured: Structured) -> Form:
+    def told(forms: GrammarCompiler, structured: Structured) -> GrammarMatcher:
         threads.append(threading.current_thread().name)
         form = begin(forms, structured)
         forms._compiled.clear()
         return form
 
-    monkeypatch.setattr(Forms, "begin", told)
+    monkeypatch.setattr(GrammarCompiler, "begin", told)
     with running(create_app(llm, ServerConfig(grace_seconds=1))) as live:
         for more in ({"guided_regex": "[ab]c"}, {"guided_choice": ["x", "y"], "n": 3}, {"response_format": SCHEMA}):
             reply = live.post({"messages": SAY, "max_tokens": 4, **more}, CHAT)

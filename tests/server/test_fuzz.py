@@ -21,9 +21,8 @@ from PIL import Image
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
-from spyglass.engine.request import SamplingParams
+from spyglass.engine.sequence import Request
 from spyglass.engine.worker import EngineWorker
-from spyglass.prompt.tokens import Prompt
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, running
@@ -135,15 +134,15 @@ class Checking(ScriptedEngine):
         super().__init__(lambda prompt, params: ["Well", ", <", "/think> ", "{", '"n"', ": 1}"][: params.max_tokens])
         self._llm = llm
 
-    def add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> int:
-        self._llm.engine.check(prompt, params)
-        return super().add(prompt, params, **options)
+    def submit(self, request: Request, **options: Any) -> int:
+        self._llm.engine.prepare(request.prompt, request.params)
+        return super().submit(request, **options)
 
 
 @pytest.fixture(scope="module")
 def open_to_all(llm: LLM) -> Iterator[Live]:
     """A server of all protocols."""
-    worker = EngineWorker(Checking(llm), most_live=200)
+    worker = EngineWorker(Checking(llm), max_live=200)
     with running(create_app(llm, ServerConfig(max_body_bytes=1 << 20), worker=worker)) as server:
         yield server
 

@@ -35,7 +35,7 @@ def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monk
             return super().parse(body, fetch)
 
     config = ServerConfig(grace_seconds=1, remote_images=True)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     endpoint = Counting(served_by(llm, config))
     with (
         running(create_app(llm, config, worker=worker, endpoints=[endpoint])) as server,
@@ -56,7 +56,7 @@ def test_who_waits_for_a_remote_picture_delays_nobody_else(llm: LLM, monkeypatch
 
     monkeypatch.setattr("spyglass.server.parsing.RemoteImages", lambda **_: fetch)
     config = ServerConfig(grace_seconds=1, remote_images=True)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     with (
         running(create_app(llm, config, worker=worker, endpoints=[plain(llm, config)])) as server,
         ThreadPoolExecutor(40) as pool,
@@ -86,7 +86,7 @@ def test_what_is_fetched_counts_as_held_until_it_is_unpacked(llm: LLM, monkeypat
 
     monkeypatch.setattr("spyglass.server.parsing.RemoteImages", remote)
     config = ServerConfig(grace_seconds=1, remote_images=True, max_held_bytes=100_000)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     body = {"images": ["http://x"], "max_tokens": 1}
     with (
         running(create_app(llm, config, worker=worker, endpoints=[plain(llm, config)])) as server,

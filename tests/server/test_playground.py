@@ -53,12 +53,12 @@ class Scripted:
         call = plain_call(self.served, 4000 if question == "for ever" else 3)
         return Call(model=body["model"], prompts=call.prompts, params=call.params, stream=True, reply=ScriptedReply())
 
-    def error(self, status: int, message: str, *, field: str | None = None) -> Mapping[str, Any]:
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         return {"error": {"message": message}}
 
 
 class ScriptedReply:
-    odd = False
+    malformed_tool_call = False
 
     def begin(self, request_id: str) -> bytes:
         pieces = [{"reasoning_content": "I look <b>closely</b>. "}, *({"content": text} for text in SAID)]

@@ -27,7 +27,7 @@ EVERYTHING = {"text", "pictures", "structured answers"}
 
 @contextmanager
 def held(llm: LLM, engine: ScriptedEngine) -> Iterator[Live]:
-    worker = EngineWorker(engine, most_live=100)
+    worker = EngineWorker(engine, max_live=100)
     app = create_app(llm, ServerConfig(grace_seconds=0), worker=worker, endpoints=[plain(llm)])
     with running(app, ready=False) as server:
         yield server
@@ -65,10 +65,10 @@ def test_a_server_is_not_ready_before_each_feature_has_drawn_a_token(llm: LLM) -
 
 def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Blind(ScriptedEngine):
-        def add(self, prompt: Any, params: Any, **adapter: Any) -> int:
-            if prompt.plans:
+        def submit(self, request: Any, **adapter: Any) -> int:
+            if request.prompt.plans:
                 raise PromptError("no attention for pictures is built")
-            return super().add(prompt, params)
+            return super().submit(request)
 
     with caplog.at_level(logging.CRITICAL), held(llm, Blind()) as server:
         wait_for(lambda: health(server)[1]["status"] == "failing")
@@ -92,7 +92,7 @@ def test_a_feature_that_ends_without_a_token_is_not_ready(llm: LLM) -> None:
 
 def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spyglass.server.readiness._AGAIN_S", 0.01)
-    worker = EngineWorker(ScriptedEngine(), most_live=100)
+    worker = EngineWorker(ScriptedEngine(), max_live=100)
     submit, refused = worker.submit, []
 
     def full_at_first(*call: Any) -> Any:
@@ -110,10 +110,10 @@ def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch
 
 def test_a_trial_that_breaks_is_a_named_failure_in_the_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ScriptedEngine):
-        def add(self, prompt: Any, params: Any, **adapter: Any) -> int:
-            if prompt.plans:
+        def submit(self, request: Any, **adapter: Any) -> int:
+            if request.prompt.plans:
                 raise KeyError("a secret")
-            return super().add(prompt, params)
+            return super().submit(request)
 
     with caplog.at_level(logging.ERROR), held(llm, Broken()) as server:
         wait_for(lambda: health(server)[1]["status"] == "failing")

@@ -152,7 +152,7 @@ def test_broken_markup_is_noted_once_per_answer() -> None:
     for text, odd in [("plain", False), (block(CLOSED), False), (LEFT_AS_TEXT["a malformed envelope"], True)]:
         call = call_of("chat", tools=TOOLS)
         whole_of(call, output(text))
-        assert call.reply.odd is odd
+        assert call.reply.malformed_tool_call is odd
 
 
 def test_the_v41_parser_leaves_v4_markup_alone() -> None:
@@ -264,7 +264,7 @@ def _is_unfinished(value: str) -> bool:
 def test_an_answer_that_cannot_have_the_form_asked_for_is_the_requests_fault() -> None:
     for protocol in PROTOCOLS:
         call = call_of(protocol)
-        call.reply.push(0, last_delta("", output("", reason="abort", error="it cannot go on", misfit=True)))
+        call.reply.push(0, last_delta("", output("", reason="abort", error="it cannot go on", grammar_violation=True)))
         status, body = call.reply.whole("req_1")
         assert status == 400 and "it cannot go on" in json.dumps(body)
 

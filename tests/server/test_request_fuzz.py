@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spyglass.errors import NotServedError, PromptError
-from spyglass.server.endpoints import make_endpoints
+from spyglass.server.protocols.endpoints import make_endpoints
 from tests.server.protocol_parts import served_of
 
 JSON = st.recursive(

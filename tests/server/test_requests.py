@@ -13,8 +13,8 @@ import pytest
 from spyglass.engine.request import Structured
 from spyglass.errors import CapacityError, NotServedError, PromptError
 from spyglass.prompt.chat import WITHOUT_PICTURE
-from spyglass.server.completions import CompletionsEndpoint
-from spyglass.server.count import Tokenize
+from spyglass.server.protocols.completions import CompletionsEndpoint
+from spyglass.server.protocols.count import Tokenize
 from tests.server.protocol_parts import (
     FAMILIES,
     PATH,
@@ -44,7 +44,7 @@ ENDLESS = {**_ENDLESS, "$defs": {"x": _ENDLESS}}
 
 def refusal(protocol: ChatProtocol, family: Family = "deepseek_v4", **body: Any) -> str:
     with pytest.raises(PromptError) as caught:
-        endpoint_of(protocol, family).parse(body_of(protocol, **body), None)
+        endpoint_of(protocol, family, strict_fields=True).parse(body_of(protocol, **body), None)
     return str(caught.value)
 
 
@@ -79,7 +79,7 @@ def test_a_picture_in_a_tool_result_is_seen(protocol: ChatProtocol, family: Fami
     parts = [words(protocol, "res"), picture(protocol, PHOTO)]
     call = endpoint.parse({**tool_result(protocol, parts), "tools": tools}, None)
     lead = call.prompt.spans[0].lead
-    assert len(call.prompt) - len(without.prompt) == grown + blank + lead and call.pictures == 1
+    assert len(call.prompt) - len(without.prompt) == grown + blank + lead and call.images == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -161,51 +161,51 @@ def test_a_text_only_model_names_the_old_picture_or_notes_it(protocol: ChatProto
     ):
         endpoint_of(protocol, vision=False).parse(body, None)
     call = endpoint_of(protocol, vision=False, without_vision="note").parse(body, None)
-    assert WITHOUT_PICTURE in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.pictures == 0
+    assert WITHOUT_PICTURE in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.images == 0
 
 
 UNKNOWN = {
     "chat": [
-        ({"foo": 1}, "foo is not a known field"),
+        ({"foo": 1, "bar": 2}, "foo is not a known field; "),
         ({"max_token": 1}, "did you mean max_tokens?"),
-        ({"functions": []}, "functions is not available"),
+        ({"functions": [{}], "audio": {}}, "but as []; leave it out; audio is not available"),
         ({"content": [{"type": "image_urll"}]}, r"messages[0].content[0] has the unknown type 'image_urll'"),
         ({"content": [{"type": "input_audio", "input_audio": {}}]}, "unknown type 'input_audio'"),
         ({"content": [{"type": "file", "file": {"file_id": "f"}}]}, "unknown type 'file'"),
         ({"content": [{"type": "text", "text": "a", "texts": "b"}]}, "content[0].texts is not a known field"),
-        ({"messages": [{"role": "user", "content": "a", "tools": []}]}, "messages[0].tools is not a known field"),
+        ({"messages": [{"role": "user", "content": "a", "tools": [1]}]}, "messages[0].tools is not available"),
         ({"messages": [{"role": "user", "content": "a"}, 3]}, "messages[1] must be an object"),
         ({"messages": []}, "cannot be rendered"),
         ({"messages": None}, "messages must be a list"),
-        ({"n": 0}, "n is 0"),
+        ({"n": 0}, "n is 0, expected"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls is 'no', expected true or false"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is not a known field"),
         ({"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, "did you mean schema"),
-        ({"temperature": 3}, "temperature"),
+        ({"temperature": -1}, "temperature is -1"),
         ({"top_logprobs": 3}, "logprobs must be set to true"),
         *(({"logit_bias": {key: 1}}, "the digits of a token id") for key in ("x", "1_0", " 1", "+1", "\u0661")),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1, "01": 2}}, "names the token 1 twice"),
         ({"modalities": ["text", "audio"]}, "modalities is not available on this server but as ['text']"),
         ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, "needs thinking"),
-        ({"reasoning_effort": "huge"}, "unknown variant `huge`"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort is 'huge', expected one of none"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search', which this server does not run"),
         ({"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]}, "tools[0].function.params"),
         ({"tools": {"look": ENDLESS}, "tool_choice": "required"}, "parameter 'more' has no value that ends"),
         ({"tools": {"look": PATH}, "guided_json": ENDLESS}, "the schema of the answer has no value that ends"),
         ({"tools": {"look": PATH}, "guided_regex": "a", "tool_choice": "required", "thinking": True},
-         "cannot be had beside these tools"),
+         "cannot be had with these tools"),
         ({"tools": {"look": PATH}, "tool_choice": {"type": "function", "function": {"name": "no"}}, "thinking": True},
          "no function named 'no'"),
-        ({"tools": {"look": PATH}, "guided_regex": "a"}, "cannot be had beside these tools"),
-        ({"tools": {"look": PATH}, "guided_json": {}, "tool_choice": "required"}, "cannot be had beside these tools"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
+        ({"tools": {"look": PATH}, "guided_regex": "a"}, "cannot be had with these tools"),
+        ({"tools": {"look": PATH}, "guided_json": {}, "tool_choice": "required"}, "cannot be had with these tools"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one format"),
         ({"structured_outputs": {"jsn": {}}}, "did you mean json"),
         ({"guided_json": "{"}, "is text that is not JSON"),
         ({"guided_json": '{"type": "object", "type": "string"}'}, "'type' is written twice"),
     ],
     "responses": [
-        ({"foo": 1}, "foo is not a known field"),
+        ({"foo": 1, "bar": 2}, "foo is not a known field; "),
         ({"previous_response_id": "r"}, "previous_response_id is not available"),
         ({"stream": "yes"}, "stream is 'yes', expected true or false"),
         ({"background": True}, "background is not available on this server but as False"),
@@ -213,19 +213,19 @@ UNKNOWN = {
         ({"content": [{"type": "input_file", "file_id": "f"}]}, "unknown type 'input_file'"),
         ({"content": [{"type": "input_image", "file_id": "f"}]}, "content[0].file_id is not available"),
         ({"input": [{"role": "assistant", "content": [picture("responses")]}]}, "pictures go to system, user, tool"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search', which this server does not run"),
         ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
         ({"truncation": "auto"}, "truncation is not available"),
-        ({"text": {"format": {"type": "grammar"}}}, "cannot be rendered"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type is 'grammar'"),
     ],
     "messages": [
-        ({"foo": 1}, "foo is not a known field"),
+        ({"foo": 1, "bar": 2}, "foo is not a known field; "),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"stream": 1}, "stream is '1', expected true or false"),
-        ({"content": [{"type": "document", "source": {}}]}, "unknown type 'document'"),
+        ({"content": [{"type": "document", "source": {"type": "url"}}]}, "content[0].source.type is 'url'; documents"),
         ({"content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}, "source.file_id is not a known"),
         ({"content": [{"type": "image", "source": {"type": "blob"}}]}, "sources are base64 and url"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is a tool that the server would"),
+        ({"tools": [{"type": "web_search_2", "name": "web_search", "max_uses": 5}]}, "this server does not run"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not available"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "thinking": True},
          "continues a message cannot be had with thinking"),
@@ -242,7 +242,7 @@ def test_what_is_not_to_be_had_is_refused_by_name(protocol: ChatProtocol, body: 
         extra = {**body}
         tools = extra.pop("tools")
         with pytest.raises(PromptError) as caught:
-            endpoint_of(protocol).parse({**body_of(protocol, **extra), "tools": tools}, None)
+            endpoint_of(protocol, strict_fields=True).parse({**body_of(protocol, **extra), "tools": tools}, None)
         assert why in str(caught.value)
     else:
         assert why in refusal(protocol, **body)
@@ -371,9 +371,9 @@ def test_a_form_of_answer_reaches_the_engine(protocol: ChatProtocol, body: dict[
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_fields_without_effect_are_told_by_name(protocol: ChatProtocol) -> None:
-    assert call_of(protocol, metadata={"a": "b"}, service_tier="auto").user_fields[:2] == ("metadata", "service_tier")
-    assert call_of(protocol, metadata=None).user_fields == ()
+def test_fields_without_effect_are_named(protocol: ChatProtocol) -> None:
+    assert call_of(protocol, metadata={"a": "b"}, service_tier="auto").ignored[:2] == ("metadata", "service_tier")
+    assert call_of(protocol, metadata=None).ignored == ()
 
 
 def test_a_message_of_the_assistant_at_the_end_is_continued_in_messages() -> None:
@@ -395,6 +395,6 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(asked: Any, monk
         endpoint = Tokenize(served_of()) if asked == "tokenize chat" else endpoint_of(protocol)
         body = body_of(protocol, content=[words(protocol, text)] * 2)
     began = time.monotonic()
-    with pytest.raises(CapacityError, match=r"10,000,\d+ bytes, which is more than 4,096 tokens"):
+    with pytest.raises(CapacityError, match=r"prompt is too long: 4097 tokens > 4096 maximum \(at least\)"):
         endpoint.parse(body, None)
     assert time.monotonic() - began < 1

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.grammar import Forms
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Structured
-from spyglass.server.tags import DSML
-from spyglass.server.tool_grammar import calls_grammar
+from spyglass.engine.structured.grammar import GrammarCompiler
+from spyglass.server.protocols.tags import DSML
+from spyglass.server.protocols.tool_grammar import calls_grammar
 
 LOOK: Any = {
     "type": "object",
@@ -46,7 +46,7 @@ def accepts(request: pytest.FixtureRequest, llm: LLM) -> Accepts:
     """Whether a text is a whole sentence; in it M_ stands for the family's mark, and the block is closed behind it."""
     tokenizer, family = llm.tokenizer, request.param
     assert tokenizer is not None
-    mark, forms = tokenizer.special_id(DSML), Forms(TokenBytes(tokenizer), llm.config)
+    mark, forms = tokenizer.special_id(DSML), GrammarCompiler(TokenBytes(tokenizer), llm.config)
     assert mark is not None
 
     def accepts(text: str, *, closed: bool = True, tools: Any = TOOLS, one_call: bool = False, **more: Any) -> bool:

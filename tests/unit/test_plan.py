@@ -12,9 +12,9 @@ from spyglass.checkpoint.match import match
 from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.table import param_table
 from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, plan_memory, this_machine
 
 GB = 10**9
@@ -24,7 +24,7 @@ ROOMY = Machine(Device("host", 900 * GB, 800 * GB), (Device("A", 100 * GB, 90 * 
 def planned(folder: Path, preset: Preset, machine: Machine = ROOMY, *, format: str = "packed") -> MemoryPlan:
     new_checkpoint(folder, preset, headers_only=True, format=format)  # type: ignore[arg-type]
     config = read_model_config(folder)
-    matched = match(open_checkpoint(folder), expected_tensors(config))
+    matched = match(open_checkpoint(folder), param_table(config))
     assert not matched.faults()
     return plan_memory(config, matched.sources, machine)
 
@@ -96,7 +96,7 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
     """Room for weights and one step, but not for 4,096 tokens."""
     first = planned(tmp_path, "tiny")
     config = read_model_config(tmp_path)
-    sources = match(open_checkpoint(tmp_path), expected_tensors(config)).sources
+    sources = match(open_checkpoint(tmp_path), param_table(config)).sources
     bare = first.total.stored + first.step_bytes + first.cache["bfloat16"].fixed
     for tokens, fits in ((4000, False), (4200, True)):
         free = int((bare + tokens * first.cache["bfloat16"].per_token) / plan.USABLE)
@@ -107,7 +107,7 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
 def test_adapters_take_room_on_every_device(tmp_path: Path) -> None:
     planned(tmp_path, "tiny")
     config = read_model_config(tmp_path)
-    sources = match(open_checkpoint(tmp_path), expected_tensors(config)).sources
+    sources = match(open_checkpoint(tmp_path), param_table(config)).sources
     machine = Machine(Device("host", 1 << 40, 1 << 40), (Device("gpu", 1 << 35, 1 << 35),) * 2)
     without, beside = (plan_memory(config, sources, machine, adapter_bytes=count) for count in (0, 12345))
     pairs = list(zip(without.here + without.gpus, beside.here + beside.gpus, strict=True))

@@ -29,7 +29,8 @@ def index_topk(
 
     Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
     the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
-    With `blocks_TY` (int32, -1 = none) only entries of the listed blocks of `block_size` may be picked (spec v41 3.3).
+    With `blocks_TY` (int32, ascending, each once, then -1) only entries of the listed blocks of `block_size` may be
+    picked (spec v41 3.3).
     """
     weights_TN = weights_TN * weight_scale
     heads, x = q_TNI.shape[1], min(k, max_visible)

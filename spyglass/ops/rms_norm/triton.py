@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
+from spyglass.ops.gpu import learns, usable
 from spyglass.ops.rms_norm import reference
 
+__all__ = ["rms_norm", "usable"]
 _WIDEST = 1 << 14  # a row is held in registers
 
 
-def usable(device_type: str, dtype: str) -> bool:
-    """Wherever Triton is."""
-    return device_type == "cuda" and find_spec("triton") is not None
-
-
 def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False) -> torch.Tensor:
-    """See `reference.py`, which also serves gradients, stepwise rounding, float64 and very wide rows."""
-    if stepwise or not _suits(x_ND) or (torch.is_grad_enabled() and _learns(x_ND, weight_D)):
+    """See `reference.py`, which also serves gradients, float64 and very wide rows."""
+    if not _suits(x_ND) or learns(x_ND, weight_D):
         return reference.rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise)
     from spyglass.ops.rms_norm.triton_kernel import normalise
 
+    assert weight_D is None or not stepwise
     rows_ND = x_ND.reshape(-1, x_ND.shape[-1])
     out_ND = torch.empty(rows_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
-    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps)
+    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps, stepwise)
     return out_ND.view(x_ND.shape)
 
 
 def _suits(x_ND: torch.Tensor) -> bool:
     return x_ND.stride(-1) == 1 and x_ND.dtype != torch.float64 and 0 < x_ND.shape[-1] <= _WIDEST
-
-
-def _learns(x_ND: torch.Tensor, weight_D: torch.Tensor | None) -> bool:
-    return x_ND.requires_grad or (weight_D is not None and weight_D.requires_grad)

@@ -6,42 +6,65 @@ import torch
 import triton
 import triton.language as tl
 
+_VALUES = 2048  # of a program, where a row is not longer
 
-def normalise(x_ND: torch.Tensor, weight_D: torch.Tensor | None, out_ND: torch.Tensor, eps: float) -> None:
+
+def normalise(
+    x_ND: torch.Tensor, weight_D: torch.Tensor | None, out_ND: torch.Tensor, eps: float, stepwise: bool
+) -> None:
     """Write rms_norm of the rows of x (channels contiguous) into `out_ND` (contiguous)."""
     rows, dim = x_ND.shape
     if rows == 0:
         return
-    weight = x_ND if weight_D is None else weight_D
-    _normalise_row[(rows,)](
+    DIM = triton.next_power_of_2(dim)
+    ROWS = max(_VALUES // DIM, 1)
+    _normalise_rows[(triton.cdiv(rows, ROWS),)](
         x_ND,
-        weight,
+        x_ND if weight_D is None else weight_D,
         out_ND,
+        rows,
         x_ND.stride(0),
         dim,
         eps,
         WEIGHTED=weight_D is not None,
-        DIM=triton.next_power_of_2(dim),
-        num_warps=4 if dim <= 4096 else 8,
+        STEPWISE=stepwise,
+        ROWS=ROWS,
+        DIM=DIM,
+        num_warps=4 if DIM <= 4096 else 8,
+        enable_fp_fusion=False,
     )
 
 
-@triton.jit
-def _normalise_row(
+@triton.jit(do_not_specialize=["rows"])
+def _normalise_rows(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    rows: tl.tensor,
     row_stride: tl.tensor,
     dim: tl.tensor,
     eps: tl.tensor,
     WEIGHTED: tl.constexpr,
+    STEPWISE: tl.constexpr,
+    ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, DIM)
-    there = channel < dim
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    there = (row < rows) & (channel < dim)
     x = tl.load(x_ptr + row * row_stride + channel, mask=there, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
+    x = x * inverse_size(x, dim, eps, STEPWISE, out_ptr.dtype.element_ty)[:, None]
     if WEIGHTED:
-        x = tl.load(weight_ptr + channel, mask=there, other=0.0).to(tl.float32) * x
+        x = tl.load(weight_ptr + channel, mask=channel < dim, other=0.0).to(tl.float32) * x
     tl.store(out_ptr + row * dim + channel, x.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def inverse_size(
+    x: tl.tensor, dim: tl.tensor, eps: tl.tensor, STEPWISE: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """rsqrt(mean x² + eps) of each row of x [R, D] fp32, zeros behind `dim`; `STEPWISE` rounds each step to DTYPE."""
+    if STEPWISE:
+        mean = (tl.sum((x * x).to(DTYPE).to(tl.float32), axis=1) / dim).to(DTYPE).to(tl.float32)
+        return tl.rsqrt((mean + eps).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)

@@ -19,7 +19,7 @@ def test_it_measures_and_saves(preset: str, tmp_path: Path, capsys: pytest.Captu
     assert run([*arguments, "--folder", str(tmp_path)]) == 0
     assert "goal 10x" in capsys.readouterr().out
     [row] = json.loads(output.read_text())["results"]
-    assert 700 <= row["tokens"] <= 703 and row["picture_tokens"] > 100  # up to three pads of alignment
+    assert 700 <= row["tokens"] <= 703 and row["image_tokens"] > 100  # up to three pads of alignment
     assert row["repeated_cached"] == row["tokens"] - 1
     assert row["tokens"] - 40 <= row["asked_again_cached"] < row["tokens"]
     assert min(row["cold_ms"], row["repeated_ms"], row["asked_again_ms"]) > 0

@@ -16,9 +16,9 @@ from spyglass.checkpoint.match import Part
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, open_checkpoint
 from spyglass.checkpoint.save import save_checkpoint
-from spyglass.checkpoint.schema import TensorSpec, draft_tensors, expected_tensors
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config, read_model_config
+from spyglass.params.table import Param, draft_params, param_table
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed, WeightSlot
 from tests.small_models import SMALL
@@ -54,7 +54,7 @@ def write_small(
     """A whole checkpoint of a few hundred kilobytes; packed with 32 x 32 blocks, several files."""
     values = {**SMALL, **PACKED, **(DRAFT if draft else {}), **changes}
     config = parse_model_config(values, "small")
-    specs = expected_tensors(config) | (draft_tensors(config, "dspark") if draft else {})
+    specs = param_table(config) | (draft_params(config, "dspark") if draft else {})
     items = [random_item(name, spec, seed=seed, format=stored_as(spec, packed)) for name, spec in specs.items()]
     layout = save_checkpoint(directory, items, names=names, shard_bytes=shard_bytes)
     if not packed:
@@ -63,8 +63,8 @@ def write_small(
     return layout
 
 
-def stored_as(spec: TensorSpec, packed: bool) -> Any:
-    return spec.official if packed or spec.kind != "matrix" else BF16
+def stored_as(spec: Param, packed: bool) -> Any:
+    return spec.format if packed or spec.kind != "matrix" else BF16
 
 
 def load_all(directory: Path, *, skip: Iterable[Part] = ("draft",)) -> tuple[dict[str, Packed], LoadReport]:
@@ -79,9 +79,9 @@ def load_all(directory: Path, *, skip: Iterable[Part] = ("draft",)) -> tuple[dic
     return kept, load_into(slots, directory, skip=skip, progress=False)
 
 
-def wanted(config: ModelConfig, skip: Iterable[Part]) -> dict[str, TensorSpec]:
-    specs = expected_tensors(config)
-    return {name: spec for name, spec in specs.items() if spec.group == "text" or "vision" not in skip}
+def wanted(config: ModelConfig, skip: Iterable[Part]) -> dict[str, Param]:
+    specs = param_table(config)
+    return {name: spec for name, spec in specs.items() if spec.component == "text" or "vision" not in skip}
 
 
 @dataclass(frozen=True, slots=True)

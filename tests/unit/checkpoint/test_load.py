@@ -12,12 +12,12 @@ import torch
 
 from spyglass.checkpoint import stream
 from spyglass.checkpoint.load import load_into
-from spyglass.checkpoint.names import to_hf
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import TensorSpec, expected_tensors, stored_tensors
 from spyglass.config.read import read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.hf_names import to_hf
+from spyglass.params.table import Param, param_table, stored_tensors
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_made(*, packed: bool) -> dict[str, Packed]:
     """Every entry as the random checkpoint of seed 0 makes it."""
-    specs = expected_tensors(small_config(**PACKED))
+    specs = param_table(small_config(**PACKED))
     return {
         name: random_item(name, spec, seed=0, format=stored_as(spec, packed)).make() for name, spec in specs.items()
     }
@@ -167,8 +167,8 @@ def test_the_tower_s_router_biases_may_stay_unread_with_the_tower(tmp_path: Path
     write_small(tmp_path)
     specs = {
         name: spec
-        for name, spec in expected_tensors(read_model_config(tmp_path)).items()
-        if spec.group == "text" and not name.endswith("bias_vl")
+        for name, spec in param_table(read_model_config(tmp_path)).items()
+        if spec.component == "text" and not name.endswith("bias_vl")
     }
     slots = [WeightSlot(name, spec.shape, spec.kind, lambda found: None, spec.optional) for name, spec in specs.items()]
     report = load_into(slots, tmp_path, skip=("draft", "vision"), progress=False)
@@ -305,7 +305,7 @@ def test_experts_of_one_layer_must_share_a_format(tmp_path: Path) -> None:
 
 def store(tensors: Tensors, name: str, packed: Packed) -> None:
     """Replace one matrix of a checkpoint by another, in any format."""
-    spec = TensorSpec(shape=packed.shape, kind="matrix", group="text", official=packed.format)
+    spec = Param(shape=packed.shape, kind="matrix", component="text", format=packed.format)
     tensors.pop(f"{name}.scale", None)
     for (tensor, dtype, shape), data in zip(
         stored_tensors(name, spec, packed.format), (packed.data, packed.scale), strict=False
@@ -350,7 +350,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_zeros(tmp_path: Pa
     checkpoint = open_checkpoint(tmp_path)
     slots = [
         WeightSlot(name, spec.shape, spec.kind, lambda found: None, spec.optional)
-        for name, spec in expected_tensors(read_model_config(tmp_path)).items()
+        for name, spec in param_table(read_model_config(tmp_path)).items()
     ]
     os.truncate(checkpoint.files[2], checkpoint.files[2].stat().st_size - 1)
     with pytest.raises(CheckpointError, match=f"{checkpoint.files[2].name} ended inside"):
@@ -379,7 +379,7 @@ def test_a_slot_may_offer_the_memory_that_is_read_into(tmp_path: Path) -> None:
             spec.optional,
             place if other == name else None,
         )
-        for other, spec in expected_tensors(read_model_config(tmp_path)).items()
+        for other, spec in param_table(read_model_config(tmp_path)).items()
     ]
     load_into(slots, tmp_path, progress=False)
     expected = load_all(tmp_path)[0][name]
@@ -391,7 +391,7 @@ def test_the_progress_bar_is_for_terminals_only(tmp_path: Path, capfd: pytest.Ca
     write_small(tmp_path)
     slots = [
         WeightSlot(name, spec.shape, spec.kind, lambda found: None, spec.optional)
-        for name, spec in expected_tensors(read_model_config(tmp_path)).items()
+        for name, spec in param_table(read_model_config(tmp_path)).items()
     ]
     load_into(slots, tmp_path, progress=True)
     assert capfd.readouterr() == ("", "")

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from spyglass.checkpoint.match import Match, match
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, Checkpoint, TensorHeader
-from spyglass.checkpoint.schema import expected_tensors, stored_tensors
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table, stored_tensors
 from tests.small_models import small_config
 from tests.unit.checkpoint.small_files import PACKED
 
-SPECS = expected_tensors(small_config(**PACKED))
-SOUND = [tensor for name, spec in SPECS.items() for tensor in stored_tensors(name, spec, spec.official)]
+SPECS = param_table(small_config(**PACKED))
+SOUND = [tensor for name, spec in SPECS.items() for tensor in stored_tensors(name, spec, spec.format)]
 ODD_NAMES = [
     "",
     ".",

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.layout import plan_layout
-from spyglass.checkpoint.names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
-from spyglass.checkpoint.schema import expected_tensors
+from spyglass.checkpoint.presets import preset_config
 from spyglass.config.read import parse_model_config
+from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
+from spyglass.params.table import param_table
 from tests.unit.checkpoint.test_schema import flash_vision
 
 INDEXER = "model.layers.4.self_attn.compressor.indexer"
@@ -78,6 +79,8 @@ def test_native_names_are_left_alone() -> None:
 
 def test_every_row_of_the_table_is_used() -> None:
     used = {name.removesuffix(".weight").removesuffix(".scale") for name in flash_vision()}
+    v41 = param_table(parse_model_config(preset_config("tiny-v41", packed=True), "tiny-v41"))
+    used |= {name.removesuffix(".weight") for name in v41}
     assert set(TOP_LEVEL) <= used
     assert set(LAYER) <= {name.split(".", 2)[-1] for name in used}
 
@@ -137,8 +140,8 @@ def test_transformers_own_model_has_these_names_and_shapes(golden: Path) -> None
     """All of them, stacked experts included; it only has no place for the bias that hash layers never read."""
     theirs = json.loads((golden / "v4" / "transformers_names.json").read_text())
     values = json.loads((golden / "configs" / "v4-text.json").read_text())
-    specs = expected_tensors(parse_model_config(values, "v4-text"))
-    layout = plan_layout([(name, spec, spec.official) for name, spec in specs.items()], names="hf")
+    specs = param_table(parse_model_config(values, "v4-text"))
+    layout = plan_layout([(name, spec, spec.format) for name, spec in specs.items()], names="hf")
     ours = {place.tensor.name: list(place.tensor.shape) for _, place in layout.places.values()}
     assert ours.pop("model.layers.0.mlp.gate.e_score_correction_bias") == [8]
     assert ours == theirs

@@ -13,9 +13,9 @@ import torch
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors, random_item, random_tensor
 from spyglass.checkpoint.safetensors import INDEX_NAME, open_checkpoint
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16
 from tests.small_models import small_config
@@ -33,7 +33,7 @@ def test_a_seed_is_a_checkpoint(tmp_path: Path) -> None:
 def test_a_tensor_depends_on_seed_and_name_alone(tmp_path: Path) -> None:
     write_small(tmp_path, seed=5)
     found, _ = load_all(tmp_path)
-    specs = expected_tensors(read_model_config(tmp_path))
+    specs = param_table(read_model_config(tmp_path))
     for name in ("layers.3.attn.wkv", "layers.2.ffn.experts.4.w2", "head", "layers.0.ffn.gate.tid2eid"):
         alone = random_tensor(name, specs[name], seed=5)
         assert torch.equal(alone.data.view(torch.uint8), found[name].data.view(torch.uint8))
@@ -46,10 +46,10 @@ def test_tensors_of_one_shape_differ(tmp_path: Path) -> None:
 
 
 def test_both_formats_of_a_seed_are_one_model() -> None:
-    specs = expected_tensors(small_config(**PACKED))
+    specs = param_table(small_config(**PACKED))
     for name, spec in specs.items():
         if spec.kind == "matrix":
-            packed = random_item(name, spec, seed=1, format=spec.official).make()
+            packed = random_item(name, spec, seed=1, format=spec.format).make()
             plain = random_item(name, spec, seed=1, format=BF16).make()
             assert plain.format == BF16 and torch.equal(plain.data, decode(packed, torch.bfloat16)), name
 
@@ -93,14 +93,14 @@ def test_mini_is_the_size_other_engines_were_timed_at(golden: Path) -> None:
 def test_every_preset_has_every_mechanism(preset: str) -> None:
     config = parse_model_config(preset_config(preset, packed=True), preset)  # type: ignore[arg-type]
     text = config.text
-    assert text.head_dim == 512 and text.qk_rope_head_dim == 64 and text.vocab_size == 129280 and text.hc_mult == 4
+    assert text.head_dim == 512 and text.layers[0].rope.dim == 64 and text.vocab_size == 129280 and text.hc_mult == 4
     assert {plan.ratio for plan in text.layers} == {0, 4, 128}
     assert {plan.router for plan in text.layers} == {"hash", "topk"}
     assert {plan.router for plan in text.layers if plan.ratio != 0} & {"topk"}
     assert text.index_n_heads >= 16 and config.vision is not None and config.weights is not None
     names = preset_tensors(preset)  # type: ignore[arg-type]
     assert f"layers.{text.num_hidden_layers - 1}.ffn.gate.bias_vl" in names and "layers.1.attn.attn_sink" in names
-    assert {str(spec.official) for spec in names.values()} == {"bf16", "f32", "i64", "fp8 128x128", "fp4 1x32"}
+    assert {str(spec.format) for spec in names.values()} == {"bf16", "f32", "i64", "fp8 128x128", "fp4 1x32"}
 
 
 def test_flash_4layer_has_the_official_widths() -> None:

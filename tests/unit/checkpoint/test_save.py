@@ -15,9 +15,9 @@ from safetensors import safe_open
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, open_checkpoint
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.config.read import read_model_config
 from spyglass.errors import CheckpointError
+from spyglass.params.table import param_table
 from spyglass.quant.packed import Packed
 from tests.small_models import small_config
 from tests.unit.checkpoint.small_files import PACKED, load_all, write_small
@@ -28,15 +28,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def items() -> list[SaveItem]:
-    specs = expected_tensors(small_config(**PACKED))
-    return [random_item(name, spec, seed=0, format=spec.official) for name, spec in specs.items()]
+    specs = param_table(small_config(**PACKED))
+    return [random_item(name, spec, seed=0, format=spec.format) for name, spec in specs.items()]
 
 
 @pytest.mark.parametrize("names", ["native", "hf"])
 def test_what_was_loaded_is_saved_to_the_same_bytes(tmp_path: Path, names: str) -> None:
     write_small(tmp_path / "first", names=names)  # type: ignore[arg-type]
     loaded, _ = load_all(tmp_path / "first")
-    specs = expected_tensors(read_model_config(tmp_path / "first"))
+    specs = param_table(read_model_config(tmp_path / "first"))
 
     def give(name: str) -> Packed:
         return loaded[name]
@@ -108,9 +108,9 @@ def test_only_one_entry_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_headers_alone_are_those_of_the_whole(tmp_path: Path) -> None:
-    specs = expected_tensors(small_config(**PACKED))
+    specs = param_table(small_config(**PACKED))
     whole = save_checkpoint(tmp_path / "whole", items())
-    alone = save_headers(tmp_path / "alone", [(name, spec, spec.official) for name, spec in specs.items()])
+    alone = save_headers(tmp_path / "alone", [(name, spec, spec.format) for name, spec in specs.items()])
     assert [shard.prefix for shard in alone.shards] == [shard.prefix for shard in whole.shards]
     described = {
         name: (header.dtype, header.shape, header.start, header.file.name)

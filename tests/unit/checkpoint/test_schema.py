@@ -10,8 +10,8 @@ import pytest
 
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
-from spyglass.checkpoint.schema import draft_kind, draft_tensors, expected_tensors, group_of, stored_tensors
 from spyglass.config.read import parse_model_config
+from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
 from tests.small_models import SMALL
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
@@ -21,11 +21,11 @@ Stored = dict[str, tuple[str, tuple[int, ...]]]
 def flash_vision() -> Stored:
     """Every tensor of the released shape: name to dtype and stored shape."""
     config = parse_model_config(preset_config("flash-vision", packed=True), "flash-vision")
-    specs = expected_tensors(config) | draft_tensors(config, "dspark")
+    specs = param_table(config) | draft_params(config, "dspark")
     return {
         tensor: (dtype, shape)
         for name, spec in specs.items()
-        for tensor, dtype, shape in stored_tensors(name, spec, spec.official)
+        for tensor, dtype, shape in stored_tensors(name, spec, spec.format)
     }
 
 
@@ -57,7 +57,7 @@ def test_totals() -> None:
     ],
 )
 def test_groups(group: str, tensors: int, size: int) -> None:
-    names = [name for name in flash_vision() if group_of(name) == group]
+    names = [name for name in flash_vision() if component_of(name) == group]
     assert (len(names), sum(map(nbytes, names))) == (tensors, size)
 
 
@@ -221,31 +221,31 @@ def test_there_is_nothing_the_tables_do_not_print() -> None:
 
 
 def test_text_models_have_no_tower_and_no_picture_bias() -> None:
-    specs = expected_tensors(parse_model_config({**SMALL, "vision_n_layers": 0}, "small"))
-    assert {spec.group for spec in specs.values()} == {"text"}
+    specs = param_table(parse_model_config({**SMALL, "vision_n_layers": 0}, "small"))
+    assert {spec.component for spec in specs.values()} == {"text"}
     assert not [name for name in specs if name.endswith("bias_vl")]
 
 
 def test_only_the_bias_that_hash_layers_never_read_may_be_absent() -> None:
-    specs = expected_tensors(parse_model_config(SMALL, "small"))
+    specs = param_table(parse_model_config(SMALL, "small"))
     assert [name for name, spec in specs.items() if spec.optional] == ["layers.0.ffn.gate.bias"]
 
 
 def test_base_models_store_experts_as_fp8_with_float32_scales() -> None:
     config = parse_model_config({**preset_config("tiny", packed=True), "expert_dtype": "fp8"}, "base")
-    spec = expected_tensors(config)["layers.1.ffn.experts.0.w1"]
-    tensors = stored_tensors("w1", spec, spec.official)
+    spec = param_table(config)["layers.1.ffn.experts.0.w1"]
+    tensors = stored_tensors("w1", spec, spec.format)
     assert [(dtype, shape) for _, dtype, shape in tensors] == [("F8_E4M3", (128, 128)), ("F32", (1, 1))]
 
 
 def test_unpacked_checkpoints_are_bfloat16_throughout() -> None:
-    specs = expected_tensors(parse_model_config(preset_config("tiny", packed=False), "tiny"))
-    assert {str(spec.official) for spec in specs.values() if spec.kind == "matrix"} == {"bf16"}
+    specs = param_table(parse_model_config(preset_config("tiny", packed=False), "tiny"))
+    assert {str(spec.format) for spec in specs.values() if spec.kind == "matrix"} == {"bf16"}
 
 
 def test_classic_draft_stage() -> None:
     config = parse_model_config({**SMALL, "num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 128, 4, 0]}, "small")
-    specs = draft_tensors(config, "classic")
+    specs = draft_params(config, "classic")
     width, streams = SMALL["hidden_size"], SMALL["hc_mult"]
     assert specs["mtp.0.e_proj"].shape == specs["mtp.0.h_proj"].shape == (width, width)
     assert specs["mtp.0.enorm.weight"].shape == specs["mtp.0.hnorm.weight"].shape == (width,)

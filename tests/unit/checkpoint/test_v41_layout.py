@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.names import to_hf, to_native
 from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
-from spyglass.checkpoint.schema import draft_kind, draft_tensors, expected_tensors, group_of, stored_tensors
 from spyglass.config import parse_model_config, read_model_config
 from spyglass.engram import hash_constants, open_engram
+from spyglass.params.hf_names import to_hf, to_native
+from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import fp8
@@ -32,11 +32,11 @@ Stored = dict[str, tuple[str, tuple[int, ...]]]
 def flash() -> Stored:
     """Every tensor of the released shape: name to dtype and stored shape."""
     config = parse_model_config(released.official(), "released")
-    specs = expected_tensors(config) | draft_tensors(config, "dspark")
+    specs = param_table(config) | draft_params(config, "dspark")
     return {
         tensor: (dtype, shape)
         for name, spec in specs.items()
-        for tensor, dtype, shape in stored_tensors(name, spec, spec.official)
+        for tensor, dtype, shape in stored_tensors(name, spec, spec.format)
     }
 
 
@@ -62,7 +62,7 @@ def test_totals_by_dtype() -> None:
 
 def test_totals_by_part() -> None:
     def total(*groups: str) -> tuple[int, int]:
-        names = [name for name in flash() if group_of(name) in groups]
+        names = [name for name in flash() if component_of(name) in groups]
         return len(names), sum(map(nbytes, names))
 
     assert total("engram") == (4, 202_758_032_400)
@@ -171,7 +171,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_new_checkpoint_holds_exactly_what_its_configuration_promises(tiny: Path) -> None:
     for form in ("packed", "plain"):
         config = read_model_config(tiny / form)
-        found = match(open_checkpoint(tiny / form), expected_tensors(config))
+        found = match(open_checkpoint(tiny / form), param_table(config))
         assert not found.faults() and not found.at_init
         assert sum(name.endswith("engram.embed") for name in found.sources) == 2
 
@@ -210,9 +210,9 @@ def test_headers_only_writes_the_released_headers_with_the_tables_last(tmp_path:
     checkpoint = open_checkpoint(tmp_path)
     assert {name: (header.dtype, header.shape) for name, header in checkpoint.tensors.items()} == flash()
     config = read_model_config(tmp_path)
-    everything = expected_tensors(config) | draft_tensors(config, "dspark")
+    everything = param_table(config) | draft_params(config, "dspark")
     assert not match(checkpoint, everything, skip=frozenset()).faults()
-    assert len(match(checkpoint, expected_tensors(config)).skipped["draft"]) == 2_401
+    assert len(match(checkpoint, param_table(config)).skipped["draft"]) == 2_401
     tables = [checkpoint.tensors[f"layers.{layer}.engram.embed.weight"].file.name for layer in (1, 14)]
     assert tables == [shard.file for shard in layout.shards[-2:]]
 
@@ -243,4 +243,4 @@ def test_names_round_trip_and_the_converters_aliases_are_read() -> None:
 
 def test_a_checkpoint_in_transformers_spelling_loads(tmp_path: Path) -> None:
     new_checkpoint(tmp_path, "tiny-v41", names="hf", headers_only=True)
-    assert not match(open_checkpoint(tmp_path), expected_tensors(read_model_config(tmp_path))).faults()
+    assert not match(open_checkpoint(tmp_path), param_table(read_model_config(tmp_path))).faults()

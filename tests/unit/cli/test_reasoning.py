@@ -78,7 +78,7 @@ class Answers:
     def stream(self, messages: list[dict[str, Any]], params: SamplingParams, **options: Any) -> Iterator[Delta]:
         self.asked.append([(message["role"], message["content"]) for message in messages])
         pieces = self.texts.pop(0)
-        usage = Usage(prompt_tokens=1, completion_tokens=len(pieces), picture_tokens=0, cached_tokens=0)
+        usage = Usage(prompt_tokens=1, completion_tokens=len(pieces), image_tokens=0, cached_tokens=0)
         for number, piece in enumerate(pieces):
             output = None
             if number == len(pieces) - 1:

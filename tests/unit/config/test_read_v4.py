@@ -42,7 +42,7 @@ def test_the_vision_release_reads_as_the_specification_says() -> None:
         43,
         64,
     )
-    assert (text.head_dim, text.qk_rope_head_dim, text.q_lora_rank, text.o_groups, text.o_lora_rank) == (
+    assert (text.head_dim, text.layers[0].rope.dim, text.q_lora_rank, text.o_groups, text.o_lora_rank) == (
         512, 64, 1024, 8, 1024,
     )  # fmt: skip
     assert (text.sliding_window, text.index_n_heads, text.index_head_dim, text.index_topk) == (128, 64, 128, 512)

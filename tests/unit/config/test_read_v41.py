@@ -38,7 +38,7 @@ def test_the_released_numbers_arrive() -> None:
     text, vision = config.text, config.vision
     assert config.family == "deepseek_v41" and vision is not None
     assert (text.vocab_size, text.hidden_size, text.num_hidden_layers) == (129280, 5120, 40)
-    assert (text.num_attention_heads, text.head_dim, text.qk_rope_head_dim) == (64, 512, 64)
+    assert (text.num_attention_heads, text.head_dim, text.layers[0].rope.dim) == (64, 512, 64)
     assert (text.q_lora_rank, text.o_groups, text.o_lora_rank) == (1280, 8, 1024)
     assert (text.n_routed_experts, text.n_shared_experts, text.num_experts_per_tok) == (384, 1, 6)
     assert (text.moe_intermediate_size, text.routed_scaling_factor, text.swiglu_limit) == (2304, 1.5, 10.0)

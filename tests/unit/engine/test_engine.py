@@ -32,7 +32,7 @@ def test_usage_counts_every_position_and_pictures_apart(model: Any) -> None:
     prompt = make_prompt(model.config, [5, (3, 5), 4])
     [output] = run_all(make_engine(model, model.config), [prompt], replace(GREEDY, max_tokens=3))
     assert output.usage.prompt_tokens == len(prompt)
-    assert output.usage.picture_tokens == len(prompt) - 9 == prompt.spans[0].length
+    assert output.usage.image_tokens == len(prompt) - 9 == prompt.spans[0].length
     assert output.usage.completion_tokens == 3
 
 

@@ -14,9 +14,9 @@ import pytest
 from spyglass import LLM, SamplingParams, Structured
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.form_trials import FormTrials
-from spyglass.engine.grammar import Forms
 from spyglass.engine.request import Delta
+from spyglass.engine.structured.grammar import GrammarCompiler
+from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
 
@@ -87,17 +87,17 @@ def no_blanks(llm: LLM) -> dict[int, float]:
 def test_a_form_that_was_checked_is_followed_by_each_answer_and_not_compiled_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps run where `add` is called, so nothing may be compiled there."""
+    """Steps run where `submit` is called, so nothing may be compiled there."""
     prompt, params = prompt_from_parts([[0, 5, 6, 7]], llm.config), asked("regex", "[ab]{3}c")
-    form = llm.engine.check(prompt, params)
-    assert form is not None
+    prepared = llm.engine.prepare(prompt, params)
+    assert prepared.matcher is not None
 
-    def begin(forms: Forms, structured: Structured) -> None:
+    def begin(forms: GrammarCompiler, structured: Structured) -> None:
         raise AssertionError("a form is compiled between two steps")
 
-    monkeypatch.setattr(Forms, "begin", begin)
+    monkeypatch.setattr(GrammarCompiler, "begin", begin)
     for _ in range(2):
-        requests = [llm.engine.add(prompt, replace(params, seed=seed), form=form) for seed in range(2)]
+        requests = [llm.engine.submit(replace(prepared, params=replace(params, seed=seed))) for seed in range(2)]
         deltas: list[Delta] = []
         while llm.engine.has_work:
             deltas += llm.engine.step()
@@ -230,7 +230,7 @@ def test_forms_are_compiled_from_several_threads_alike(llm: LLM) -> None:
     def compile_all() -> None:
         for number in range(20):
             try:
-                llm.engine.check(llm._prompt([0, 1]), asked("regex", f"a{{{number}}}b"))
+                llm.engine.prepare(llm._prompt([0, 1]), asked("regex", f"a{{{number}}}b"))
             except Exception as error:
                 found.append(error)
 
@@ -263,7 +263,7 @@ def test_a_form_of_tokens_that_are_never_drawn_ends_only_its_own_answer(llm: LLM
     llm.generate([[0] + [5, 6, 7] * 100], SamplingParams(max_tokens=1))
     kept = len(llm.engine.prefixes)
     wrong, right = llm.generate([[0, 5, 6]] * 2, [asked("grammar", grammar), asked("choice", ["yes"])])
-    assert wrong.misfit and "never drawn" in (wrong.error or "") and right.text == "yes"
+    assert wrong.grammar_violation and "never drawn" in (wrong.error or "") and right.text == "yes"
     assert kept and len(llm.engine.prefixes) >= kept
 
 
@@ -301,16 +301,16 @@ def test_a_form_without_measure_is_refused_before_it_runs(llm: LLM) -> None:
 
 def test_a_form_that_is_long_to_compile_holds_no_other_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
-    seconds = FormTrials.seconds
+    seconds = GrammarSandbox.seconds
 
-    def slow(trials: FormTrials, kind: str, request: str) -> float:
+    def slow(trials: GrammarSandbox, kind: str, request: str) -> float:
         if "slow" in request:
             began.set()
             assert go_on.wait(30)
         return seconds(trials, kind, request)
 
-    monkeypatch.setattr(FormTrials, "seconds", slow)
-    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    monkeypatch.setattr(GrammarSandbox, "seconds", slow)
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
     waiting = threading.Thread(target=forms.begin, args=(Structured(kind="choice", value=("slow",)),))
     waiting.start()
     assert began.wait(30)
@@ -324,8 +324,8 @@ def test_a_form_is_tried_once_and_those_kept_took_few_seconds_together(
 ) -> None:
     """What takes long to compile takes memory: three of three seconds are one too many."""
     tried: list[str] = []
-    monkeypatch.setattr(FormTrials, "seconds", lambda trials, kind, request: tried.append(request) or 3.0)
-    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    monkeypatch.setattr(GrammarSandbox, "seconds", lambda trials, kind, request: tried.append(request) or 3.0)
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
     for text in "aabcbca":
         forms.begin(Structured(kind="regex", value=text))
     assert [json.loads(request)[1] for request in tried] == ["a", "b", "c", "a"]
@@ -334,13 +334,13 @@ def test_a_form_is_tried_once_and_those_kept_took_few_seconds_together(
 def test_of_forms_those_asked_for_last_are_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def seconds(trials: FormTrials, kind: str, request: str) -> float:
+    def seconds(trials: GrammarSandbox, kind: str, request: str) -> float:
         tried.append(json.loads(request)[1])
         return 9.0 if "slow" in request else 0.0
 
-    monkeypatch.setattr(FormTrials, "seconds", seconds)
-    monkeypatch.setattr("spyglass.engine.grammar._KEPT", 2)
-    forms = Forms(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    monkeypatch.setattr(GrammarSandbox, "seconds", seconds)
+    monkeypatch.setattr("spyglass.engine.structured.grammar._KEPT", 2)
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
     for text in ("a", "b", "a", "c", "a", "b", "slow", "slow"):
         forms.begin(Structured(kind="regex", value=text))
     assert tried == ["a", "b", "c", "b", "slow"], "one that took too long for any other is kept alone"

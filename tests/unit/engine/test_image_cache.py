@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.engine.image_cache import ImageCache
+from spyglass.engine.cache.images import ImageCache
 
 
 def rows(value: float, count: int = 4) -> torch.Tensor:

@@ -75,8 +75,8 @@ def test_prompts_of_every_kind_and_length_answer_together_as_alone(llm: LLM, tmp
     alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     assert [o.usage.prompt_tokens for o in together][1:3] == [4, 4]
-    assert together[3].usage.picture_tokens > 90
-    assert together[4].usage.picture_tokens > 180
+    assert together[3].usage.image_tokens > 90
+    assert together[4].usage.image_tokens > 180
     assert all(o.text for o in together)
 
 
@@ -156,7 +156,7 @@ def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     one = llm.chat(question("What is this?", picture()), GREEDY)
     many = llm.chat([question("What is this?", picture()), question("Hello")], GREEDY)
     assert many[0].token_ids == one.token_ids
-    assert (one.usage.picture_tokens > 0, many[1].usage.picture_tokens) == (True, 0)
+    assert (one.usage.image_tokens > 0, many[1].usage.image_tokens) == (True, 0)
 
 
 def test_thinking_changes_the_end_of_the_prompt(llm: LLM) -> None:
@@ -188,7 +188,7 @@ def test_streams_may_be_read_in_turn_and_closed_early(llm: LLM) -> None:
         assert first[text] + [d.token_ids for d in streams[text]] == alone[text]
     assert not llm.engine.has_work
     llm.engine.prefixes.clear()
-    assert {pool.num_used for pool in llm.engine.blocks.pools.values()} == {0}
+    assert {pool.num_used for pool in llm.engine.allocator.pools.values()} == {0}
 
 
 def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
@@ -359,5 +359,5 @@ def test_stop_strings_end_a_real_answer(llm: LLM) -> None:
 
 
 def test_rows_have_a_fixed_memory_where_the_system_tells_what_is_free(llm: LLM) -> None:
-    most = llm.engine.blocks.most_tokens
+    most = llm.engine.allocator.most_tokens
     assert (most is None) == (free_memory(llm.loaded.device) is None)

@@ -9,25 +9,25 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spyglass.engine.prefix import PrefixCache, PrefixNames
+from spyglass.engine.cache.prefix import PrefixCache, PrefixHashes
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.sequence import TokenSequence
-from spyglass.lora.use import NO_ADAPTER, AdapterUse
+from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
 from tests.engine_parts import engine_config, patches
-from tests.unit.engine.test_blocks import make_blocks, used
+from tests.unit.engine.test_allocator import make_blocks, used
 
 CONFIG = engine_config()
 B = 8
 SECRET = b"k" * 32
 
 
-def names_of(prompt: Prompt, adapter: AdapterUse = NO_ADAPTER, answer: tuple[int, ...] = ()) -> PrefixNames:
-    return PrefixNames(make_sequence(prompt, adapter, answer), SECRET, B)
+def names_of(prompt: Prompt, adapter: AdapterHandle = NO_ADAPTER, answer: tuple[int, ...] = ()) -> PrefixHashes:
+    return PrefixHashes(make_sequence(prompt, adapter, answer), SECRET, B)
 
 
-def make_sequence(prompt: Prompt, adapter: AdapterUse = NO_ADAPTER, answer: tuple[int, ...] = ()) -> TokenSequence:
+def make_sequence(prompt: Prompt, adapter: AdapterHandle = NO_ADAPTER, answer: tuple[int, ...] = ()) -> TokenSequence:
     sequence = TokenSequence(0, prompt, SamplingParams(), limit=50, seed=0, detokenizer=None, adapter=adapter)
     for token in answer:
         sequence.append(token)
@@ -38,7 +38,7 @@ def prompt_of(*parts: Any) -> Prompt:
     return prompt_from_parts(list(parts), CONFIG)
 
 
-def shared(a: PrefixNames, b: PrefixNames, most: int) -> int:
+def shared(a: PrefixHashes, b: PrefixHashes, most: int) -> int:
     """Tokens of the longest beginning with one name; every shorter one must have one name too, no longer one."""
     same = [a.prefix(tokens) == b.prefix(tokens) for tokens in range(1, most + 1)]
     assert same == sorted(same, reverse=True)
@@ -97,14 +97,14 @@ def test_kinds_count_beside_ids() -> None:
 def test_a_text_adapter_parts_all_names_and_a_picture_adapter_those_from_the_first_picture_on() -> None:
     prompt = prompt_of([5] * 11, patches(4, 4, seed=1), [6] * 9)
     plain = names_of(prompt)
-    assert shared(plain, names_of(prompt, AdapterUse(slot=1, text_digest=b"a")), len(prompt)) == 0
-    assert shared(plain, names_of(prompt, AdapterUse(slot=1, vision_digest=b"a")), len(prompt)) == 11
-    assert shared(plain, names_of(prompt, AdapterUse(slot=3)), len(prompt)) == len(prompt)
+    assert shared(plain, names_of(prompt, AdapterHandle(slot=1, text_digest=b"a")), len(prompt)) == 0
+    assert shared(plain, names_of(prompt, AdapterHandle(slot=1, vision_digest=b"a")), len(prompt)) == 11
+    assert shared(plain, names_of(prompt, AdapterHandle(slot=3)), len(prompt)) == len(prompt)
 
 
 def test_names_depend_on_a_secret() -> None:
     sequence = make_sequence(prompt_of([5] * 9))
-    assert PrefixNames(sequence, b"x" * 32, B).prefix(9) != PrefixNames(sequence, SECRET, B).prefix(9)
+    assert PrefixHashes(sequence, b"x" * 32, B).prefix(9) != PrefixHashes(sequence, SECRET, B).prefix(9)
 
 
 @given(seed=st.integers(0, 10_000), limit=st.sampled_from([1, 30_000, 60_000, 1 << 30]))
@@ -119,10 +119,10 @@ def test_bytes_and_pages_are_counted_whatever_comes_and_goes(seed: int, limit: i
         cache.resume(sequence)
         stop = sequence.length
         assert sequence.computed < stop
-        places = cache.places(sequence, sequence.computed, stop)
-        blocks.extend(np.array([row]), np.array([sequence.computed]), np.array([stop]), [(row, p) for p in places])
+        places = cache.snapshot_positions(sequence, sequence.computed, stop)
+        blocks.allocate(np.array([row]), np.array([sequence.computed]), np.array([stop]), [(row, p) for p in places])
         for place in places:
-            cache.keep(sequence, place)
+            cache.store(sequence, place)
         blocks.release(row)
         assert cache.counts.bytes_held <= limit
         held = used(blocks)
@@ -142,14 +142,14 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     for first in (2, 3, 4):
         sequence = make_sequence(prompt_of([first] * 6))
         sequence.row = blocks.admit()
-        blocks.extend(np.array([sequence.row]), np.array([0]), np.array([5]))
-        cache.keep(sequence, 5)
-        assert first > 2 or not cache.give_way(), "forgetting it would free nothing"
+        blocks.allocate(np.array([sequence.row]), np.array([0]), np.array([5]))
+        cache.store(sequence, 5)
+        assert first > 2 or not cache.evict_one(), "forgetting it would free nothing"
         blocks.release(sequence.row)
     found = {}
     for first in (2, None, 4, 3, 2):
         if first is None:
-            assert cache.give_way()
+            assert cache.evict_one()
             continue
         sequence = make_sequence(prompt_of([first] * 6))
         sequence.row = blocks.admit()
@@ -166,9 +166,9 @@ def test_a_request_goes_on_from_the_longest_of_the_prefixes_known_of_it_and_neve
     sequence = make_sequence(prompt_of([2] * 20))
     sequence.row = row = blocks.admit()
     assert row is not None
-    blocks.extend(np.array([row]), np.array([0]), np.array([20]), [(row, place) for place in places])
+    blocks.allocate(np.array([row]), np.array([0]), np.array([20]), [(row, place) for place in places])
     for place in places:
-        cache.keep(sequence, place)
+        cache.store(sequence, place)
     for length in range(3, 20):
         again = make_sequence(prompt_of([2] * length))
         again.row = blocks.admit()
@@ -185,13 +185,13 @@ def test_pages_are_freed_from_the_end_of_a_prefix_and_its_beginning_stays() -> N
     sequence.row = row = blocks.admit()
     assert row is not None
     places = [20, 21, 40, 60]
-    blocks.extend(np.array([row]), np.array([0]), np.array([60]), [(row, place) for place in places])
+    blocks.allocate(np.array([row]), np.array([0]), np.array([60]), [(row, place) for place in places])
     for place in places:
-        cache.keep(sequence, place)
-    assert not cache.give_way(), "the sequence holds all pages itself"
+        cache.store(sequence, place)
+    assert not cache.evict_one(), "the sequence holds all pages itself"
     blocks.release(row)
     left, free = [], []
-    while cache.give_way():
+    while cache.evict_one():
         left.append(sorted(entry.snapshot.tokens for entry in cache._entries.values()))
         free.append(blocks.pools["pool4"].num_free)
     assert left == [[20, 21, 40], [20, 21], [21], []]

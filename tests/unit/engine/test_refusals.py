@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.checks import check_step_size
 from spyglass.engine.engine import Engine
-from spyglass.engine.prefix import PrefixCache
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.engine.scheduler import StuckError
 from spyglass.errors import CapacityError, ConfigError, PromptError
@@ -171,8 +171,8 @@ class Broken:
         raise ValueError("out of luck")
 
 
-class BrokenForm(Broken):
-    """The same for its form."""
+class BrokenMatcher(Broken):
+    """The same for its grammar matcher."""
 
     begun, complete, failed = False, False, None
 
@@ -181,8 +181,8 @@ class BrokenForm(Broken):
         return None
 
 
-@pytest.mark.parametrize(("part", "broken"), [("detokenizer", Broken), ("form", BrokenForm)])
-def test_a_fault_in_the_text_or_form_of_one_answer_ends_only_that_answer(part: str, broken: Any, model: Any) -> None:
+@pytest.mark.parametrize(("part", "broken"), [("detokenizer", Broken), ("matcher", BrokenMatcher)])
+def test_a_fault_in_the_text_or_grammar_of_one_answer_ends_only_that_answer(part: str, broken: Any, model: Any) -> None:
     engine = make_engine(model, model.config)
     prompts = [make_prompt(model.config, [7 + n]) for n in range(3)]
     ids = [engine.add(prompt, GREEDY) for prompt in prompts]
@@ -229,7 +229,7 @@ def test_a_request_of_which_nothing_is_left_to_run_ends_with_an_error_and_the_ot
     engine = make_engine(model, model.config)
     ids = [engine.add(prompt, GREEDY) for prompt in prompts]
     spoilt = engine._sequences[ids[1]]
-    monkeypatch.setattr(PrefixCache, "resume", lambda _, s: s.go_on_from(s.length) if s is spoilt else None)
+    monkeypatch.setattr(PrefixCache, "resume", lambda _, s: s.resume_from(s.length) if s is spoilt else None)
     with pytest.raises(StuckError, match="nothing of this request is left to run") as raised:
         engine.step()
     assert raised.value.sequences == (spoilt,)
@@ -242,7 +242,7 @@ def test_a_request_of_which_nothing_is_left_to_run_ends_with_an_error_and_the_ot
 def test_a_step_that_finds_nothing_to_run_fails_and_ends_who_waits_first(model: Any) -> None:
     """Without a free table row nobody is ever admitted."""
     engine = make_engine(model, model.config, max_sequences=2)
-    rows = [engine.blocks.admit() for _ in range(2)]
+    rows = [engine.allocator.admit() for _ in range(2)]
     ids = [engine.add(make_prompt(model.config, [7]), GREEDY) for _ in range(2)]
     with pytest.raises(StuckError, match="no step can be made"):
         engine.step()
@@ -250,7 +250,7 @@ def test_a_step_that_finds_nothing_to_run_fails_and_ends_who_waits_first(model: 
     assert list(outputs) == [ids[0]] and outputs[ids[0]].error is not None
     for row in rows:
         assert row is not None
-        engine.blocks.release(row)
+        engine.allocator.release(row)
     assert over_after(engine, 8)[ids[1]].error is None and not engine.has_work
 
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.sampler import (
-    DrawStep,
+    SampleInput,
     UsedTokens,
     draw,
     inverse_draw,
     kept_weights,
     largest,
-    least_of_all,
-    least_of_likeliest,
-    likeliest,
     penalise,
+    threshold_of_all,
+    threshold_of_top,
+    top_entries,
     uniform,
 )
 
@@ -32,7 +32,7 @@ NONE = torch.tensor([], dtype=torch.int64)
 def draws(logits: Any, params: SamplingParams, count: int, seed: int = 0, banned: torch.Tensor = NONE) -> list[int]:
     """`count` tokens of one distribution, at positions 0, 1, ..."""
     rows = torch.as_tensor(logits, dtype=torch.float32).repeat(count, 1)
-    step = DrawStep(
+    step = SampleInput(
         params=[params] * count,
         seed_S=np.full(count, seed, np.uint64),
         position_S=np.arange(count, dtype=np.uint64),
@@ -78,7 +78,7 @@ def test_kept_tokens_are_those_of_the_definition(
 @given(logits=GRID, top_k=st.integers(0, 45), top_p=st.sampled_from([0.0312345, 0.2712345, 0.5012345, 0.9512345, 1.0]))
 def test_a_search_among_all_keeps_what_the_definition_keeps(logits: list[float], top_k: int, top_p: float) -> None:
     x = torch.tensor([logits]) - max(logits)
-    least = least_of_all(x, x.exp(), np.array([top_k], np.float64), np.array([top_p]))
+    least = threshold_of_all(x, x.exp(), np.array([top_k], np.float64), np.array([top_p]))
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     assert set(torch.nonzero(x[0] >= least[0]).flatten().tolist()) == set(slow_kept(logits, params))
 
@@ -91,8 +91,8 @@ def test_the_likeliest_suffice_for_peaked_rows_and_say_so_where_they_do_not() ->
     known = []
     for top_k, top_p in ((0, 0.9012345), (20, 1.0), (40, 0.7012345), (200, 1.0), (200, 0.9012345), (0, 0.3012345)):
         settings = np.full(24, top_k, np.float64), np.full(24, top_p)
-        found, sure = least_of_likeliest(x, x.exp(), *settings)
-        assert torch.equal(found[sure], least_of_all(x, x.exp(), *settings)[sure]), (top_k, top_p)
+        found, sure = threshold_of_top(x, x.exp(), *settings)
+        assert torch.equal(found[sure], threshold_of_all(x, x.exp(), *settings)[sure]), (top_k, top_p)
         known.append(int(sure.sum()))
     assert known[1:4] == [24, 24, 0] and 0 < known[0] < known[5] < 24
 
@@ -103,7 +103,7 @@ def test_the_likeliest_are_the_head_of_the_sorted_row(columns: int) -> None:
     x = torch.randint(-50, 50, (6, columns), generator=generator) / torch.randint(1, 20, (6, 1), generator=generator)
     x[2, -1] = 1000.0
     for blocks in (1, 3, 64):
-        values, ids = likeliest(x, blocks)
+        values, ids = top_entries(x, blocks)
         for row in range(6):
             count = int((values[row] > -math.inf).sum())
             assert count >= min(blocks, columns)
@@ -229,7 +229,7 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
     seeds, places = np.arange(5, dtype=np.uint64), np.array([9, 3, 4, 5, 7], np.uint64)
 
     def run(rows: list[int]) -> list[int]:
-        step = DrawStep(
+        step = SampleInput(
             params=[params[r] for r in rows], seed_S=seeds[rows], position_S=places[rows], used=[None] * len(rows)
         )
         return draw(logits[rows].clone(), step, NONE).ids
@@ -291,7 +291,7 @@ def test_banned_ids_are_never_drawn() -> None:
 def test_logprobs_are_the_models_own_and_add_up_to_one() -> None:
     torch.manual_seed(3)
     logits = torch.randn(2, 50)
-    step = DrawStep(
+    step = SampleInput(
         params=[SamplingParams(temperature=0.2, logprobs=50, presence_penalty=2.0, top_k=1), SamplingParams()],
         seed_S=np.zeros(2, np.uint64),
         position_S=np.zeros(2, np.uint64),
@@ -319,7 +319,7 @@ def test_a_row_without_numbers_is_reported_and_spoils_no_other(bad: float) -> No
     logits = torch.full((6, 300), bad)
     logits[4:] = 0.0
     logits[4:, 1] = 50.0
-    step = DrawStep(params=params, seed_S=np.zeros(6, np.uint64), position_S=np.zeros(6, np.uint64), used=[None] * 6)
+    step = SampleInput(params=params, seed_S=np.zeros(6, np.uint64), position_S=np.zeros(6, np.uint64), used=[None] * 6)
     drawn = draw(logits, step, NONE)
     assert drawn.sound == [False] * 4 + [True] * 2
     assert drawn.ids[4:] == [1, 1]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spyglass.config.cache import cache_plans
-from spyglass.engine.blocks import Blocks
-from spyglass.engine.prefix import PrefixCache
+from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
@@ -24,7 +24,7 @@ CONFIG = engine_config()
 
 
 def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None) -> Scheduler:
-    blocks = Blocks(
+    blocks = CacheAllocator(
         cache_plans(CONFIG.text),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -173,7 +173,7 @@ class Watch:
             return False
         head = self.scheduler._waiting[0]
         older = [s for s in self.scheduler._running if s.request_id < head.request_id]
-        room = self.scheduler._blocks.has_room([s.length + 64 for s in (*older, head)])
+        room = self.scheduler._allocator.has_room([s.length + 64 for s in (*older, head)])
         return not older or (len(older) < self.rows and room)
 
 
@@ -228,7 +228,7 @@ def test_however_small_the_memory_everyone_finishes_and_the_oldest_is_never_pree
             assert queue == sorted(queue, key=lambda s: s.request_id), "the order of arrival is kept"
         assert not watch.kept_out, "nobody is kept out by who came later"
     assert sorted(watch.finished) == [s.request_id for s in sequences]
-    assert {pool.num_used for pool in scheduler._blocks.pools.values()} == {0}
+    assert {pool.num_used for pool in scheduler._allocator.pools.values()} == {0}
 
 
 def test_a_picture_that_never_fits_beside_the_answers_still_gets_its_turn() -> None:
@@ -356,7 +356,7 @@ def test_memory_that_was_promised_and_is_not_there_is_an_error_and_no_endless_se
     scheduler = make_scheduler(step=40, cache_bytes=660_000)
     sequence = make_sequence(0, [60])
     scheduler.add(sequence)
-    for pool in scheduler._blocks.pools.values():
+    for pool in scheduler._allocator.pools.values():
         pool.take(pool.num_free)  # somebody keeps pages and belongs to nobody
     with pytest.raises(StuckError, match="promised") as raised:
         scheduler.schedule()

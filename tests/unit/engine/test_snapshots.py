@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spyglass.engine.blocks import Blocks, Snapshot
+from spyglass.engine.cache.allocator import CacheAllocator, Snapshot
 from tests.engine_parts import PAGE_ROWS
-from tests.unit.engine.test_blocks import TEXT, make_blocks, page_of, used
+from tests.unit.engine.test_allocator import TEXT, make_blocks, page_of, used
 
 REACH = {"window": TEXT.sliding_window - 1, "state4": 8, "state128": 128}
 RATIO = {"pool4": 4, "pool128": 128}
@@ -28,14 +28,14 @@ def rows_behind(place: int) -> Iterator[tuple[str, int]]:
 class Writer:
     """A sequence that writes its name and the row's number into every row, as a model would its values."""
 
-    def __init__(self, blocks: Blocks, name: int) -> None:
+    def __init__(self, blocks: CacheAllocator, name: int) -> None:
         row = blocks.admit()
         assert row is not None
         self.blocks, self.row, self.names, self.name, self.place = blocks, row, dict[tuple[str, int], int](), name, 0
 
     def step(self, stop: int, resumable: list[int]) -> dict[int, Snapshot]:
         one = np.array([self.row])
-        self.blocks.extend(one, np.array([self.place]), np.array([stop]), [(self.row, place) for place in resumable])
+        self.blocks.allocate(one, np.array([self.place]), np.array([stop]), [(self.row, place) for place in resumable])
         written = {("window", row) for row in range(self.place, stop)}
         written |= {(group, row) for group, ratio in RATIO.items() for row in range(self.place // ratio, stop // ratio)}
         for end in (*resumable, stop):
@@ -44,7 +44,7 @@ class Writer:
             self.names[group, row] = self.name
             self._at(group, row, value=1000.0 * self.name + row)
         snapshots = {place: self.blocks.snapshot(self.row, place) for place in resumable}
-        self.blocks.settle(one, np.array([stop]))
+        self.blocks.release_expired(one, np.array([stop]))
         self.place = stop
         return snapshots
 

@@ -96,7 +96,7 @@ def test_warming_up_runs_pictures_and_text_and_leaves_nothing_behind(model: Any)
     assert watched.pictures == 2 and sum(watched.steps) >= 2 * 35
     assert set(pages_used(engine).values()) == {0} and not engine.has_work
     assert replace(engine.stats(), image_queries=0, prefix_queries=0) == EngineStats(), "what it did counts for nobody"
-    assert engine.prefixes.counts.bytes_held == engine.pictures.counts.bytes_held == 0
+    assert engine.prefixes.counts.bytes_held == engine.image_cache.counts.bytes_held == 0
     prompt = make_prompt(model.config, [9])
     assert run_all(engine, [prompt])[0].token_ids == run_all(make_engine(model, model.config), [prompt])[0].token_ids
 

@@ -13,7 +13,8 @@ import pytest
 
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
-from spyglass.engine.worker import EngineWorker, Submission
+from spyglass.engine.sequence import Request
+from spyglass.engine.worker import EngineWorker, ResponseStream
 from spyglass.errors import CapacityError, OverloadedError, PromptError, SpyglassError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
@@ -31,9 +32,13 @@ def params(tokens: int = 3, answers: int = 1) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=tokens)] * answers
 
 
+def requests(prompt: Prompt, params: list[SamplingParams]) -> list[Request]:
+    return [Request(prompt=prompt, params=one) for one in params]
+
+
 @asynccontextmanager
-async def working(engine: ScriptedEngine, most_live: int = 100) -> AsyncIterator[EngineWorker]:
-    worker = EngineWorker(engine, most_live=most_live)
+async def working(engine: ScriptedEngine, max_live: int = 100) -> AsyncIterator[EngineWorker]:
+    worker = EngineWorker(engine, max_live=max_live)
     worker.start()
     try:
         yield worker
@@ -49,7 +54,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-async def texts(submission: Submission) -> dict[int, str]:
+async def texts(submission: ResponseStream) -> dict[int, str]:
     """The whole text of each answer, put together from what came."""
     await submission.accepted()
     found: dict[int, str] = {}
@@ -70,7 +75,7 @@ def test_every_answer_of_a_call_arrives_whole_and_in_its_place() -> None:
             return [f"{prompt.ids_T[0]}.{step} " for step in range(params.max_tokens or 0)]
 
         async with working(ScriptedEngine(script)) as worker:
-            calls = [worker.submit(prompt(number), [*params(number), *params(2)]) for number in range(1, 9)]
+            calls = [worker.submit(requests(prompt(number), [*params(number), *params(2)])) for number in range(1, 9)]
             for number, found in enumerate(await asyncio.gather(*map(texts, calls)), 1):
                 assert found == {
                     0: "".join(f"{number}.{step} " for step in range(number)),
@@ -85,8 +90,8 @@ def test_a_late_reader_finds_everything_merged_and_holds_nobody() -> None:
     async def test() -> None:
         engine = ScriptedEngine()
         async with working(engine) as worker:
-            slow = worker.submit(prompt(), params(500))
-            quick = worker.submit(prompt(), params(20))
+            slow = worker.submit(requests(prompt(), params(500)))
+            quick = worker.submit(requests(prompt(), params(20)))
             await slow.accepted()
             assert len((await texts(quick))[0].split()) == 20
             await until(lambda: not engine.live)
@@ -104,7 +109,7 @@ def test_what_the_engine_refuses_is_told_to_the_caller_and_the_other_answers_of_
         engine = ScriptedEngine()
         async with working(engine) as worker:
             for token, kind in ((66, PromptError), (67, RuntimeError)):
-                refused = worker.submit(prompt(token), params(answers=3))
+                refused = worker.submit(requests(prompt(token), params(answers=3)))
                 with pytest.raises(kind, match=str(token)):
                     await refused.accepted()
             assert worker.stats().live == 0 and not engine.live
@@ -114,16 +119,16 @@ def test_what_the_engine_refuses_is_told_to_the_caller_and_the_other_answers_of_
 
 def test_a_call_that_is_refused_half_way_leaves_nothing_behind() -> None:
     class Second(ScriptedEngine):
-        def add(self, prompt: Prompt, params: SamplingParams, **more: Any) -> int:
+        def submit(self, request: Request, **more: Any) -> int:
             if self.live:
                 raise CapacityError("one at a time")
-            return super().add(prompt, params)
+            return super().submit(request)
 
     async def test() -> None:
         engine = Second()
         async with working(engine) as worker:
             with pytest.raises(CapacityError, match="one at a time"):
-                await worker.submit(prompt(), params(answers=2)).accepted()
+                await worker.submit(requests(prompt(), params(answers=2))).accepted()
             assert worker.stats().live == 0 and not engine.live
 
     run(test)
@@ -133,8 +138,8 @@ def test_cancelling_frees_within_a_step_and_brings_nothing_more() -> None:
     async def test() -> None:
         engine = ScriptedEngine(pause_s=0.01)
         async with working(engine) as worker:
-            submission = worker.submit(prompt(), params(10_000, answers=2))
-            other = worker.submit(prompt(), params(30))
+            submission = worker.submit(requests(prompt(), params(10_000, answers=2)))
+            other = worker.submit(requests(prompt(), params(30)))
             await submission.accepted()
             await submission.deltas()
             worker.cancel(submission)
@@ -151,16 +156,16 @@ def test_cancelling_frees_within_a_step_and_brings_nothing_more() -> None:
 
 def test_more_than_may_be_under_way_is_refused_until_others_end() -> None:
     async def test() -> None:
-        async with working(ScriptedEngine(pause_s=0.01), most_live=3) as worker:
-            first = worker.submit(prompt(), params(5, answers=2))
+        async with working(ScriptedEngine(pause_s=0.01), max_live=3) as worker:
+            first = worker.submit(requests(prompt(), params(5, answers=2)))
             with pytest.raises(OverloadedError, match="2 answers are under way") as refusal:
-                worker.submit(prompt(), params(answers=2))
+                worker.submit(requests(prompt(), params(answers=2)))
             assert refusal.value.retry_after_s >= 1
             with pytest.raises(CapacityError, match="4 answers, 3 may"):
-                worker.submit(prompt(), params(answers=4))
-            second = worker.submit(prompt(), params(5))
+                worker.submit(requests(prompt(), params(answers=4)))
+            second = worker.submit(requests(prompt(), params(5)))
             await asyncio.gather(texts(first), texts(second))
-            await texts(worker.submit(prompt(), params(answers=3)))
+            await texts(worker.submit(requests(prompt(), params(answers=3))))
 
     run(test)
 
@@ -168,13 +173,13 @@ def test_more_than_may_be_under_way_is_refused_until_others_end() -> None:
 def test_a_step_that_raises_ends_its_requests_and_the_thread_goes_on() -> None:
     async def test() -> None:
         async with working(ScriptedEngine(faults=[2])) as worker:
-            submission = worker.submit(prompt(), params(5))
+            submission = worker.submit(requests(prompt(), params(5)))
             await submission.accepted()
             seen: list[Delta] = []
             while mail := await submission.deltas():
                 seen += [delta for _, delta in mail]
             assert seen[-1].output is not None and seen[-1].output.error == "the step failed"
-            assert (await texts(worker.submit(prompt(), params(2))))[0] == "0 1 "
+            assert (await texts(worker.submit(requests(prompt(), params(2)))))[0] == "0 1 "
             stats = worker.stats()
             assert (stats.live, stats.failed_steps, stats.failing) == (0, 1, False)
 
@@ -193,13 +198,13 @@ def test_an_engine_that_only_raises_is_given_up_and_said_to_fail_until_it_works(
     async def test() -> None:
         engine = Stuck()
         async with working(engine) as worker:
-            submission = worker.submit(prompt(), params())
+            submission = worker.submit(requests(prompt(), params()))
             await submission.accepted()
             ((_, delta),) = await submission.deltas()
             assert delta.output is not None and delta.output.error == "the engine failed"
             assert worker.stats().failing and not engine.live
             engine.broken = False
-            assert (await texts(worker.submit(prompt(), params(2))))[0] == "0 1 "
+            assert (await texts(worker.submit(requests(prompt(), params(2)))))[0] == "0 1 "
             assert not worker.stats().failing
 
     run(test)
@@ -212,13 +217,16 @@ def test_when_the_thread_dies_everybody_is_told_and_nothing_more_is_taken() -> N
 
     async def test() -> None:
         async with working(Doomed(pause_s=0.01)) as worker:
-            doomed, other = worker.submit(prompt(), params(1000)), worker.submit(prompt(), params(1000))
+            doomed, other = (
+                worker.submit(requests(prompt(), params(1000))),
+                worker.submit(requests(prompt(), params(1000))),
+            )
             await other.accepted()
             worker.cancel(doomed)
             with pytest.raises(SpyglassError, match="the engine has stopped"):
                 await texts(other)
             with pytest.raises(OverloadedError):
-                worker.submit(prompt(), params())
+                worker.submit(requests(prompt(), params()))
             assert worker.stats().failing
 
     run(test)
@@ -228,12 +236,12 @@ def test_when_the_thread_dies_everybody_is_told_and_nothing_more_is_taken() -> N
 def test_draining_lets_answers_end_and_after_the_grace_period_ends_them(tokens: int, grace_s: float, cut: bool) -> None:
     async def test() -> None:
         async with working(ScriptedEngine(pause_s=0.005)) as worker:
-            submission = worker.submit(prompt(), params(tokens))
+            submission = worker.submit(requests(prompt(), params(tokens)))
             await submission.accepted()
             draining = asyncio.create_task(worker.drain(grace_s))
             await asyncio.sleep(0.01)
             with pytest.raises(OverloadedError, match="shutting down"):
-                worker.submit(prompt(), params())
+                worker.submit(requests(prompt(), params()))
             last: Delta | None = None
             while mail := await submission.deltas():
                 last = mail[-1][1]
@@ -247,7 +255,7 @@ def test_draining_lets_answers_end_and_after_the_grace_period_ends_them(tokens: 
 def test_work_between_steps_runs_in_the_engines_thread_and_its_errors_come_back() -> None:
     async def test() -> None:
         async with working(ScriptedEngine(pause_s=0.005)) as worker:
-            submission = worker.submit(prompt(), params(20))
+            submission = worker.submit(requests(prompt(), params(20)))
             names: list[str] = []
             await worker.between_steps(lambda: names.append(threading.current_thread().name))
             assert names == ["engine"]
@@ -261,7 +269,7 @@ def test_work_between_steps_runs_in_the_engines_thread_and_its_errors_come_back(
 def test_a_step_that_takes_long_shows_in_the_state() -> None:
     async def test() -> None:
         async with working(ScriptedEngine(pause_s=0.3)) as worker:
-            submission = worker.submit(prompt(), params(1))
+            submission = worker.submit(requests(prompt(), params(1)))
             await submission.accepted()
             await until(lambda: worker.stats().step_s > 0.1)
             await texts(submission)
@@ -272,11 +280,11 @@ def test_a_step_that_takes_long_shows_in_the_state() -> None:
 
 def test_a_reader_whose_event_loop_is_gone_is_cancelled() -> None:
     engine = ScriptedEngine(pause_s=0.005)
-    worker = EngineWorker(engine, most_live=10)
+    worker = EngineWorker(engine, max_live=10)
     worker.start()
 
     async def leave() -> None:
-        await worker.submit(prompt(), params(100_000)).accepted()
+        await worker.submit(requests(prompt(), params(100_000))).accepted()
 
     asyncio.run(leave())
     until_then = time.monotonic() + 5

@@ -9,10 +9,11 @@ import torch
 
 from spyglass.layers.adapted import ExpertsDelta
 from spyglass.layers.build import Build
-from spyglass.layers.linear import Experts, ExpertsSpec
+from spyglass.layers.linear import Experts
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format
+from tests.param_parts import expert_params
 from tests.tolerance import OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)
@@ -43,8 +44,8 @@ def experts(format: Format, *, dtype: torch.dtype = torch.float32, stub: float |
     ops = bind_ops("cpu", "float32", "reference")
     if stub is not None:
         ops = dataclasses.replace(ops, experts_grouped=lambda x, *args, **options: torch.full(x.shape, stub))
-    spec = ExpertsSpec(name="e", num_experts=3, hidden=64, width=32, limit=0.7, rounding=A8)
-    layer = Experts(spec, Build(ops=ops, device=torch.device("cpu"), dtype=dtype))
+    build = Build(ops=ops, device=torch.device("cpu"), dtype=dtype, params=expert_params("e", 3, 64, 32))
+    layer = Experts(build, "e", limit=0.7, rounding=A8)
     for slot in layer.slots():
         slot.put(encode(torch.randn(slot.shape) * 0.3, format))
     return layer

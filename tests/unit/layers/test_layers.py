@@ -9,29 +9,33 @@ import torch
 
 from spyglass.errors import CheckpointError, DeviceError
 from spyglass.layers.build import Build, weight_slots
-from spyglass.layers.embedding import Embedding, PlainSpec, PlainTensor
-from spyglass.layers.linear import Experts, ExpertsSpec, GroupedLinear, Linear, LinearSpec
+from spyglass.layers.embedding import Embedding, PlainTensor
+from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.ops.build import isas, why_not
 from spyglass.ops.fake_quant.reference import fake_quant
 from spyglass.ops.native import PAIR_ISA
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import Param
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, I64, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
+from tests.param_parts import expert_params, param
 from tests.tolerance import OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)
 
 
-def build(dtype: torch.dtype = torch.float32, expand: bool = False) -> Build:
+def build(dtype: torch.dtype = torch.float32, expand: bool = False, **params: Param) -> Build:
+    """`params` by name; a 32 x 64 matrix `w` is always there."""
     ops = bind_ops("cpu", str(dtype).removeprefix("torch."), "reference")
-    return Build(ops=ops, device=torch.device("cpu"), dtype=dtype, expand=expand)
+    table = {"w": param(32, 64), **params}
+    return Build(ops=ops, device=torch.device("cpu"), dtype=dtype, expand=expand, params=table)
 
 
 def linear(format: Format, *, expand: bool = False, dtype: torch.dtype = torch.float32, bias: bool = False) -> Linear:
-    spec = LinearSpec(name="w", in_features=64, out_features=32, rounding=A8, bias=bias)
-    layer = Linear(spec, build(dtype, expand))
+    biases = {"w.bias": param(32, kind="vector")} if bias else {}
+    layer = Linear(build(dtype, expand, **biases), "w", rounding=A8)
     layer.slots()[0].put(encode(torch.randn(32, 64), format))
     if bias:
         layer.slots()[1].put(encode(torch.randn(32), F32))
@@ -61,12 +65,11 @@ def test_a_scale_that_the_bf16_kernels_cannot_hold_is_refused_where_it_would_mat
         pytest.skip(str(why_not()))
     x = torch.ones(1, 64, dtype=torch.bfloat16)
     ones, zeros = encode(torch.ones(32, 64), format), encode(torch.zeros(32, 64), format)
-    fast = Build(ops=bind_ops("cpu", "bfloat16"), device=torch.device("cpu"), dtype=torch.bfloat16)
+    fast = dataclasses.replace(build(torch.bfloat16), ops=bind_ops("cpu", "bfloat16"))
     assert ones.scale is not None and zeros.scale is not None
     ones = dataclasses.replace(ones, scale=torch.full_like(ones.scale, byte))
     zeros = dataclasses.replace(zeros, scale=torch.full_like(zeros.scale, byte))
-    spec = LinearSpec(name="w", in_features=64, out_features=32, fp32_out=True)
-    layer, plain = Linear(spec, fast), Linear(spec, build(torch.bfloat16))
+    layer, plain = (Linear(each, "w", fp32_out=True) for each in (fast, build(torch.bfloat16)))
     layer.slots()[0].put(zeros)
     assert (layer(x) == 0).all()
     if not 10 <= byte <= 246:
@@ -104,8 +107,7 @@ def test_a_bias_is_its_own_tensor_and_is_added() -> None:
 
 
 def test_a_linear_may_leave_in_fp32() -> None:
-    spec = LinearSpec(name="w", in_features=64, out_features=32, fp32_out=True)
-    layer = Linear(spec, build(torch.bfloat16))
+    layer = Linear(build(torch.bfloat16), "w", fp32_out=True)
     layer.slots()[0].put(encode(torch.randn(32, 64), BF16))
     assert layer(torch.randn(3, 64).bfloat16()).dtype == torch.float32
 
@@ -144,8 +146,7 @@ def test_without_slots_an_adapter_is_not_asked() -> None:
 
 
 def test_a_grouped_linear_takes_adapters_and_never_rounds() -> None:
-    spec = LinearSpec(name="wo_a", in_features=64, out_features=8)
-    layer = GroupedLinear(spec, 3, build())
+    layer = GroupedLinear(build(wo_a=param(24, 64, groups=3)), "wo_a")
     (slot,) = layer.slots()
     assert slot.shape == (24, 64)
     slot.put(encode(torch.randn(24, 64), fp8((128, 128))))
@@ -159,8 +160,8 @@ def test_a_grouped_linear_takes_adapters_and_never_rounds() -> None:
 
 
 def experts(expand: bool = False) -> Experts:
-    spec = ExpertsSpec(name="layers.0.ffn.experts", num_experts=3, hidden=64, width=32, limit=1.0, rounding=A8)
-    return Experts(spec, build(expand=expand))
+    name = "layers.0.ffn.experts"
+    return Experts(build(expand=expand, **expert_params(name, 3, 64, 32)), name, limit=1.0, rounding=A8)
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -198,7 +199,7 @@ def test_expert_inputs_are_rounded_only_for_packed_experts() -> None:
 
 
 def test_embedding_rows_of_absent_ids_are_safe() -> None:
-    layer = Embedding("embed", 5, 8, build(torch.bfloat16))
+    layer = Embedding(build(torch.bfloat16, embed=param(5, 8)), "embed")
     table = encode(torch.randn(5, 8), BF16)
     layer.slots()[0].put(table)
     out = layer(torch.tensor([4, -1, 2], dtype=torch.int32))
@@ -207,16 +208,15 @@ def test_embedding_rows_of_absent_ids_are_safe() -> None:
 
 
 def test_a_packed_embedding_is_decoded() -> None:
-    layer = Embedding("embed", 5, 64, build())
+    layer = Embedding(build(embed=param(5, 64)), "embed")
     table = encode(torch.randn(5, 64), fp8((128, 128)))
     layer.slots()[0].put(table)
     assert torch.equal(layer(torch.tensor([3])), decode(table, torch.float32)[[3]])
 
 
 def test_a_table_that_points_nowhere_is_refused_by_name() -> None:
-    holder = PlainTensor(
-        PlainSpec(name="gate.tid2eid", shape=(2, 2), kind="index", below=4, dtype=torch.int32), build()
-    )
+    table = {"gate.tid2eid": param(2, 2, kind="index", num_experts=4)}
+    holder = PlainTensor(build(**table), "gate.tid2eid", torch.int32)
     for bad in (4, -1):
         with pytest.raises(CheckpointError, match=rf"gate\.tid2eid holds {bad}.*0\.\.3"):
             holder.slots()[0].put(Packed(I64, torch.tensor([[0, 1], [3, bad]]), None, (2, 2)))
@@ -225,7 +225,7 @@ def test_a_table_that_points_nowhere_is_refused_by_name() -> None:
 
 
 def test_norms_keep_their_weight_in_fp32_and_their_own_eps() -> None:
-    layer = RMSNorm("norm", 8, 0.5, build(torch.bfloat16))
+    layer = RMSNorm(build(torch.bfloat16, **{"norm.weight": param(8, kind="vector")}), "norm", 0.5)
     assert layer.slots()[0].name == "norm.weight"
     layer.slots()[0].put(encode(torch.randn(8), BF16))
     assert layer.weight_D is not None and layer.weight_D.dtype == torch.float32
@@ -235,5 +235,6 @@ def test_norms_keep_their_weight_in_fp32_and_their_own_eps() -> None:
 
 
 def test_slots_are_found_below_any_module() -> None:
-    tree = torch.nn.ModuleDict({"a": linear(BF16), "b": torch.nn.ModuleList([RMSNorm("n", 4, 1e-6, build())])})
+    norm = RMSNorm(build(**{"n.weight": param(4, kind="vector")}), "n", 1e-6)
+    tree = torch.nn.ModuleDict({"a": linear(BF16), "b": torch.nn.ModuleList([norm])})
     assert [slot.name for slot in weight_slots(tree)] == ["w", "n.weight"]

@@ -13,7 +13,6 @@ import torch
 from spyglass.checkpoint.match import native_tensors
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.checkpoint.schema import TensorSpec
 from spyglass.cli.main import main
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
@@ -21,6 +20,7 @@ from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.merge import Loss, dense_delta, merge
 from spyglass.lora.write import write_adapter
 from spyglass.model import load_model
+from spyglass.params.table import Param
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, fp8
 from spyglass.quant.packed import TORCH_DTYPES, Packed
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def specs_of(folder: Path) -> dict[str, TensorSpec]:
+def specs_of(folder: Path) -> dict[str, Param]:
     return preset_tensors("tiny" if folder.name == "tiny" else "tiny-v41")
 
 
@@ -58,10 +58,10 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def values(found: dict[str, torch.Tensor], name: str, spec: TensorSpec) -> tuple[Packed, torch.Tensor]:
+def values(found: dict[str, torch.Tensor], name: str, spec: Param) -> tuple[Packed, torch.Tensor]:
     """A matrix of a checkpoint, packed and as fp32."""
     data, scale = found[f"{name}.weight"], found.get(f"{name}.scale")
-    format = spec.official if scale is not None else BF16
+    format = spec.format if scale is not None else BF16
     packed = Packed(format, data, scale, spec.shape)
     return packed, decode(packed, torch.float32)
 

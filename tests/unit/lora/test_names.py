@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spyglass.lora.names import count_groups, group_of, why_refused
+from spyglass.params.targets import count_groups, group_of, why_refused
 
 GROUP_OF = {
     "layers.3.attn.wq_a": "attention",

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from spyglass.errors import AdapterError
-from spyglass.lora.names import check_targets, describe_counts
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import AdapterUse
+from spyglass.lora.use import AdapterHandle
 from spyglass.lora.write import write_adapter
+from spyglass.params.targets import check_targets, describe_counts
 from tests.adapter_parts import Small, logits_together, small
 from tests.tolerance import assert_law
 
 TRAINABLE = ["attention", "compressor", "shared", "experts", "tower", "aligner"]
-USE = AdapterUse(slot=TRAINED_SLOT)
+USE = AdapterHandle(slot=TRAINED_SLOT)
 
 
 @pytest.fixture(params=["v4", "v41"])
@@ -28,7 +28,7 @@ def world(request: pytest.FixtureRequest) -> Small:
     return small(request.param, seed=9)
 
 
-def run(world: Small, model: Any, use: AdapterUse) -> torch.Tensor:
+def run(world: Small, model: Any, use: AdapterHandle) -> torch.Tensor:
     (out,) = logits_together(world.engine(model), [(world.prompt([3, (4, 4), 30]), use)])
     return out
 
@@ -36,7 +36,7 @@ def run(world: Small, model: Any, use: AdapterUse) -> torch.Tensor:
 def test_a_new_adapter_changes_nothing_and_a_trained_one_is_what_is_served(world: Small, tmp_path: Path) -> None:
     """Through a file in either spelling and back into the banks: the logits of training."""
     model = world.model()
-    base = run(world, model, AdapterUse())
+    base = run(world, model, AdapterHandle())
     adapter = new_adapter(model, TRAINABLE, rank=3, alpha=6.0)
     assert torch.equal(run(world, model, USE), base)
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_is_what_is_served(world
     for names in ("native", "hf"):
         write_adapter(tmp_path / names, adapter.file(), names=names, num_experts=6)  # type: ignore[arg-type]
     adapter.detach()
-    assert torch.equal(run(world, model, AdapterUse()), base)
+    assert torch.equal(run(world, model, AdapterHandle()), base)
     pool = AdapterPool(model)
     for names in ("native", "hf"):
         served = run(world, model, pool.attach(names, read_adapter(tmp_path / names)))
@@ -70,8 +70,7 @@ def test_every_leaf_gets_a_gradient_through_its_bank(world: Small) -> None:
     total = torch.zeros(())
     for name, linear in places.linears.items():
         if linear.adapter is not None:
-            shape = places.shape(name)
-            assert shape is not None
+            shape = places.params[name].map_shape
             x = torch.randn(7, shape[0], shape[1]) if shape[0] > 1 else torch.randn(7, shape[1])
             total = total + linear(x, slots).square().sum()
     ids = torch.stack([torch.randperm(6)[:2] for _ in range(7)]).to(torch.int32)
@@ -101,7 +100,7 @@ def test_dropout_is_off_unless_it_is_set_and_keeps_the_mean(world: Small) -> Non
     linear = find_places(model).linears["aligner.w1"]
     with torch.no_grad():
         adapter.parameters["aligner.w1.lora_B"].normal_()
-    x, slots = torch.randn(1, linear.spec.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
+    x, slots = torch.randn(1, linear.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
     with torch.no_grad():
         plain = linear(x, slots)
         assert torch.equal(linear(x, slots), plain)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spyglass.checkpoint.names import to_hf
 from spyglass.errors import AdapterError
 from spyglass.lora.config import Patterns
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
+from spyglass.params.hf_names import to_hf
 from tests.adapter_parts import random_adapter, small
 from tests.tolerance import REWRITTEN, assert_close
 

@@ -12,7 +12,7 @@ import torch
 
 from spyglass.errors import AdapterError
 from spyglass.layers.build import Build
-from spyglass.layers.linear import GroupedLinear, LinearSpec
+from spyglass.layers.linear import GroupedLinear
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.places import find_places
@@ -21,6 +21,7 @@ from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
 from tests.adapter_parts import Small, logits_together, random_adapter, small
+from tests.param_parts import param
 from tests.tolerance import OP_FLOAT32, assert_close
 
 
@@ -81,19 +82,20 @@ def test_a_query_adapter_leaves_the_choice_of_the_indexer_alone_and_the_other_wa
 def test_the_block_diagonal_map_never_mixes_its_groups() -> None:
     """Two groups of four inputs, A = e0, B = 1 for group 0 and 0 for group 1: group 1 is exactly the base."""
     ops = bind_ops("cpu", "float32", "reference")
-    spec = LinearSpec(name="layers.0.attn.wo_a", in_features=4, out_features=3)
-    layer = GroupedLinear(spec, 2, Build(ops=ops, device=torch.device("cpu"), dtype=torch.float32))
+    name = "layers.0.attn.wo_a"
+    params = {name: param(6, 4, groups=2, adapter="attention")}
+    layer = GroupedLinear(Build(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
     layer.slots()[0].put(encode(torch.randn(6, 4), F32))
     x, slots = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)
     base, b = layer(x), torch.cat([torch.ones(3, 1), torch.zeros(3, 1)])
     shared = LowRank(a_RI=torch.tensor([[1.0, 0, 0, 0]]), b_OR=b, alpha=0.5)
     pool = AdapterPool(layer)
-    assert pool.attach("shared", AdapterFile(modules={spec.name: shared})).slot == 2
+    assert pool.attach("shared", AdapterFile(modules={name: shared})).slot == 2
     out = layer(x, slots)
     assert torch.equal(out[:, 1], base[:, 1])
     assert_close(out[:, 0], base[:, 0] + 0.5 * x[:, 0, :1], OP_FLOAT32)
     own = LowRank(a_RI=torch.eye(4)[[0, 3]], b_OR=torch.ones(6, 1), alpha=2.0)
-    assert pool.attach("own", AdapterFile(modules={spec.name: own})).slot == 3
+    assert pool.attach("own", AdapterFile(modules={name: own})).slot == 3
     out = layer(x, slots + 1)
     assert_close(out[:, 0], base[:, 0] + 2.0 * x[:, 0, :1], OP_FLOAT32)
     assert_close(out[:, 1], base[:, 1] + 2.0 * x[:, 1, 3:], OP_FLOAT32)

@@ -35,7 +35,6 @@ TEXT = TextConfig(
     hidden_size=8,
     num_attention_heads=1,
     head_dim=8,
-    qk_rope_head_dim=4,
     q_lora_rank=8,
     o_groups=1,
     o_lora_rank=8,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spyglass.checkpoint.schema import expected_tensors
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
 from spyglass.quant.codec import encode
@@ -42,14 +41,6 @@ def one_step(model: VisionLanguageModel, tokens: Any) -> Any:
     text, dtype = model.config.text, model.options.build.dtype
     memory = Memory(text=text, dtype=dtype, sequences=1, length=len(tokens))
     return build_step(memory, [Part(sequence=0, tokens=tokens, start=0)])
-
-
-@pytest.mark.parametrize("changes", [{}, {"vision_n_layers": 0}])
-def test_the_model_wants_exactly_the_tensors_of_the_layout(changes: dict[str, Any]) -> None:
-    config = small_config(**changes)
-    wanted = {slot.name: (slot.shape, slot.kind, slot.optional) for slot in empty_model(config).slots()}
-    layout = {name: (spec.shape, spec.kind, spec.optional) for name, spec in expected_tensors(config).items()}
-    assert wanted == layout
 
 
 def test_without_pictures_neither_tower_nor_picture_bias_is_part_of_the_model() -> None:

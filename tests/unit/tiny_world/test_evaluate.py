@@ -44,7 +44,7 @@ class Told:
             self.answers[key(chat)] if isinstance(self.answers, Mapping) else self.answers(chat) for chat in messages
         ]
         texts = [text if "</think>" in text or not thinking else f"I see.</think>{text}" for text in told]
-        usage = Usage(prompt_tokens=1, picture_tokens=0, completion_tokens=1)
+        usage = Usage(prompt_tokens=1, image_tokens=0, completion_tokens=1)
         return [
             RequestOutput(request_id=n, text=text, token_ids=(1,), finish_reason="stop", usage=usage)
             for n, text in enumerate(texts)

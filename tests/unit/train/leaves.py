@@ -159,11 +159,11 @@ def weight_leaves(model: VisionLanguageModel) -> dict[str, torch.Tensor]:
     for module in model.modules():
         if isinstance(module, Linear | GroupedLinear):
             assert module.weight is not None
-            module.weight = plain(module.spec.name, module.weight)
+            module.weight = plain(module.name, module.weight)
             if isinstance(module, Linear) and module.bias_O is not None:
-                module.bias_O = leaf(f"{module.spec.name}.bias", module.bias_O)
+                module.bias_O = leaf(f"{module.name}.bias", module.bias_O)
         elif isinstance(module, Experts):
-            module.stacks = {key: plain(f"{module.spec.name}.{key}", stack) for key, stack in module.stacks.items()}
+            module.stacks = {key: plain(f"{module.name}.{key}", stack) for key, stack in module.stacks.items()}
         elif isinstance(module, RMSNorm):
             assert module.weight_D is not None
             module.weight_D = leaf(module.name, module.weight_D)
@@ -171,7 +171,7 @@ def weight_leaves(model: VisionLanguageModel) -> dict[str, torch.Tensor]:
             assert module.weight_VC is not None
             module.weight_VC = leaf(module.name, module.weight_VC)
         elif isinstance(module, PlainTensor) and module.tensor().is_floating_point():
-            module.value = leaf(module.spec.name, module.tensor())
+            module.value = leaf(module.name, module.tensor())
     return leaves
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from spyglass.config.read import read_model_config
 from spyglass.config.training import TrainConfig
 from spyglass.train.balance import BIASES
-from spyglass.train.full import BALANCE_RATE, FullRun
+from spyglass.train.full_finetune import BALANCE_RATE, FullRun
 from spyglass.train.loop import Task
 from spyglass.train.packing import Sample
 from spyglass.train.recompute import recompute_layers

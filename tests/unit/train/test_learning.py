@@ -11,7 +11,7 @@ import torch
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.pool import AdapterPool
-from spyglass.lora.use import AdapterUse
+from spyglass.lora.use import AdapterHandle
 from spyglass.model import VisionLanguageModel
 from spyglass.train.loop import LoopOptions, LoopResult, MicroLoss, Task, adamw, train
 from spyglass.train.loss import step_logits, token_loss
@@ -65,7 +65,7 @@ def weights_of(model: VisionLanguageModel) -> list[torch.Tensor]:
     return [weight.data.clone() for weight in packed if weight is not None]
 
 
-def served_logits(model: VisionLanguageModel, name: str, samples: list[Sample], *use: AdapterUse) -> torch.Tensor:
+def served_logits(model: VisionLanguageModel, name: str, samples: list[Sample], *use: AdapterHandle) -> torch.Tensor:
     """Of an engine, one prompt after another, in steps of at most 64 tokens."""
     if name == "v41":
         engine = small_v41.make_engine(model, store=small_v41.small_store(model.config), step=64)

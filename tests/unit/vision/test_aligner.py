@@ -14,6 +14,7 @@ from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import tower_params
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
 from spyglass.vision.aligner import Aligner, cell_index, unfold_cells
@@ -26,8 +27,13 @@ def aligner(width: int, first: np.ndarray, second: np.ndarray, bias: tuple[float
     config = VisionConfig(
         **{field: getattr(SMALL, field) for field in SMALL.__dataclass_fields__} | {"hidden_size": width}
     )
-    build = Build(ops=bind_ops("cpu", "float32", "reference"), device=torch.device("cpu"), dtype=torch.float32)
-    module = Aligner(config, len(first), build)
+    build = Build(
+        ops=bind_ops("cpu", "float32", "reference"),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        params=tower_params(config, len(first)),
+    )
+    module = Aligner(config, build)
     weights = {
         "aligner.w1.weight": first,
         "aligner.w1.bias": np.full(len(first), bias[0]),

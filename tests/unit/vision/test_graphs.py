@@ -126,7 +126,7 @@ def padded_rows(
     rows[: len(values)] = values
     with torch.no_grad():
         out = module(rows, layout, tuple(layout.cu_seqlens_I1.tolist()))
-    assert out.shape == (budget.cells, vision.aligner.w2.spec.out_features)
+    assert out.shape == (budget.cells, vision.aligner.w2.out_features)
     return out
 
 
@@ -139,7 +139,7 @@ def test_padded_equals_packed_whatever_the_unused_rows_hold(budget: Budget, fill
     padded = padded_rows(vision, patches, MIXED, budget, filler)
     assert len(cells) == TIGHT.cells
     assert_law(padded[: len(cells)], cells)
-    nothing = vision.aligner.project(torch.zeros(1, vision.aligner.w1.spec.in_features))
+    nothing = vision.aligner.project(torch.zeros(1, vision.aligner.w1.in_features))
     assert_close(padded[len(cells) :], nothing.detach().expand(budget.cells - len(cells), -1), VISION_FLOAT32)
 
 
@@ -222,7 +222,7 @@ def test_an_adapter_is_never_skipped(host: HostGraphs) -> None:
     images, expected = images_of(host, MIXED)
     host(images)
     linear = next(m for m in host.vision.tower.modules() if isinstance(m, Linear))
-    linear.adapter = lambda x, slot: torch.full((len(x), linear.spec.out_features), 3.0)
+    linear.adapter = lambda x, slot: torch.full((len(x), linear.out_features), 3.0)
     assert (host(images) - expected).abs().max() > 0.1
     assert host.hits == 1 and dict(host.eager) == {"adapters or packed weights in the tower": 1}
 

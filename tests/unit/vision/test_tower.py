@@ -17,6 +17,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
 from spyglass.ops.rope_half.reference import rope_half
 from spyglass.ops.table import bind_ops
+from spyglass.params.table import tower_params
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import F32
 from spyglass.vision.tower import VisionMlp, VisionTower, patch_positions, rotary_tables
@@ -92,7 +93,12 @@ def test_names_and_shapes_are_those_of_the_released_checkpoint() -> None:
     released = dataclasses.replace(
         SMALL, num_hidden_layers=32, hidden_size=1024, num_attention_heads=16, intermediate_size=2816
     )
-    build = Build(ops=bind_ops("cpu", "bfloat16"), device=torch.device("cpu"), dtype=torch.bfloat16)
+    build = Build(
+        ops=bind_ops("cpu", "bfloat16"),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        params=tower_params(released, 4096),
+    )
     slots = weight_slots(VisionTower(released, build))
     expected = {k: v for k, v in weight_shapes(released, 4096).items() if k.startswith("vision.")}
     assert {full_name(slot): slot.shape for slot in slots} == expected
@@ -214,12 +220,19 @@ def mlp(gate: list[float], up: list[float], dtype: torch.dtype) -> torch.Tensor:
     """silu(gate) · up through w1 = [gate rows, up rows] on the input 1, and w2 = 1."""
     config = dataclasses.replace(SMALL, hidden_size=len(gate), intermediate_size=len(gate))
     name = str(dtype).removeprefix("torch.")
-    module = VisionMlp(
-        "mlp", config, Build(ops=bind_ops("cpu", name, "reference"), device=torch.device("cpu"), dtype=dtype)
+    build = Build(
+        ops=bind_ops("cpu", name, "reference"),
+        device=torch.device("cpu"),
+        dtype=dtype,
+        params=tower_params(config, 8),
     )
+    module = VisionMlp(build, "vision.blocks.0.mlp")
     first = np.zeros((2 * len(gate), len(gate)), np.float32)
     first[:, 0] = [*gate, *up]
-    weights = {"mlp.w1.weight": first, "mlp.w2.weight": np.eye(len(gate), dtype=np.float32)}
+    weights = {
+        "vision.blocks.0.mlp.w1.weight": first,
+        "vision.blocks.0.mlp.w2.weight": np.eye(len(gate), dtype=np.float32),
+    }
     for slot in weight_slots(module):
         slot.put(encode(torch.from_numpy(weights[full_name(slot)]), F32))
     x = torch.zeros(1, len(gate), dtype=dtype)
@@ -270,8 +283,8 @@ def test_every_map_of_the_tower_sees_the_adapter_of_its_picture() -> None:
         if hasattr(module, "adapter"):
 
             def adapter(x: torch.Tensor, slot: torch.Tensor, module: torch.nn.Module = module) -> torch.Tensor:
-                seen[module.spec.name] = slot.tolist()
-                return slot[:, None] * torch.ones(len(x), module.spec.out_features)
+                seen[module.name] = slot.tolist()
+                return slot[:, None] * torch.ones(len(x), module.out_features)
 
             module.adapter = adapter
     grids: list[Grid] = [(2, 4), (1, 3)]

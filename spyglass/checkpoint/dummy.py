@@ -1,0 +1,139 @@
+"""Weights that are drawn where they will lie instead of read: a model of any size without its files.
+
+Speed and memory are those of the real checkpoint; the words are noise. Every tensor is copied from a small bank of
+random numbers, beginning at an offset that follows from its name, so filling runs at the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from spyglass.checkpoint.load import LoadReport
+from spyglass.checkpoint.presets import PRESETS
+from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
+from spyglass.config.shipped import find_model
+from spyglass.errors import CheckpointError
+from spyglass.params.table import Param
+from spyglass.quant.formats import Format
+from spyglass.quant.packed import TORCH_DTYPES, Packed, WeightSlot, empty_packed
+
+_BANK = 1 << 24  # elements
+_SMALL = 1 << 16  # tensors up to this many elements are drawn one by one, as in a random checkpoint
+
+
+def dummy_folder(name_or_path: str | os.PathLike[str]) -> Path:
+    """The folder of a model to be drawn: as `find_model`, and for the name of a preset one that holds only headers.
+
+    That folder lies in the user's temporary directory and takes no space worth speaking of: its files are holes.
+    """
+    path = find_model(name_or_path)
+    preset = os.fspath(name_or_path)
+    if path.is_dir() or preset not in PRESETS:
+        return path
+    folder = Path(tempfile.gettempdir()) / f"spyglass-dummy-{os.getuid()}" / preset
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as making:
+            new_checkpoint(Path(making) / preset, preset, headers_only=True)
+            with contextlib.suppress(OSError):  # another process made it meanwhile
+                os.rename(Path(making) / preset, folder)
+    return folder
+
+
+def load_dummy(
+    slots: Iterable[WeightSlot],
+    specs: Mapping[str, Param],
+    device: torch.device,
+    *,
+    gate_skew: float = 0.0,
+    progress: bool = True,
+) -> LoadReport:
+    """Fill every slot with drawn weights in the official format of its entry in `specs`.
+
+    `gate_skew` widens the routers' choice biases: 0 leaves experts about evenly chosen; at 1 a few get most rows.
+
+    Raises:
+        CheckpointError: a slot is not in `specs`.
+    """
+    started, nbytes = time.perf_counter(), 0
+    banks = _Banks(device)
+    known = list(slots)
+    total = sum(math.prod(slot.shape) for slot in known)
+    with tqdm(total=total, unit="", unit_scale=True, desc="drawing", disable=None if progress else True) as bar:
+        for slot in known:
+            if slot.name not in specs:
+                raise CheckpointError(f"no weight called {slot.name} belongs to this configuration")
+            packed = _drawn(slot, specs[slot.name], banks, device)
+            if slot.name.endswith("gate.bias") and gate_skew:
+                packed.data.add_(torch.randn_like(packed.data) * gate_skew)
+            slot.put(packed)
+            nbytes += packed.data.nbytes + (0 if packed.scale is None else packed.scale.nbytes)
+            bar.update(math.prod(slot.shape))
+    return LoadReport(
+        counts={}, skipped={}, ignored_files=(), sparse_files=(), nbytes=nbytes, seconds=time.perf_counter() - started
+    )
+
+
+def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -> Packed:
+    if spec.kind == "index" or math.prod(slot.shape) <= _SMALL:
+        return random_tensor(slot.name, spec, seed=0)
+    placed = None if slot.place is None else slot.place(spec.format)
+    packed = empty_packed(spec.format, slot.shape, device) if placed is None else placed
+    banks.fill(slot.name, packed)
+    return packed
+
+
+class _Banks:
+    """One bank of random numbers per storage dtype, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._drawn: dict[str, torch.Tensor] = {}
+
+    def fill(self, name: str, packed: Packed) -> None:
+        """Copy from the bank of the weight's format; scales give every row of the product a spread of about 1."""
+        inputs = packed.shape[-1]
+        format = packed.format
+        if format.block is None:
+            spread = 1.0 if name == "embed" else 1 / math.sqrt(inputs)
+            _repeat(self._bank(format), packed.data, name)
+            packed.data.mul_(spread)
+            return
+        _repeat(self._bank(format), packed.data, name)
+        code_spread = FP4_SPREAD if format.name == "fp4" else 1.0
+        exponent = round(-math.log2(code_spread * math.sqrt(inputs)))
+        assert packed.scale is not None
+        if packed.scale.dtype == torch.uint8:
+            packed.scale.random_(exponent + 126, exponent + 128, generator=self._generator)
+        else:
+            packed.scale.fill_(2.0**exponent)
+
+    def _bank(self, format: Format) -> torch.Tensor:
+        if format.weight_dtype not in self._drawn:
+            dtype = TORCH_DTYPES[format.weight_dtype]
+            if format.name == "fp4":
+                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=self._generator)
+            else:
+                bank = torch.randn(_BANK, device=self._device, generator=self._generator).to(dtype)
+            self._drawn[format.weight_dtype] = bank
+        return self._drawn[format.weight_dtype]
+
+
+def _repeat(bank: torch.Tensor, out: torch.Tensor, name: str) -> None:
+    """Fill `out` with the bank again and again, beginning at an offset that depends on the name."""
+    flat, bank_bytes = out.view(-1).view(torch.uint8), bank.view(torch.uint8)
+    offset = zlib.crc32(name.encode()) % (len(bank_bytes) // 2) // 64 * 64
+    for first in range(0, len(flat), len(bank_bytes) - offset):
+        part = flat[first : first + len(bank_bytes) - offset]
+        part.copy_(bank_bytes[offset : offset + len(part)])

@@ -1,0 +1,34 @@
+"""What kernels ask about the GPU they are launched on; importing this needs neither Triton nor a GPU."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+# Bytes of shared memory that one program may ask for, by compute capability (CUDA programming guide)
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+def generation() -> int:
+    """Compute capability of the current GPU as one number, 90 for 9.0; from Triton's driver, which tests replace."""
+    from triton.runtime import driver
+
+    return int(driver.active.get_current_target().arch)
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of `device`; those of an H200 where tensors have no device."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def usable(device_type: str, dtype: str) -> bool:
+    """Wherever Triton is: the answer of most Triton implementations."""
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+def learns(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted of any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -1,0 +1,49 @@
+"""The kernel behind `triton.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_WIDTH = 512
+
+
+def expand(
+    z_TC: torch.Tensor,
+    streams_TMC: torch.Tensor,
+    post_TM: torch.Tensor,
+    comb_TMM: torch.Tensor,
+    out_TMC: torch.Tensor,
+) -> None:
+    """Write hyper_expand into `out_TMC`; all contiguous."""
+    rows, streams, width = streams_TMC.shape
+    if out_TMC.numel():
+        _expand[(rows, triton.cdiv(width, _WIDTH))](
+            z_TC, streams_TMC, post_TM, comb_TMM, out_TMC, width, STREAMS=streams, WIDTH=_WIDTH
+        )
+
+
+@triton.jit
+def _expand(
+    z_ptr: tl.tensor,
+    streams_ptr: tl.tensor,
+    post_ptr: tl.tensor,
+    comb_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    STREAMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there = channel < width
+    z = tl.load(z_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
+    for target in tl.static_range(STREAMS):  # streams are read again from the nearest cache
+        mixed = tl.zeros([WIDTH], tl.float32)
+        for m in tl.static_range(STREAMS):
+            stream = tl.load(streams_ptr + (row * STREAMS + m) * width + channel, mask=there, other=0.0)
+            mixed += tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target) * stream.to(tl.float32)
+        out = tl.load(post_ptr + row * STREAMS + target) * z + mixed
+        to = out_ptr + (row * STREAMS + target) * width + channel
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=there)

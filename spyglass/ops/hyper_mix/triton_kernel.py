@@ -1,0 +1,339 @@
+"""The kernels behind `triton.py`, `hyper_head` and `hyper_read`; importing it needs Triton.
+
+The product x · fnᵀ has few outputs and a long inner side, so channels are shared out among programs and their sums
+added in a fixed order. bf16 streams are multiplied on tensor cores, exactly: fp32 weights are the sum of three bf16
+numbers. Other streams are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_WIDTH = 64  # channels that are multiplied at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What programs found: products [T, S, J padded] and sums of squares [T, S], fp32, of S shares of the channels."""
+
+    products: torch.Tensor
+    squares: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """What a sub-layer gave (`shared_TC` is added first, where it is given) and how it is written into the streams."""
+
+    z_TC: torch.Tensor
+    shared_TC: torch.Tensor | None
+    post_TM: torch.Tensor
+    comb_TMM: torch.Tensor
+
+
+def project(
+    streams_TMC: torch.Tensor, fn_JE: torch.Tensor, out_TMC: torch.Tensor | None = None, write: Write | None = None
+) -> Sums:
+    """Products and squares of the streams; with `write`, of the streams that it makes, which go into `out_TMC`."""
+    rows, streams, width = streams_TMC.shape
+    J = fn_JE.shape[0]
+    OUTPUTS = max(triton.next_power_of_2(J), 16)
+    blocks = triton.cdiv(width, _WIDTH)
+    ROWS, STEPS = (16, 1) if rows <= 128 else (32, 8)
+    splits = triton.cdiv(blocks, STEPS)
+    sums = Sums(
+        products=torch.empty((rows, splits, OUTPUTS), dtype=torch.float32, device=streams_TMC.device),
+        squares=torch.empty((rows, splits), dtype=torch.float32, device=streams_TMC.device),
+    )
+    if rows == 0:
+        return sums
+    shared = None if write is None else write.shared_TC
+    _project[(triton.cdiv(rows, ROWS), splits)](
+        streams_TMC,
+        fn_JE,
+        sums.products,
+        sums.squares,
+        streams_TMC if write is None else write.z_TC,
+        streams_TMC if shared is None else shared,
+        sums.squares if write is None else write.post_TM,
+        sums.squares if write is None else write.comb_TMM,
+        streams_TMC if out_TMC is None else out_TMC,
+        rows,
+        width,
+        J,
+        splits,
+        WRITES=write is not None,
+        SHARED=shared is not None,
+        STREAMS=streams,
+        ROWS=ROWS,
+        WIDTH=_WIDTH,
+        STEPS=STEPS,
+        OUTPUTS=OUTPUTS,
+        num_warps=4,
+    )
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _project(
+    streams_ptr: tl.tensor,
+    fn_ptr: tl.tensor,
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    post_ptr: tl.tensor,
+    comb_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    outputs: tl.tensor,
+    splits: tl.tensor,
+    WRITES: tl.constexpr,
+    SHARED: tl.constexpr,
+    STREAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    split = tl.program_id(1)
+    here = row < rows
+    output = tl.arange(0, OUTPUTS)
+    products = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for step in range(STEPS):
+        channel = (split * STEPS + step) * WIDTH + tl.arange(0, WIDTH)
+        there = here[:, None] & (channel < width)[None, :]
+        if WRITES:
+            z = tl.load(z_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0).to(tl.float32)
+            if SHARED:
+                shared = tl.load(shared_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
+                z = (z + shared.to(tl.float32)).to(DTYPE).to(tl.float32)
+        for target in tl.static_range(STREAMS):
+            at = (row * STREAMS + target)[:, None] * width + channel[None, :]
+            if WRITES:
+                mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+                for m in tl.static_range(STREAMS):
+                    from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
+                    comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=here, other=0.0)
+                    mixed += comb[:, None] * tl.load(from_ptr, mask=there, other=0.0).to(tl.float32)
+                post = tl.load(post_ptr + row * STREAMS + target, mask=here, other=0.0)
+                x = (post[:, None] * z + mixed).to(DTYPE)
+                tl.store(out_ptr + at, x, mask=there)
+            else:
+                x = tl.load(streams_ptr + at, mask=there, other=0.0)
+            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+            # [WIDTH, OUTPUTS], as the second side of a product wants it
+            fn_at = (output[None, :] * STREAMS + target) * width + channel[:, None]
+            fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
+            products = multiply(x, tl.load(fn_ptr + fn_at, mask=fn_there, other=0.0), products)
+    at = row * splits + split
+    tl.store(products_ptr + at[:, None] * OUTPUTS + output[None, :], products, mask=here[:, None])
+    tl.store(squares_ptr + at, squares, mask=here)
+
+
+@triton.jit
+def multiply(x: tl.tensor, weight: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """total + x · weight for fp32 weights, no bit of them lost."""
+    if x.dtype == tl.bfloat16:
+        high = weight.to(tl.bfloat16)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(x, low, total)
+        total = tl.dot(x, middle, total)
+        return tl.dot(x, high, total)
+    return tl.dot(x.to(tl.float32), weight, total, input_precision="ieee")
+
+
+def finish(
+    sums: Sums,
+    streams_TMC: torch.Tensor,
+    scale_3: torch.Tensor,
+    base_J: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    rounds: int,
+    x_TC: torch.Tensor | None = None,
+    weight_C: torch.Tensor | None = None,
+    rms_eps: float = 0.0,
+    given_TM: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre, post and comb from their sums.
+
+    With `x_TC` (contiguous, to be written) the streams are collapsed as well, by `given_TM` or else by this pre, and
+    normed with `weight_C`.
+    """
+    rows, streams, width = streams_TMC.shape
+    pre_TM = torch.empty((rows, streams), dtype=torch.float32, device=streams_TMC.device)
+    post_TM, comb_TMM = torch.empty_like(pre_TM), pre_TM.new_empty((rows, streams, streams))
+    if rows == 0:
+        return pre_TM, post_TM, comb_TMM
+    splits, OUTPUTS = sums.products.shape[1:]
+    _finish[(rows, 2)](
+        sums.products,
+        sums.squares,
+        scale_3,
+        base_J,
+        pre_TM,
+        post_TM,
+        comb_TMM,
+        streams_TMC,
+        base_J if weight_C is None else weight_C,
+        pre_TM if given_TM is None else given_TM,
+        streams_TMC if x_TC is None else x_TC,
+        width,
+        splits,
+        norm_eps,
+        hc_eps,
+        rms_eps,
+        ROUNDS=rounds,
+        COLLAPSES=x_TC is not None,
+        GIVEN=given_TM is not None,
+        STREAMS=streams,
+        STREAMS_2=triton.next_power_of_2(streams),
+        OUTPUTS=OUTPUTS,
+        SPLITS=triton.next_power_of_2(splits),
+        WIDTH=triton.next_power_of_2(width) if x_TC is not None else 1,
+        num_warps=8 if x_TC is not None else 1,
+        enable_fp_fusion=False,
+    )
+    return pre_TM, post_TM, comb_TMM
+
+
+@triton.jit
+def _finish(
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    pre_ptr: tl.tensor,
+    post_ptr: tl.tensor,
+    comb_ptr: tl.tensor,
+    streams_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    given_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    width: tl.tensor,
+    splits: tl.tensor,
+    norm_eps: tl.tensor,
+    hc_eps: tl.tensor,
+    rms_eps: tl.tensor,
+    ROUNDS: tl.constexpr,
+    COLLAPSES: tl.constexpr,
+    GIVEN: tl.constexpr,
+    STREAMS: tl.constexpr,
+    STREAMS_2: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Two programs a row: one reads the streams by pre, one finds how they are written."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+    from_ptr = products_ptr + (row * splits + split) * OUTPUTS
+    if tl.program_id(1) == 0:
+        channel = tl.arange(0, WIDTH)
+        total = tl.zeros([WIDTH], tl.float32)
+        for m in tl.static_range(STREAMS):
+            product = tl.sum(tl.load(from_ptr + m, mask=there, other=0.0), axis=0)
+            pre = _sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
+            tl.store(pre_ptr + row * STREAMS + m, pre)
+            if COLLAPSES:
+                if GIVEN:
+                    pre = tl.load(given_ptr + row * STREAMS + m)
+                at = (row * STREAMS + m) * width + channel
+                total += pre * tl.load(streams_ptr + at, mask=channel < width, other=0.0).to(tl.float32)
+        if COLLAPSES:
+            x = total.to(x_ptr.dtype.element_ty).to(tl.float32)
+            x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + rms_eps)
+            x = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32) * x
+            tl.store(x_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
+    else:
+        source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
+        real = source < STREAMS
+        post_there = there[:, None] & real[None, :]
+        post = tl.sum(tl.load(from_ptr[:, None] + STREAMS + source[None, :], mask=post_there, other=0.0), axis=0)
+        post = post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + STREAMS + source, mask=real, other=0.0)
+        tl.store(post_ptr + row * STREAMS + source, 2 * _sigmoid(post), mask=real)
+        both = real[:, None] & (target < STREAMS)[None, :]
+        place = source[:, None] * STREAMS + target[None, :]
+        comb_from = from_ptr[:, None, None] + 2 * STREAMS + place[None, :, :]
+        comb = tl.sum(tl.load(comb_from, mask=there[:, None, None] & both[None, :, :], other=0.0), axis=0)
+        comb = comb * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * STREAMS + place, mask=both, other=0.0)
+        comb = tl.where(both, comb, float("-inf"))
+        comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
+        comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
+        comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
+        for _ in range(ROUNDS - 1):
+            comb = comb / (tl.sum(comb, axis=1)[:, None] + hc_eps)
+            comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
+        tl.store(comb_ptr + row * STREAMS * STREAMS + place, comb, mask=both)
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1 / (1 + tl.exp(-x))
+
+
+def finish_head(
+    sums: Sums, streams_TMC: torch.Tensor, scale_1: torch.Tensor, base_M: torch.Tensor, norm_eps: float, hc_eps: float
+) -> torch.Tensor:
+    """σ(m · scale + base) + hc_eps from their sums, [T, M]."""
+    _, splits, OUTPUTS = sums.products.shape
+    rows, streams, width = streams_TMC.shape
+    out_TM = torch.empty((rows, streams), dtype=torch.float32, device=sums.products.device)
+    if rows:
+        _finish_head[(rows,)](
+            sums.products,
+            sums.squares,
+            scale_1,
+            base_M,
+            out_TM,
+            width,
+            splits,
+            norm_eps,
+            hc_eps,
+            STREAMS=streams,
+            OUTPUTS=OUTPUTS,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return out_TM
+
+
+@triton.jit
+def _finish_head(
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    splits: tl.tensor,
+    norm_eps: tl.tensor,
+    hc_eps: tl.tensor,
+    STREAMS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+    for m in tl.static_range(STREAMS):
+        product = tl.load(products_ptr + (row * splits + split) * OUTPUTS + m, mask=there, other=0.0)
+        value = _sigmoid(tl.sum(product, axis=0) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
+        tl.store(out_ptr + row * STREAMS + m, value)

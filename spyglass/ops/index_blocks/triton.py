@@ -1,0 +1,55 @@
+"""The kernels of `index_topk`: the best score of every block to scratch, then an exact choice among them."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops.gpu import usable
+from spyglass.ops.index_blocks import reference
+from spyglass.ops.index_topk.triton import score, select, suits
+
+__all__ = ["index_blocks", "usable"]
+
+_SCORES_AT_ONCE = 1 << 26
+_MOST_BLOCKS = 1 << 15
+
+
+def index_blocks(
+    q_TNI: torch.Tensor,
+    weights_TN: torch.Tensor,
+    keys_NBI: torch.Tensor,
+    table_SP: torch.Tensor,
+    seq_T: torch.Tensor,
+    visible_T: torch.Tensor,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_visible: int,
+    stepwise: bool,
+    weight_scale: float = 1.0,
+) -> torch.Tensor:
+    """See `reference.py`, which also serves blocks of other sizes than powers of two and more than 32,768 blocks."""
+    blocks = -(-max_visible // block_size) if block_size else 0
+    if not suits(q_TNI, keys_NBI, max_visible) or block_size & (block_size - 1) or blocks > _MOST_BLOCKS:
+        return reference.index_blocks(
+            q_TNI,
+            weights_TN,
+            keys_NBI,
+            table_SP,
+            seq_T,
+            visible_T,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_visible=max_visible,
+            stepwise=stepwise,
+            weight_scale=weight_scale,
+        )
+    blocks_TY = torch.empty(len(q_TNI), min(num_blocks, blocks), dtype=torch.int32, device=q_TNI.device)
+    step = max(1, _SCORES_AT_ONCE // blocks)
+    few = num_blocks * block_size
+    for t in range(0, len(q_TNI), step):
+        part = slice(t, t + step)
+        rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
+        _, best = score(rows, max_visible, stepwise, weight_scale, few, None, 0, block_size, False)
+        select(best, best, visible_T[part], blocks_TY[part], num_blocks, unit=block_size, pinned=True)
+    return blocks_TY

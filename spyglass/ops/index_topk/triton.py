@@ -1,0 +1,179 @@
+"""Two launches whatever the context: scores to scratch, then an exact choice by one program per row.
+
+Lengths are read on the device; grids and scratch follow from `max_visible`, so a graph can hold both launches. Rows of
+a pool never wrap around. `blocks_TY` must be ascending without repeats, -1 last, as `index_blocks` lists them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops.gpu import processors, usable
+from spyglass.ops.index_topk import reference
+
+__all__ = ["index_topk", "score", "select", "suits", "usable"]
+
+_SCORES_AT_ONCE = 1 << 26
+_SMALL, _LARGE = 4096, 16384  # candidates that one program holds in registers
+_MOST = 1 << 20
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def index_topk(
+    q_TNI: torch.Tensor,
+    weights_TN: torch.Tensor,
+    keys_NBI: torch.Tensor,
+    table_SP: torch.Tensor,
+    seq_T: torch.Tensor,
+    visible_T: torch.Tensor,
+    *,
+    k: int,
+    max_visible: int,
+    stepwise: bool,
+    weight_scale: float = 1.0,
+    blocks_TY: torch.Tensor | None = None,
+    block_size: int = 0,
+) -> torch.Tensor:
+    """See `reference.py`, which also serves a k beyond 1,024 and more than 1,048,576 entries."""
+    inputs = (q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T)
+    if not suits(q_TNI, keys_NBI, max_visible) or k > _LARGE // 16:
+        return reference.index_topk(
+            *inputs,
+            k=k,
+            max_visible=max_visible,
+            stepwise=stepwise,
+            weight_scale=weight_scale,
+            blocks_TY=blocks_TY,
+            block_size=block_size,
+        )
+    width = min(k, max_visible)
+    picks_TX = torch.empty(len(q_TNI), width, dtype=torch.int32, device=q_TNI.device)
+    few = k if blocks_TY is None else 0
+    candidates = max_visible if blocks_TY is None else blocks_TY.shape[1] * block_size
+    group = 0
+    if candidates > _LARGE:
+        group = max(16, 1 << (-(-candidates // _LARGE) - 1).bit_length())
+    step = max(1, _SCORES_AT_ONCE // candidates)
+    for t in range(0, len(q_TNI), step):
+        part = slice(t, t + step)
+        blocks = None if blocks_TY is None else blocks_TY[part]
+        rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
+        scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True)
+        select(scores, groups, visible_T[part], picks_TX[part], k, blocks, block_size, group)
+    return picks_TX
+
+
+def suits(q_TNI: torch.Tensor, keys_NBI: torch.Tensor, max_visible: int) -> bool:
+    """Whether the kernels take these rows."""
+    return (
+        q_TNI.dtype in _DTYPES
+        and keys_NBI.dtype == q_TNI.dtype
+        and keys_NBI.is_contiguous()
+        and q_TNI.numel() > 0
+        and 0 < max_visible <= _MOST
+    )
+
+
+def score(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    candidates: int,
+    stepwise: bool,
+    weight_scale: float,
+    few: int,
+    blocks_TY: torch.Tensor | None,
+    block_size: int,
+    group: int,
+    all_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch with scores [T, candidates] and the best of every `group` of them; what was not asked for is empty."""
+    from spyglass.ops.index_topk.triton_kernel import score_entries
+
+    q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T = rows
+    num_rows, heads, dim = q_TNI.shape
+    dtype = q_TNI.dtype if stepwise else torch.float32
+    padded = -(-candidates // 16) * 16
+    scores = torch.empty(num_rows, padded if all_scores else 0, dtype=dtype, device=q_TNI.device)
+    groups = torch.empty(num_rows, -(-padded // group) if group else 0, dtype=dtype, device=q_TNI.device)
+    heads_padded = max(16, 1 << (heads - 1).bit_length())
+    wide = q_TNI.element_size() > 2
+    together, keys = (1, 64) if wide or num_rows <= 256 or blocks_TY is not None else (2, 128)
+    keys = max(keys, group)
+    tiles, programs = -(-candidates // keys), -(-num_rows // together)
+    shares = max(1, min(tiles, -(-4 * processors(q_TNI.device) // programs)))
+    score_entries[(programs * shares,)](
+        q_TNI.contiguous(),
+        weights_TN.contiguous(),
+        keys_NBI,
+        table_SP,
+        seq_T,
+        visible_T,
+        seq_T if blocks_TY is None else blocks_TY.contiguous(),
+        scores,
+        groups,
+        weight_scale,
+        num_rows,
+        table_SP.shape[1],
+        0 if blocks_TY is None else blocks_TY.shape[1],
+        scores.shape[1],
+        groups.shape[1],
+        few,
+        shares,
+        NUM_HEADS=heads,
+        HEADS=heads_padded,
+        DIM=dim,
+        DIMS=max(16, 1 << (dim - 1).bit_length()),
+        PAGE=keys_NBI.shape[1],
+        BLOCK=0 if blocks_TY is None else block_size,
+        GROUP=group,
+        SCORES=all_scores,
+        STEPWISE=stepwise and dtype != torch.float32,
+        ROWS=together,
+        KEYS=keys,
+        STAGES=2,
+        num_warps=4 if together == 1 else 8,
+        num_stages=2,
+    )
+    return scores, groups
+
+
+def select(
+    scores: torch.Tensor,
+    groups: torch.Tensor,
+    visible_T: torch.Tensor,
+    picks_TX: torch.Tensor,
+    k: int,
+    blocks_TY: torch.Tensor | None = None,
+    block_size: int = 0,
+    group: int = 0,
+    unit: int = 1,
+    pinned: bool = False,
+) -> None:
+    """Write the choice among `scores`; `unit` entries make one of them."""
+    from spyglass.ops.index_topk.triton_kernel import select_entries
+
+    candidates = scores.shape[1]
+    large = min(max(_SMALL, 1 << (candidates - 1).bit_length()), _LARGE if group else 2 * _LARGE)
+    small = min(_SMALL, large)
+    spare = 1 << (group * k - 1).bit_length() if group else 0
+    select_entries[(len(picks_TX),)](
+        scores,
+        groups,
+        visible_T,
+        visible_T if blocks_TY is None else blocks_TY.contiguous(),
+        torch.empty(len(picks_TX), spare, dtype=torch.int32, device=picks_TX.device),
+        picks_TX,
+        0 if blocks_TY is None else blocks_TY.shape[1],
+        scores.shape[1],
+        groups.shape[1],
+        k,
+        picks_TX.shape[1],
+        UNIT=unit,
+        PINNED=pinned,
+        BLOCK=0 if blocks_TY is None else block_size,
+        GROUP=group,
+        BITS=16 if scores.dtype == torch.bfloat16 else 32,
+        SMALL=small,
+        LARGE=large,
+        SPARE=spare,
+        num_warps=8 if large <= _SMALL else 16,
+    )

@@ -1,0 +1,332 @@
+"""The kernels behind `triton.py` (and `index_blocks/triton.py`); importing it needs Triton.
+
+`score_entries` writes the scores of the visible entries, or of the listed candidates, to scratch, and the best score of
+every group of neighbours. `select_entries` finds the k-th best score of a row by bisecting the bits of an integer that
+orders like it, and lists what lies above it, and the first of what equals it, in order. A row too long for registers is
+bisected over the best scores of its groups first: fewer than k groups can hold better ones than the k-th of those.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=("rows", "table_width", "block_width", "score_stride", "group_stride", "few", "shares"))
+def score_entries(
+    q_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    seq_ptr: tl.tensor,
+    visible_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    weight_scale: tl.float32,
+    rows: tl.int32,
+    table_width: tl.int32,
+    block_width: tl.int32,
+    score_stride: tl.int32,
+    group_stride: tl.int32,
+    few: tl.int32,
+    shares: tl.int32,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCORES: tl.constexpr,
+    STEPWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """ROWS rows a program, which share keys where they are of one sequence. Rows that see `few` entries or fewer have
+    none written. BLOCK > 0: entries of the listed blocks of that size, numbered as listed. SCORES: write them all;
+    GROUP > 0: write the best of every GROUP neighbours. What is not there scores -inf."""
+    program = tl.program_id(0)
+    share = program % shares
+    row = program // shares * ROWS + tl.arange(0, ROWS)
+    first = program // shares * ROWS
+    in_step = row < rows
+    visible_R = tl.load(visible_ptr + row, mask=in_step, other=0)
+    visible_R = tl.where(visible_R > few, visible_R, 0)
+    seq_R = tl.load(seq_ptr + row, mask=in_step, other=-1)
+
+    head = tl.arange(0, ROWS * HEADS)
+    of_row = first + head // HEADS
+    there = (head % HEADS < NUM_HEADS) & (of_row < rows)
+    place = of_row.to(tl.int64) * NUM_HEADS + head % HEADS
+    channel = tl.arange(0, DIMS)
+    q = tl.load(
+        q_ptr + place[:, None] * DIM + channel[None, :], mask=there[:, None] & (channel < DIM)[None, :], other=0.0
+    )
+    weight = tl.load(weights_ptr + place, mask=there, other=0.0).to(tl.float32) * weight_scale
+    weight = weight.to(weights_ptr.dtype.element_ty).to(tl.float32)
+
+    for part in range(ROWS):
+        seq = tl.load(seq_ptr + tl.minimum(first + part, rows - 1))
+        before = tl.load(seq_ptr + tl.maximum(first + part - 1, 0))
+        mine_R = (seq_R == seq) & in_step
+        longest = tl.max(tl.where(mine_R, visible_R, 0), 0)
+        if ((part == 0) | (seq != before)) & (longest > 0) & (first + part < rows):
+            pages_ptr = table_ptr + tl.maximum(seq, 0).to(tl.int64) * table_width
+            limit = longest
+            if BLOCK > 0:
+                limit = block_width * BLOCK
+            for tile in tl.range(share, (limit + KEYS - 1) // KEYS, shares, num_stages=STAGES):
+                c = tile * KEYS + tl.arange(0, KEYS)
+                entry = c
+                if BLOCK > 0:
+                    block = tl.load(
+                        blocks_ptr + first.to(tl.int64) * block_width + c // BLOCK, mask=c < limit, other=-1
+                    )
+                    entry = tl.where(block < 0, -1, block * BLOCK + c % BLOCK)
+                ok = (entry >= 0) & (entry < longest)
+                page = tl.load(pages_ptr + entry // PAGE, mask=ok, other=0).to(tl.int64)
+                at = (page * PAGE + entry % PAGE) * DIM
+                keys = tl.load(
+                    keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None] & (channel < DIM)[None, :], other=0.0
+                )
+                dots = tl.dot(keys, tl.trans(q), input_precision="ieee")
+                if STEPWISE:
+                    dots = dots.to(q_ptr.dtype.element_ty).to(tl.float32)
+                dots = tl.maximum(dots, 0.0) * weight[None, :]
+                if STEPWISE:
+                    dots = dots.to(q_ptr.dtype.element_ty).to(tl.float32)
+                score = tl.sum(tl.reshape(dots, (KEYS, ROWS, HEADS)), 2)
+                if STEPWISE:
+                    score = score.to(q_ptr.dtype.element_ty).to(tl.float32)
+                score = tl.where(ok[:, None] & (entry[:, None] < visible_R[None, :]), score, float("-inf"))
+                if SCORES:
+                    to = scores_ptr + row.to(tl.int64)[None, :] * score_stride + c[:, None]
+                    tl.store(to, score.to(scores_ptr.dtype.element_ty), mask=(c < limit)[:, None] & mine_R[None, :])
+                if GROUP > 0:
+                    best = tl.max(tl.reshape(score, (KEYS // GROUP, GROUP, ROWS)), 1)
+                    g = tile * (KEYS // GROUP) + tl.arange(0, KEYS // GROUP)
+                    to = groups_ptr + row.to(tl.int64)[None, :] * group_stride + g[:, None]
+                    mask = (g * GROUP < limit)[:, None] & mine_R[None, :]
+                    tl.store(to, best.to(groups_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("block_width", "score_stride", "group_stride", "k", "width"))
+def select_entries(
+    scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    visible_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    spare_ptr: tl.tensor,
+    picks_ptr: tl.tensor,
+    block_width: tl.int32,
+    score_stride: tl.int32,
+    group_stride: tl.int32,
+    k: tl.int32,
+    width: tl.int32,
+    UNIT: tl.constexpr,
+    PINNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    SPARE: tl.constexpr,
+) -> None:
+    """The k best of a row, `width` numbers. UNIT entries make one candidate; PINNED: the newest is always listed.
+
+    BLOCK > 0: numbers are places in the list of blocks of that size. SPARE > 0: rows may be longer than LARGE, then
+    `groups` holds the best of every GROUP candidates and `spare` [rows, SPARE] int32 is there to write to.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    visible = tl.load(visible_ptr + row)
+    limit = (visible + UNIT - 1) // UNIT
+    scores_ptr += row * score_stride
+    blocks_ptr += row * block_width
+    picks_ptr += row * width
+    few = limit <= k
+    pinned = -1
+    if BLOCK > 0:
+        limit = tl.where(visible > 0, block_width * BLOCK, 0)
+        few = limit < 0
+    if PINNED:
+        pinned = limit - 1
+    if few:
+        for at in range(0, width, SMALL):
+            i = at + tl.arange(0, SMALL)
+            tl.store(picks_ptr + i, tl.where(i < limit, i, -1), mask=i < width)
+    else:
+        if limit <= SMALL:
+            listed = _from_registers(
+                scores_ptr, blocks_ptr, visible, picks_ptr, picks_ptr, limit, pinned, k, BLOCK, BITS, SMALL, False
+            )
+        else:
+            if SPARE == 0:
+                listed = _from_registers(
+                    scores_ptr, blocks_ptr, visible, picks_ptr, picks_ptr, limit, pinned, k, BLOCK, BITS, LARGE, False
+                )
+            else:
+                if limit <= LARGE:
+                    listed = _from_registers(
+                        scores_ptr,
+                        blocks_ptr,
+                        visible,
+                        picks_ptr,
+                        picks_ptr,
+                        limit,
+                        pinned,
+                        k,
+                        BLOCK,
+                        BITS,
+                        LARGE,
+                        False,
+                    )
+                else:
+                    listed = _from_memory(
+                        scores_ptr,
+                        groups_ptr + row * group_stride,
+                        blocks_ptr,
+                        visible,
+                        spare_ptr + row * SPARE,
+                        picks_ptr,
+                        limit,
+                        k,
+                        BLOCK,
+                        GROUP,
+                        BITS,
+                        SMALL,
+                        LARGE,
+                        SPARE,
+                    )
+        for at in range(0, width, SMALL):
+            i = at + tl.arange(0, SMALL)
+            tl.store(picks_ptr + i, tl.full([SMALL], -1, tl.int32), mask=(i >= listed) & (i < width))
+
+
+@triton.jit
+def _from_registers(
+    scores_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    visible: tl.tensor,
+    from_ptr: tl.tensor,
+    picks_ptr: tl.tensor,
+    limit: tl.tensor,
+    pinned: tl.tensor,
+    k: tl.tensor,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INDIRECT: tl.constexpr,
+) -> tl.tensor:
+    """Choose among `limit` <= SIZE candidates; returns how many there are. INDIRECT: their numbers stand in `from`."""
+    c = tl.arange(0, SIZE)
+    number = c
+    if INDIRECT:
+        number = tl.load(from_ptr + c, mask=c < limit, other=0)
+    key = _key(tl.load(scores_ptr + number, mask=c < limit, other=float("-inf")).to(tl.float32), BITS)
+    key = tl.where(number == pinned, tl.full([], (1 << BITS) - 1, tl.uint32), key)
+    bar, quota, above = _bisect(key, k, BITS)
+    equal = key == bar  # absent ones equal a bar of 0, of which none are wanted
+    better = key > bar
+    place, taken = _places(better, equal, quota)
+    tl.store(picks_ptr + place, _entry(number, blocks_ptr, BLOCK, taken), mask=taken)
+    return above + tl.minimum(quota, tl.sum(equal.to(tl.int32), 0))
+
+
+@triton.jit
+def _from_memory(
+    scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    visible: tl.tensor,
+    spare_ptr: tl.tensor,
+    picks_ptr: tl.tensor,
+    limit: tl.tensor,
+    k: tl.tensor,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    SPARE: tl.constexpr,
+) -> tl.tensor:
+    """As `_from_registers` for up to LARGE x GROUP candidates."""
+    g = tl.arange(0, LARGE)
+    best = tl.load(groups_ptr + g, mask=g * GROUP < limit, other=float("-inf")).to(tl.float32)
+    bar, _, _ = _bisect(_key(best, BITS), k, BITS)
+    # all that is better than the k-th group's best, in order: at most (k - 1) x GROUP
+    above = 0
+    for at in range(0, limit, SMALL):
+        c = at + tl.arange(0, SMALL)
+        better = _key(tl.load(scores_ptr + c, mask=c < limit, other=float("-inf")).to(tl.float32), BITS) > bar
+        rank = tl.cumsum(better.to(tl.int32), 0)
+        tl.store(spare_ptr + above + rank - 1, c, mask=better)
+        above += tl.max(rank, 0)
+    tl.debug_barrier()
+    listed = above
+    if above >= k:
+        listed = _from_registers(
+            scores_ptr, blocks_ptr, visible, spare_ptr, picks_ptr, above, -1, k, BLOCK, BITS, SPARE, True
+        )
+    else:
+        quota = tl.where(bar > 0, k - above, 0)
+        first_better = 0
+        first_equal = 0
+        for at in range(0, limit, SMALL):
+            c = at + tl.arange(0, SMALL)
+            key = _key(tl.load(scores_ptr + c, mask=c < limit, other=float("-inf")).to(tl.float32), BITS)
+            better = key > bar
+            equal = key == bar  # absent ones equal a bar of 0, of which none are wanted
+            num_better = tl.cumsum(better.to(tl.int32), 0) + first_better
+            num_equal = tl.cumsum(equal.to(tl.int32), 0) + first_equal
+            taken = better | (equal & (num_equal <= quota))
+            place = num_better + tl.minimum(num_equal, quota) - 1
+            tl.store(picks_ptr + place, _entry(c, blocks_ptr, BLOCK, taken), mask=taken)
+            first_better = tl.max(num_better, 0)
+            first_equal = tl.max(num_equal, 0)
+        listed = first_better + tl.minimum(first_equal, quota)
+    return listed
+
+
+@triton.jit
+def _key(score: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """An integer that orders like the score, 0 for -inf; equal for both zeros. 16 bits suffice for bf16 values."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    if BITS == 16:
+        key = key >> 16
+    return tl.where(score == float("-inf"), tl.full([], 0, tl.uint32), key)
+
+
+@triton.jit
+def _bisect(key: tl.tensor, k: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The k-th largest key (0 where there are fewer than k), how many that equal it belong to the k largest, and how
+    many are larger."""
+    bar = tl.full([], 0, tl.uint32)
+    for step in range(BITS):
+        higher = bar | (tl.full([], 1 << (BITS - 1), tl.uint32) >> step)
+        enough = tl.sum((key >= higher).to(tl.int32), 0) >= k
+        bar = tl.where(enough, higher, bar)
+    above = tl.sum((key > bar).to(tl.int32), 0)
+    return bar, tl.where(bar > 0, k - above, 0), above
+
+
+@triton.jit
+def _places(better: tl.tensor, equal: tl.tensor, quota: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Where each candidate is listed, and which are: all better ones and the first `quota` equal ones, in order.
+
+    Both counts go through one sum: at most 32,768 candidates, fewer than that of them better.
+    """
+    both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    num_better = both & 0xFFFF
+    num_equal = (both >> 16) & 0xFFFF
+    return num_better + tl.minimum(num_equal, quota) - 1, better | (equal & (num_equal <= quota))
+
+
+@triton.jit
+def _entry(number: tl.tensor, blocks_ptr: tl.tensor, BLOCK: tl.constexpr, taken: tl.tensor) -> tl.tensor:
+    """The entry a candidate stands for."""
+    if BLOCK > 0:
+        number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
+    return number

@@ -1,0 +1,190 @@
+"""The kernels behind `triton.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spyglass.ops.hyper_mix.triton_kernel import multiply
+
+_INNER = 64
+
+
+def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
+    """Logits x · Wᵀ in S shares of the channels, fp32 [T, S, E]; both contiguous."""
+    rows, width = x_TC.shape
+    experts = len(weight_EC)
+    blocks = triton.cdiv(width, _INNER)
+    if rows <= 128:
+        ROWS, EXPERTS, steps = 16, 32, 4
+    else:
+        ROWS, EXPERTS, steps = 64, 64, blocks
+    splits = triton.cdiv(blocks, steps)
+    out_TSE = torch.empty((rows, splits, experts), dtype=torch.float32, device=x_TC.device)
+    if rows:
+        _project[(triton.cdiv(rows, ROWS), triton.cdiv(experts, EXPERTS), splits)](
+            x_TC,
+            weight_EC,
+            out_TSE,
+            rows,
+            width,
+            experts,
+            splits,
+            steps,
+            ROWS=ROWS,
+            EXPERTS=EXPERTS,
+            INNER=_INNER,
+            num_warps=4,
+        )
+    return out_TSE
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _project(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    experts: tl.tensor,
+    splits: tl.tensor,
+    steps: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    split = tl.program_id(2)
+    total = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for step in range(steps):
+        channel = (split * steps + step) * INNER + tl.arange(0, INNER)
+        inside = channel < width
+        x_there = (row < rows)[:, None] & inside[None, :]
+        x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=x_there, other=0.0)
+        weight_there = inside[:, None] & (expert < experts)[None, :]
+        weight = tl.load(weight_ptr + expert[None, :] * width + channel[:, None], mask=weight_there, other=0.0)
+        if weight.dtype == tl.float32:
+            total = multiply(x, weight, total)
+        elif x.dtype == weight.dtype:
+            total = tl.dot(x, weight, total)
+        else:
+            total = tl.dot(x.to(tl.float32), weight.to(tl.float32), total, input_precision="ieee")
+    to = out_ptr + (row[:, None] * splits + split) * experts + expert[None, :]
+    tl.store(to, total, mask=(row < rows)[:, None] & (expert < experts)[None, :])
+
+
+def choose(
+    logits_TSE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    *,
+    scale: float,
+    bias_E: torch.Tensor | None,
+    bias_picture_E: torch.Tensor | None,
+    picture_T: torch.Tensor | None,
+    forced_TK: torch.Tensor | None,
+    forced_row_T: torch.Tensor | None,
+    positions_T: torch.Tensor | None,
+) -> None:
+    """Write ids and weights of each row."""
+    rows, splits, experts = logits_TSE.shape
+    k = ids_TK.shape[1]
+    if rows == 0 or k == 0:
+        return
+    _choose[(rows,)](
+        logits_TSE,
+        ids_TK,
+        weights_TK,
+        logits_TSE if bias_E is None else bias_E,
+        logits_TSE if bias_picture_E is None else bias_picture_E,
+        logits_TSE if picture_T is None else picture_T,
+        logits_TSE if forced_TK is None else forced_TK,
+        logits_TSE if forced_row_T is None else forced_row_T,
+        logits_TSE if positions_T is None else positions_T,
+        experts,
+        splits,
+        scale,
+        BIASED=bias_E is not None,
+        PICTURES=picture_T is not None,
+        FORCED=forced_TK is not None,
+        BY_ROW=forced_row_T is not None,
+        PADDED=positions_T is not None,
+        K=k,
+        K_2=triton.next_power_of_2(k),
+        SPLITS=triton.next_power_of_2(splits),
+        EXPERTS=triton.next_power_of_2(experts),
+        num_warps=1 if splits == 1 and experts <= 512 else 4,
+    )
+
+
+@triton.jit
+def _choose(
+    logits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    picture_bias_ptr: tl.tensor,
+    picture_ptr: tl.tensor,
+    forced_ptr: tl.tensor,
+    forced_row_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    experts: tl.tensor,
+    splits: tl.tensor,
+    scale: tl.tensor,
+    BIASED: tl.constexpr,
+    PICTURES: tl.constexpr,
+    FORCED: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PADDED: tl.constexpr,
+    K: tl.constexpr,
+    K_2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    real = expert < experts
+    split = tl.arange(0, SPLITS)
+    at = (row * splits + split[:, None]) * experts + expert[None, :]
+    logits = tl.load(logits_ptr + at, mask=(split < splits)[:, None] & real[None, :], other=0.0)
+    scores = _root_of_softplus(tl.sum(logits, axis=0))
+    ranked = scores
+    if BIASED:
+        ranked = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
+    if PICTURES:
+        picture = tl.load(picture_ptr + row) != 0
+        ranked = tl.where(picture, scores + tl.load(picture_bias_ptr + expert, mask=real, other=0.0), ranked)
+    ranked = tl.where(real, ranked, float("-inf"))
+    place = tl.arange(0, K_2)
+    ids = tl.zeros([K_2], tl.int32)
+    weights = tl.zeros([K_2], tl.float32)
+    for k in tl.static_range(K):
+        best = tl.argmax(ranked, axis=0, tie_break_left=True)
+        ranked = tl.where(expert == best, float("-inf"), ranked)
+        if FORCED:
+            forced_row = tl.load(forced_row_ptr + row) if BY_ROW else row
+            forced = tl.load(forced_ptr + forced_row * K + k).to(tl.int32)
+            best = tl.where(picture, best, forced) if PICTURES else forced
+        best = tl.minimum(best, experts - 1)
+        ids = tl.where(place == k, best, ids)
+        weights = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
+    weights = weights / tl.sum(weights, axis=0) * scale
+    if PADDED:
+        in_step = tl.load(position_ptr + row) >= 0
+        ids, weights = tl.where(in_step, ids, -1), tl.where(in_step, weights, 0.0)
+    tl.store(ids_ptr + row * K + place, ids, mask=place < K)
+    tl.store(weights_ptr + row * K + place, weights, mask=place < K)
+
+
+@triton.jit
+def _root_of_softplus(x: tl.tensor) -> tl.tensor:
+    """sqrt(ln(1 + e^x)) = sqrt(max(x, 0) + ln(1 + u)), u = e^-|x|; ln(1 + u) = 2 artanh(u / (2 + u)) as a series."""
+    u = tl.exp(-tl.abs(x))
+    s = u / (2 + u)
+    square = s * s
+    series = tl.full(x.shape, 1.0 / 15, tl.float32)
+    for step in tl.static_range(7):
+        series = series * square + 1.0 / (13 - 2 * step)
+    return tl.sqrt(tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + 2 * s * series)

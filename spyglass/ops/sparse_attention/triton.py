@@ -1,0 +1,203 @@
+"""A program per row and group of heads; few rows share their keys among several programs, and a second launch adds up.
+
+What varies on the device (window, visible entries, picks) is read there, so a graph can hold both launches; the grid
+follows from the number of rows and the two widths. Pools never wrap around: visible <= table width x page rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spyglass.ops.gpu import generation, learns, processors, usable
+from spyglass.ops.sparse_attention import reference
+
+__all__ = ["Launch", "Turn", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
+
+_LOG2_E = 1.4426950408889634
+_MOST_SPLITS = 32
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What happens to q before and to the output after, in the same launches: q becomes rope_partial(rms_norm(q)),
+    the output is rotated back. `norm_eps` None = no norm; tables fp32 [T, R / 2]."""
+
+    cos_TR: torch.Tensor
+    sin_TR: torch.Tensor
+    norm_eps: float | None = None
+    stepwise: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a call is cut: heads and keys of a tile, programs that share one row's keys, and Triton's two knobs."""
+
+    heads: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def sparse_attention(
+    q_THD: torch.Tensor,
+    window_NBD: torch.Tensor,
+    window_table_SP: torch.Tensor,
+    seq_T: torch.Tensor,
+    lo_T: torch.Tensor,
+    hi_T: torch.Tensor,
+    sink_H: torch.Tensor,
+    *,
+    scale: float,
+    window_width: int,
+    pool_NBD: torch.Tensor | None = None,
+    pool_table_SP: torch.Tensor | None = None,
+    visible_T: torch.Tensor | None = None,
+    picks_TX: torch.Tensor | None = None,
+    pool_width: int = 0,
+) -> torch.Tensor:
+    """See `reference.py`, which also serves gradients and rows of other sizes than powers of two."""
+    if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
+        return reference.sparse_attention(
+            q_THD,
+            window_NBD,
+            window_table_SP,
+            seq_T,
+            lo_T,
+            hi_T,
+            sink_H,
+            scale=scale,
+            window_width=window_width,
+            pool_NBD=pool_NBD,
+            pool_table_SP=pool_table_SP,
+            visible_T=visible_T,
+            picks_TX=picks_TX,
+            pool_width=pool_width,
+        )
+    pool = None
+    if pool_NBD is not None and pool_width > 0:
+        assert pool_table_SP is not None and visible_T is not None
+        pool = (pool_NBD, pool_table_SP, visible_T, picks_TX)
+    window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
+    launch = choose(q_THD, window_width, pool_width)
+    return attend(q_THD, window, pool, sink_H, scale, launch, None)
+
+
+def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor | None) -> bool:
+    """Whether the kernel takes these rows."""
+    dim, rows = q_THD.shape[-1], [window_NBD] if pool_NBD is None else [window_NBD, pool_NBD]
+    return (
+        q_THD.dtype in _DTYPES
+        and dim >= 16
+        and dim & (dim - 1) == 0
+        and q_THD.numel() > 0
+        and all(x.is_contiguous() and x.dtype == q_THD.dtype for x in rows)
+    )
+
+
+def choose(q_THD: torch.Tensor, window_width: int, pool_width: int) -> Launch:
+    """The launch for rows of this kind; `spyglass/ops/sparse_attention/triton.py` is the only place that knows."""
+    wide, keys = q_THD.shape[-1] * q_THD.element_size(), window_width + pool_width
+    return launch_for(generation(), processors(q_THD.device), len(q_THD), q_THD.shape[1], wide, keys)
+
+
+def launch_for(arch: int, num_processors: int, rows: int, heads: int, row_bytes: int, keys: int) -> Launch:
+    """By generation (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
+    step, and the most keys a row may see. Programs that share a row fill the device, with a tile each at least."""
+    big = arch in (90, 100)
+    if row_bytes > 1024:  # fp32: exact products on the plain cores
+        heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
+    elif big and rows * -(-keys // 64) >= num_processors:
+        heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 3
+    else:
+        heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 1
+    heads_at_once = min(heads_at_once, max(16, 1 << (heads - 1).bit_length()))
+    groups, tiles = -(-heads // heads_at_once), max(1, -(-keys // keys_at_once))
+    splits = max(1, min(num_processors // max(1, rows * groups), tiles, _MOST_SPLITS))
+    return Launch(heads=heads_at_once, keys=keys_at_once, splits=splits, warps=warps, stages=stages)
+
+
+def attend(
+    q_THD: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    pool: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
+    sink_H: torch.Tensor,
+    scale: float,
+    launch: Launch,
+    turn: Turn | None,
+) -> torch.Tensor:
+    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks."""
+    from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
+
+    rows, heads, dim = q_THD.shape
+    window_NBD, table_SP, seq_T, lo_T, hi_T = window
+    pool_NBD, pool_table_SP, visible_T, picks_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
+    q_THD, out_THD = q_THD.contiguous(), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    splits, split = launch.splits, launch.splits > 1
+    shares, part = out_THD, sink_H
+    if split:
+        shares = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q_THD.device)
+        part = torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=q_THD.device)
+    cos, sin = (sink_H, sink_H) if turn is None else (turn.cos_TR, turn.sin_TR)
+    turned = 0 if turn is None else 2 * turn.cos_TR.shape[-1]
+    eps = None if turn is None else turn.norm_eps
+    norm = 0 if turn is None or eps is None else 2 if turn.stepwise else 1
+    pdl = split and q_THD.device.type != "cpu" and generation() >= 90  # the interpreter has none
+    attend_share[(rows * -(-heads // launch.heads) * splits,)](
+        q_THD,
+        window_NBD,
+        table_SP,
+        seq_T,
+        lo_T,
+        hi_T,
+        sink_H,
+        pool_NBD,
+        pool_table_SP,
+        visible_T,
+        lo_T if picks_TX is None else picks_TX,
+        cos,
+        sin,
+        shares,
+        part,
+        scale * _LOG2_E,
+        table_SP.shape[1],
+        pool_table_SP.shape[1],
+        0 if picks_TX is None else picks_TX.shape[1],
+        splits,
+        NUM_HEADS=heads,
+        DIM=dim,
+        TURNED=turned,
+        NORM=norm,
+        EPS=eps or 0.0,
+        WINDOW_PAGE=window_NBD.shape[1],
+        POOL_PAGE=0 if pool is None else pool_NBD.shape[1],
+        PICKS=picks_TX is not None,
+        HEADS=launch.heads,
+        KEYS=launch.keys,
+        SPLIT=split,
+        STAGES=launch.stages,
+        PDL=pdl,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if split:
+        combine_shares[(rows * heads,)](
+            shares,
+            part,
+            sink_H,
+            cos,
+            sin,
+            out_THD,
+            splits,
+            NUM_HEADS=heads,
+            DIM=dim,
+            TURNED=turned,
+            SPLITS=1 << (splits - 1).bit_length(),
+            PDL=pdl,
+            num_warps=4,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+    return out_THD

@@ -1,0 +1,55 @@
+"""The kernel behind `triton.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_WIDTH = 512
+
+
+def gate(gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit: float) -> None:
+    """Write swiglu into `out_TF` (contiguous); channels of the inputs contiguous."""
+    rows, width = out_TF.shape
+    if out_TF.numel() == 0:
+        return
+    _swiglu[(rows, triton.cdiv(width, _WIDTH))](
+        gate_TF,
+        up_TF,
+        out_TF,
+        gate_TF.stride(0),
+        up_TF.stride(0),
+        width,
+        limit,
+        WIDTH=_WIDTH,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _swiglu(
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    width: tl.tensor,
+    limit: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there = channel < width
+    gate = tl.load(gate_ptr + row * gate_stride + channel, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + channel, mask=there, other=0.0).to(tl.float32)
+    out = clamped_unit(gate, up, limit)
+    tl.store(out_ptr + row * width + channel, out.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def clamped_unit(gate: tl.tensor, up: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """silu(min(gate, limit)) · clamp(up, ±limit), all fp32."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL), -limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1 + tl.exp(-gate)) * up

@@ -1,0 +1,116 @@
+"""What every request passes: its id, the key, the one place where errors become bodies, the log and the numbers."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from spyglass.server.errors import error_body, error_response
+from spyglass.server.exchange import Endpoint
+from spyglass.server.log import REQUESTS, Record, log_request
+from spyglass.server.metrics import Metrics
+from spyglass.server.stream import send_json
+
+OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+_HEADER_BYTES = 2000
+_LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
+_GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class RequestMiddleware:
+    """Wraps the routes. `endpoint_of` finds the protocol of a path; `stopping` says that nothing new is taken."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        endpoint_of: Callable[[str], Endpoint | None],
+        metrics: Metrics,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._endpoint_of, self._metrics, self._stopping = endpoint_of, metrics, stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        record = Record(request_id=request_id, method=scope["method"], path=scope["path"])
+        scope["record"], scope["began"] = record, began
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                name = request_id.encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+                if record.ignored:
+                    message["headers"] = [*message["headers"], (b"x-spyglass-ignored", _header(record.ignored))]
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if record.status:  # too late for a body: a stream has its own way to tell
+                raise
+            await self._refuse(error, record, send_named)
+        finally:
+            record.status = record.status or _LEFT
+            record.total_s = time.monotonic() - began
+            self._metrics.count(record, self._route(scope))
+            log_request(record)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """Raises HTTPException: two lengths (RFC 9112 6.1), no key, or no time left."""
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy before us may have read the other
+            told = "a body has a content-length or a transfer-encoding, not both; send one"
+            raise HTTPException(400, told, {"connection": "close"})
+        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+            told = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise HTTPException(401, f"the API key is missing or wrong; {told}", {"www-authenticate": "Bearer"})
+        if self._stopping() and path not in OPEN_PATHS:
+            raise HTTPException(503, "the server is shutting down; send the request again", {"retry-after": "5"})
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        sent = [token.strip()] if scheme.lower() == "bearer" else []
+        sent.append(headers.get("x-api-key", ""))
+        # every key is compared with everything sent, so that time tells nothing
+        matches = [hmac.compare_digest(key, given.encode("latin-1")) for key in self._keys for given in sent]
+        return any(matches)
+
+    async def _refuse(self, error: Exception, record: Record, send: Send) -> None:
+        response = error_response(error)
+        if not response.known:
+            REQUESTS.error("request %s failed", record.request_id, exc_info=error)
+        record.error = type(error).__name__  # no more: a message may quote what the client sent
+        body = error_body(self._endpoint_of(record.path), response)
+        await send_json(response.status, body, send, _without_type(response.headers))
+
+    def _route(self, scope: Scope) -> str:
+        """The path if a route took it: strangers may not make up names for numbers."""
+        return scope["path"] if "endpoint" in scope and not scope.get("path_params") else "other"
+
+
+def _header(places: Sequence[str]) -> bytes:
+    """Places of a request as a header may have them: printable, in one line, not too long."""
+    text = ", ".join(places).encode("ascii", "backslashreplace")[:_HEADER_BYTES]
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+
+
+def _without_type(headers: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: value for name, value in headers.items() if not name.lower().startswith("content-")}

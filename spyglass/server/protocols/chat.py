@@ -1,0 +1,314 @@
+"""OpenAI Chat Completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepseek_recipe
+
+from spyglass.engine.request import Structured
+from spyglass.prompt.chat import plain_part
+from spyglass.server.errors import openai_error
+from spyglass.server.exchange import Call, Fetch, Served
+from spyglass.server.protocols.chat_reply import ChatReply
+from spyglass.server.protocols.conversation import (
+    CHOICES,
+    EFFORTS,
+    Images,
+    ParsedRequest,
+    Tool,
+    choose_model,
+    leave_out_tool,
+    parse_conversation,
+    parse_tool,
+    require_room,
+    structured_output,
+    tokenizer_of,
+    unique_tools,
+)
+from spyglass.server.protocols.events import Tokens
+from spyglass.server.protocols.fields import (
+    NEVER,
+    FieldReader,
+    Fields,
+    choice_field,
+    flag_field,
+    list_of,
+    refuse,
+    text_field,
+)
+from spyglass.server.protocols.sampling import (
+    EXTRA,
+    FORMATS,
+    HARMLESS,
+    NATIVE,
+    NEUTRAL,
+    STREAM_OPTIONS,
+    answers,
+    asked_format,
+    sampling,
+)
+
+CHAT_FIELDS = Fields(
+    read=NATIVE | EXTRA | FORMATS
+    | {"messages", "thinking", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
+    | {"model", "n", "max_tokens", "max_completion_tokens", "logit_bias", "stop", "logprobs", "top_logprobs"}
+    | {"stream", "stream_options", "chat_template_kwargs"},
+    ignored=HARMLESS
+    | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"prediction", "cache_control", "context_management", "client_metadata", "return_progress"},
+    neutral={
+        **NEUTRAL, "modalities": (["text"],), "verbosity": ("medium",), "functions": ([],),
+        "function_call": ("none", "auto"), "audio": NEVER, "web_search_options": NEVER, "echo": (False,),
+        "add_special_tokens": (False,), "moderation": NEVER,
+    },
+)  # fmt: skip
+_MESSAGE = Fields(
+    read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"}),
+    ignored=frozenset({"name", "cache_control", "reasoning_details", "id", "timestamp", "refusal", "annotations"}),
+    neutral={"audio": NEVER, "function_call": NEVER, "images": ([],), "tools": ([],)},
+)
+_PARTS = {
+    "text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"cache_control"})),
+    "image_url": Fields(read=frozenset({"type", "image_url"}), ignored=frozenset({"cache_control", "uuid"})),
+}
+_IMAGE = Fields(read=frozenset({"url"}), ignored=frozenset({"detail", "format"}))
+_TOOL = Fields(read=frozenset({"type", "function"}), ignored=frozenset({"cache_control"}))
+_FUNCTION = Fields(
+    read=frozenset({"name", "description", "parameters", "strict"}), ignored=frozenset({"cache_control"})
+)
+_THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
+_FORMAT = Fields(read=frozenset({"type", "json_schema", "regex", "schema"}))
+_SCHEMA = Fields(read=frozenset({"schema", "strict"}), ignored=frozenset({"name", "description"}))
+_CHOICE = Fields(read=frozenset({"type", "function"}))
+_CHOSEN = Fields(read=frozenset({"name"}))
+_CALL = Fields(read=frozenset({"id", "function"}), ignored=frozenset({"type", "index", "cache_control"}))
+_CALLED = Fields(read=frozenset({"name", "arguments"}))
+_TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
+_ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """Chat Completions of one model."""
+
+    served: Served
+    path: str = "/v1/chat/completions"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
+        """Read a request.
+
+        Raises:
+            PromptError, NotServedError: as `Endpoint.parse`.
+        """
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, CHAT_FIELDS)
+        model, adapter = choose_model(self.served, given)
+        stream = flag_field(given, "stream")
+        stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
+        parsed, own_format = parse_chat(self.served, given, reader, fetch)
+        output = structured_output(
+            self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
+        )
+        with_logprobs = flag_field(given, "logprobs")
+        if "top_logprobs" in given and not with_logprobs:
+            refuse("top_logprobs", "needs logprobs: logprobs must be set to true")
+        params = sampling(
+            given,
+            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", parsed.default_tokens)),
+            stop=given.get("stop"),
+            stop_after=parsed.stop_after,
+            logprobs=given.get("top_logprobs", 0) if with_logprobs else None,
+            structured=output,
+        )
+        require_room(self.served, parsed.prompt, params, "messages")
+        each = answers(params, given.get("n"))
+        tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=with_logprobs)
+        reply = ChatReply(
+            parsed,
+            len(each),
+            model=model,
+            family=self.served.config.family,
+            tokens=tokens,
+            include_usage=flag_field(stream_options, "include_usage", "stream_options"),
+            usage_in_each=flag_field(stream_options, "continuous_usage_stats", "stream_options"),
+        )
+        return Call(
+            model=model,
+            adapter=adapter,
+            prompts=[parsed.prompt] * len(each),
+            params=each,
+            stream=stream,
+            reply=reply,
+            images=len(parsed.prompt.plans),
+            ignored=reader.ignored,
+        )
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """OpenAI's error body."""
+        return openai_error(status, message, **more)
+
+
+def parse_chat(
+    served: Served, given: Mapping[str, Any], reader: FieldReader, fetch: Fetch | None
+) -> tuple[ParsedRequest, Structured | None]:
+    """The prompt of a request's given fields, and the format of answer that `response_format` asks for.
+
+    Raises:
+        PromptError: it cannot be rendered; the message names the place.
+    """
+    images, messages = Images(served, fetch), list[dict[str, Any]]()
+    for number, message in enumerate(list_of(given.get("messages"), "messages")):
+        messages.append(_message(message, f"messages[{number}]", images, reader, messages))
+    body: dict[str, Any] = {"messages": messages}
+    thinking, effort = _thinking(given, reader), choice_field(given, "reasoning_effort", EFFORTS)
+    if thinking is not None:
+        body["thinking"] = {"type": thinking}
+    if effort is not None:
+        body["reasoning_effort"] = effort
+    if thinking == "disabled" and effort not in (None, "none"):  # the library would drop it in silence
+        refuse("reasoning_effort", f"{effort!r} needs thinking; leave one of the two out", "reasoning_effort")
+    choice, named = _tool_choice(given.get("tool_choice", "auto"), reader)
+    own_format = _format(given.get("response_format"), reader)
+    parsed = parse_conversation(
+        served,
+        deepseek_recipe.ChatCompletionRequest,
+        body,
+        images,
+        tools=_tools(given, reader),
+        choice=choice,
+        named=named,
+        shown_format=own_format,
+        one_call=not flag_field(given, "parallel_tool_calls", default=True),
+    )
+    return parsed, own_format
+
+
+def _message(
+    message: object, where: str, images: Images, reader: FieldReader, before: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One message for the library: known fields only, images as stubs, what is left out as what it means."""
+    given = reader.read(message, _MESSAGE, where)
+    role = choice_field(given, "role", _ROLES, where) or refuse(
+        f"{where}.role", f"is missing; roles are {', '.join(_ROLES)}"
+    )
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    reasoning = given.get("reasoning_content", given.get("reasoning"))  # the latter is what some servers call it
+    if role == "assistant" and reasoning is not None:
+        found["reasoning_content"] = text_field({"reasoning_content": reasoning}, "reasoning_content", where)
+    if role == "assistant" and flag_field(given, "prefix", where):
+        found["prefix"] = True
+    calls = list_of(given.get("tool_calls", []), f"{where}.tool_calls") if role == "assistant" else []
+    if calls:
+        found["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]", reader) for n, call in enumerate(calls)]
+    if role == "tool":
+        found["tool_call_id"] = _call_id(given, where, before)
+    content = given.get("content")
+    if isinstance(content, list | tuple):
+        parts = enumerate(content)
+        content = [_part(part, f"{where}.content[{n}]", role, images, reader) for n, part in parts]
+    elif content is not None and not isinstance(content, str):
+        refuse(f"{where}.content", f"must be a string or a list of parts, not {type(content).__name__}")
+    found["content"] = content if content is not None or calls else ""
+    return found
+
+
+def _part(part: object, where: str, role: str, images: Images, reader: FieldReader) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in _PARTS:
+        part = reader.read(part, _PARTS[kind], where)
+        if isinstance(part.get("image_url"), Mapping):
+            image = reader.read(part["image_url"], _IMAGE, f"{where}.image_url")
+            part["image_url"] = {"url": images.source(image.get("url"), f"{where}.image_url.url")}
+        elif "image_url" in part:
+            part["image_url"] = images.source(part["image_url"], f"{where}.image_url")
+    return plain_part(part, where, role, images.stubs)
+
+
+def _call(call: object, where: str, reader: FieldReader) -> dict[str, Any]:
+    """A call of the history; arguments that are null or an object are what they obviously mean."""
+    given = reader.read(call, _CALL, where)
+    function = reader.read(given.get("function"), _CALLED, f"{where}.function")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not isinstance(arguments, str):
+        refuse(f"{where}.function.arguments", f"must be a string with JSON, not {type(arguments).__name__}")
+    name = text_field(function, "name", f"{where}.function")
+    return {
+        "id": text_field({"id": where, **given}, "id", where),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _call_id(given: Mapping[str, Any], where: str, before: Sequence[Mapping[str, Any]]) -> str:
+    """The call that a tool's message answers: the one it names, else the first of the last calls without an answer."""
+    if "tool_call_id" in given:
+        return text_field(given, "tool_call_id", where)
+    answered = set[str]()
+    for message in reversed(before):
+        if message["role"] == "tool":
+            answered.add(message["tool_call_id"])
+            continue
+        for call in message.get("tool_calls", ()):
+            if call["id"] not in answered:
+                return str(call["id"])
+        break
+    refuse(f"{where}.tool_call_id", "is missing, and there is no call before it that has no answer")
+
+
+def _tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:
+    found = []
+    for number, tool in enumerate(list_of(given.get("tools", []), "tools")):
+        where = f"tools[{number}]"
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+        if kind != "function":
+            leave_out_tool(kind, where, given.get("tool_choice"), reader)
+            continue
+        where += ".function"
+        function = reader.read(reader.read(tool, _TOOL, where).get("function"), _FUNCTION, where)
+        found.append((parse_tool(function, where), where))
+    return unique_tools(found)
+
+
+def _tool_choice(value: object, reader: FieldReader) -> tuple[str, str | None]:
+    """One of CHOICES, and the name of the only tool that may be called."""
+    if isinstance(value, Mapping):
+        chosen = reader.read(value, _CHOICE, "tool_choice")
+        function = reader.read(chosen.get("function"), _CHOSEN, "tool_choice.function")
+        return "required", text_field(function, "name", "tool_choice.function")
+    return choice_field({"tool_choice": value}, "tool_choice", CHOICES) or "auto", None
+
+
+def _thinking(given: Mapping[str, Any], reader: FieldReader) -> str | None:
+    """What the field of this protocol says, else what other engines' field says."""
+    template = reader.read(given.get("chat_template_kwargs", {}), _TEMPLATE, "chat_template_kwargs")
+    flags = {flag_field(template, name, "chat_template_kwargs") for name in template}
+    if "thinking" in given:
+        inner = reader.read(given["thinking"], _THINKING, "thinking")
+        return choice_field(inner, "type", ("enabled", "disabled", "adaptive", "auto"), "thinking")
+    return None if not flags else "enabled" if True in flags else "disabled"
+
+
+def _format(value: object, reader: FieldReader) -> Structured | None:
+    """The format of answer that `response_format` asks for."""
+    if value is None:
+        return None
+    given = reader.read(value, _FORMAT, "response_format")
+    kind = choice_field(given, "type", ("text", "json_object", "json_schema", "regex"), "response_format")
+    if kind == "json_schema":
+        place = "response_format.json_schema"
+        inner = reader.read(given.get("json_schema"), _SCHEMA, place)
+        flag_field(inner, "strict", place)  # without effect: an answer fits its schema anyway
+        if "schema" not in inner:
+            refuse(f"{place}.schema", "is missing")
+        return Structured(kind="json_schema", value=inner["schema"])
+    if kind == "json_object" and "schema" in given:  # as llama.cpp and others have it
+        return Structured(kind="json_schema", value=given["schema"])
+    if kind == "regex":
+        return Structured(kind="regex", value=text_field(given, "regex", "response_format"))
+    return Structured(kind="json") if kind == "json_object" else None

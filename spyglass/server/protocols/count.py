@@ -1,0 +1,133 @@
+"""Token counts without an answer: Anthropic's and OpenAI's own paths, and `/tokenize`, `/detokenize` as other engines
+have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spyglass.server.errors import anthropic_error, openai_error
+from spyglass.server.exchange import Fetch, Immediate, Served
+from spyglass.server.protocols.chat import CHAT_FIELDS, parse_chat
+from spyglass.server.protocols.completions import prompt_of
+from spyglass.server.protocols.conversation import choose_model, tokenizer_of
+from spyglass.server.protocols.fields import FieldReader, Fields, flag_field, list_of, refuse
+from spyglass.server.protocols.messages import MESSAGES_FIELDS, parse_messages
+from spyglass.server.protocols.responses import RESPONSES_FIELDS, parse_responses
+
+_TEXT = Fields(read=frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"}))
+_CHAT = Fields(read=CHAT_FIELDS.read | {"return_token_strs"}, ignored=CHAT_FIELDS.ignored, neutral=CHAT_FIELDS.neutral)
+_IDS = Fields(read=frozenset({"model", "tokens"}))
+
+
+@dataclass(frozen=True, slots=True)
+class CountMessages:
+    """`POST /v1/messages/count_tokens`: the body of a message, without `max_tokens`."""
+
+    served: Served
+    path: str = "/v1/messages/count_tokens"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
+        """Read a request.
+
+        Raises:
+            PromptError, NotServedError: as `Endpoint.parse`.
+        """
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, MESSAGES_FIELDS)
+        choose_model(self.served, given)
+        prompt = parse_messages(self.served, given, reader, fetch)[0].prompt
+        return Immediate(body={"input_tokens": len(prompt)}, ignored=reader.ignored)
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """Anthropic's error body."""
+        return anthropic_error(status, message)
+
+
+@dataclass(frozen=True, slots=True)
+class CountResponses:
+    """`POST /v1/responses/input_tokens`: the body of a response."""
+
+    served: Served
+    path: str = "/v1/responses/input_tokens"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
+        """Read a request.
+
+        Raises:
+            PromptError, NotServedError: as `Endpoint.parse`.
+        """
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, RESPONSES_FIELDS)
+        choose_model(self.served, given)
+        prompt = parse_responses(self.served, given, reader, fetch)[0].prompt
+        body = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+        return Immediate(body=body, ignored=reader.ignored)
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """OpenAI's error body."""
+        return openai_error(status, message, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """`POST /tokenize`: `prompt`, or `messages` with everything a chat may have. Picture positions have the id -1."""
+
+    served: Served
+    path: str = "/tokenize"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
+        """Read a request.
+
+        Raises:
+            PromptError, NotServedError: as `Endpoint.parse`.
+        """
+        is_chat = "messages" in body
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, _CHAT if is_chat else _TEXT)
+        choose_model(self.served, given)
+        if is_chat:
+            prompt = parse_chat(self.served, given, reader, fetch)[0].prompt
+        else:
+            prompt = prompt_of(
+                self.served, given.get("prompt"), start=flag_field(given, "add_special_tokens", default=True)
+            )
+        ids = prompt.ids_T.tolist()
+        answer = {"count": len(ids), "max_model_len": self.served.max_length, "tokens": ids}
+        if flag_field(given, "return_token_strs"):
+            tokenizer = tokenizer_of(self.served)
+            answer["token_strs"] = [tokenizer.spelling(token) or "" if token >= 0 else "" for token in ids]
+        return Immediate(body=answer, ignored=reader.ignored)
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """OpenAI's error body."""
+        return openai_error(status, message, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """`POST /detokenize`: the text of `tokens`."""
+
+    served: Served
+    path: str = "/detokenize"
+
+    def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
+        """Read a request.
+
+        Raises:
+            PromptError, NotServedError: as `Endpoint.parse`.
+        """
+        reader = FieldReader(strict=self.served.strict_fields)
+        given = reader.read(body, _IDS)
+        choose_model(self.served, given)
+        ids = list_of(given.get("tokens"), "tokens")
+        size = self.served.config.text.vocab_size
+        for place, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                refuse(f"tokens[{place}]", f"is {str(token)[:40]}, expected a token id from 0 to {size - 1}")
+        return Immediate(body={"prompt": tokenizer_of(self.served).decode(ids)}, ignored=reader.ignored)
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """OpenAI's error body."""
+        return openai_error(status, message, **more)

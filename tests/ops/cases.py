@@ -1,0 +1,383 @@
+"""One table of calls of every op, as inputs on the host: what the reference, the compiled CPU kernels, Triton (on a GPU
+and in its interpreter), gradients and captured steps are all asked to compute.
+
+`CASES[op, name](Source(dtype, rows))` is a `Call`, for any number of rows from 1 up. What an op must not read is NaN:
+pages that no sequence holds, rows before a window and after the end of a sequence, unused rows of the compressor state.
+With four rows or more the last one is padding: it sees nothing, has no expert and is written nowhere; its results need
+only be finite. Sources, picks and blocks of -1, experts without rows and adapters without weights here all occur.
+
+A new op gets its builder here, and with it every test that reads the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
+from tests.ops.call import Call, Source
+from tests.ops.paged import Paged
+
+E4M3 = FakeQuant(element="e4m3", block=128)
+E2M1 = FakeQuant(element="e2m1", block=32)
+
+
+def linear_block(
+    source: Source,
+    format: Format = BF16,
+    *,
+    shape: tuple[int, int] = (72, 192),
+    rounding: FakeQuant | None = None,
+    extras: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> Call:
+    outputs, inner = shape
+    options: dict[str, Any] = {"rounding": rounding, "out_dtype": out_dtype}
+    if extras:
+        options |= {"addend_TO": source.fp32(source.rows, outputs), "bias_O": source.fp32(outputs)}
+    args = (source.normal(source.rows, inner), source.weight(outputs, inner, format=format))
+    return Call(args=args, options=options)
+
+
+def linear_grouped(source: Source, format: Format = BF16, *, addend: bool = True) -> Call:
+    options = {"addend_TGO": source.fp32(source.rows, 2, 40)} if addend else {}
+    args = (source.normal(source.rows, 2, 96), source.weight(80, 96, format=format))
+    return Call(args=args, options=options)
+
+
+def linear_largest(source: Source, format: Format = BF16) -> Call:
+    args = (source.normal(source.rows, 192), source.weight(72, 192, format=format), source.below(4, 72) == 0)
+    return Call(args=args, options={})
+
+
+def experts_grouped(
+    source: Source,
+    format: Format = BF16,
+    rounding: FakeQuant | None = None,
+    sizes: tuple[int, int, int, int] = (6, 96, 64, 2),
+) -> Call:
+    """Expert 3 has no rows; rows that drew it have one expert less."""
+    experts, width, hidden, chosen = sizes
+    ids = source.choices(experts, chosen)
+    ids[ids == 3] = -1
+    if source.padding:
+        ids[-1] = -1
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    stacks = [source.weight(experts, *shape, format=format) for shape in shapes]
+    args = (source.normal(source.rows, hidden), ids, source.uniform(source.rows, chosen), *stacks)
+    return Call(args=args, options={"limit": 0.8, "rounding": rounding}, padding=source.padding)
+
+
+def lora_delta(source: Source, groups: int) -> Call:
+    """Two adapters of ranks 3 and 4 in slots 2 and 5; some rows have none, some an adapter that owns nothing here."""
+    slots = torch.tensor([5, 2, 0, 4], dtype=torch.int32)[source.below(4, source.rows).long()]
+    owner = torch.tensor([2] * 3 + [5] * 4, dtype=torch.int32)
+    a, b = source.fp32(7, 64), source.fp32(7, groups, 40)
+    args = (source.normal(source.rows, groups, 64, scale=0.1), slots, a, b, owner, source.uniform(7))
+    return Call(args=args, options={})
+
+
+def router_topk(
+    source: Source,
+    *,
+    images: bool = False,
+    forced: str = "",
+    bias: bool = True,
+    padding: bool = False,
+    sizes: tuple[int, int, int] = (9, 64, 3),
+    weight_dtype: torch.dtype | None = None,
+) -> Call:
+    experts, hidden, k = sizes
+    options: dict[str, Any] = {"k": k, "scale": 1.5, "bias_E": source.fp32(experts, scale=0.1) if bias else None}
+    if images:
+        options["picture_T"] = torch.arange(source.rows) % 3 == 0
+        options["bias_picture_E"] = source.fp32(experts, scale=0.1)
+    if forced:
+        options["forced_TK"] = source.choices(experts, k).long()
+    if forced == "table":
+        options["forced_row_T"] = source.below(source.rows, source.rows).long()
+    if padding:
+        options["positions_T"] = (source.below(4, source.rows) - 1).int()
+    args = (source.normal(source.rows, hidden), source.normal(experts, hidden, dtype=weight_dtype, scale=0.3))
+    return Call(args=args, options=options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queries:
+    """Rows of three sequences of which 5, 0 and 23 tokens came before: where each is, int32 [rows] on the host."""
+
+    seq: torch.Tensor
+    position: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: int) -> Queries:
+        past, new = (5, 0, 23), [rows - 2 * (rows // 3), rows // 3, rows // 3]
+        position = torch.cat([torch.arange(p, p + n) for p, n in zip(past, new, strict=True)])
+        seq = torch.repeat_interleave(torch.arange(3), torch.tensor(new))
+        lengths = [p + n for p, n in zip(past, new, strict=True)]
+        return cls(seq=seq.int(), position=position.int(), lengths=lengths)
+
+
+def sparse_attention(
+    source: Source,
+    *,
+    pool: bool = False,
+    picks: str = "",
+    heads: int = 3,
+    dim: int = 32,
+    window: int = 7,
+    slack: int = 0,
+) -> Call:
+    """A window of `window` rows, of which all before are gone; compressed rows of three tokens each; one image.
+
+    `slack` is added to the bounds of both counts: they are capacities, not lengths.
+    """
+    queries = Queries.of(source.rows)
+    low, high = (queries.position - window + 1).clamp(min=0), queries.position.clone()
+    if source.rows >= 12:
+        high[2:6] = high[5].clone()  # an image sees to its end
+    visible = (queries.position + 1) // 3
+    if source.padding:
+        low[-1], high[-1], visible[-1] = 0, -1, 0
+    first = [int(low[queries.seq == s].min()) if (queries.seq == s).any() else 0 for s in range(3)]
+    near = Paged([source.normal(n, dim) for n in queries.lengths], 6, first)
+    options: dict[str, Any] = {"scale": dim**-0.5, "window_width": int((high - low).max()) + 1 + slack}
+    if pool:
+        far = Paged([source.normal(max(n // 3, 1), dim) for n in queries.lengths], 4)
+        bound = max(int(visible.max()), 1)
+        options |= {"pool_NBD": far.pages, "pool_table_SP": far.table, "visible_T": visible.int()}
+        options["pool_width"] = bound + slack
+        if picks:
+            chosen = source.choices(bound + 2, min(bound + 2, 5)).sort(dim=1).values
+            chosen[::4, -1] = -1
+            prefix = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
+            prefix = torch.where(prefix < visible[:, None], prefix, -1)
+            options["picks_TX"] = {"picks": chosen, "first": prefix}[picks].contiguous()
+            options["pool_width"] = chosen.shape[1]
+    q, sink = source.normal(source.rows, heads, dim), source.fp32(heads)
+    args = (q, near.pages, near.table, queries.seq, low.int(), high.int(), sink)
+    return Call(args=args, options=options, padding=source.padding)
+
+
+def index_topk(source: Source, *, blocks: bool = False, stepwise: bool = False, slack: int = 0, k: int = 5) -> Call:
+    args, most = _index_inputs(source, stepwise)
+    options: dict[str, Any] = {"k": k, "max_visible": most + slack, "stepwise": stepwise, "weight_scale": 0.5}
+    if blocks:
+        num_blocks = -(-options["max_visible"] // 3)
+        listed = source.choices(num_blocks + 2, 2).sort(dim=1).values
+        options |= {"blocks_TY": torch.where(listed < num_blocks, listed, -1), "block_size": 3}
+    return Call(args=args, options=options, exact=True, padding=source.padding)
+
+
+def index_blocks(source: Source, *, stepwise: bool = False, slack: int = 0, block_size: int = 3) -> Call:
+    args, most = _index_inputs(source, stepwise)
+    options = {"num_blocks": 2, "block_size": block_size, "max_visible": most + slack, "stepwise": stepwise}
+    return Call(args=args, options=options, exact=True, padding=source.padding)
+
+
+def _index_inputs(source: Source, stepwise: bool) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Small integers where every step is rounded: then no order of a sum can turn a choice."""
+    queries = Queries.of(source.rows)
+    visible = (queries.position + 1) // 2
+    if source.padding:
+        visible[-1] = 0
+
+    def values(*shape: int) -> torch.Tensor:
+        return (source.below(3, *shape) - 1).to(source.dtype) if stepwise else source.normal(*shape)
+
+    keys = Paged([values(max(n // 2, 1), 16) for n in queries.lengths], 3)
+    q, weights = values(source.rows, 4, 16), values(source.rows, 4)
+    return (q, weights, keys.pages, keys.table, queries.seq, visible.int()), max(int(visible.max()), 1)
+
+
+def compress_pool(source: Source, *, overlap: bool, state: bool = True, out_dtype: torch.dtype = torch.float32) -> Call:
+    group, width = (8, 4 * 24) if overlap else (4, 2 * 24)
+    sources = source.below(source.rows + 12, 6, group) - 12 if state else source.below(source.rows, 6, group)
+    sources[0, : group // 2] = -1
+    sources[:, -1] = source.rows // 2  # at least one source is there
+    rows, kept = source.fp32(source.rows, width), source.fp32(15, width)
+    named = sources[sources <= -2]
+    kept[[i for i in range(15) if i not in (-named - 2).tolist()]] = float("nan")
+    args = (rows, kept if state else None, sources.int())
+    return Call(args=args, options={"overlap": overlap, "out_dtype": out_dtype})
+
+
+def compress_rows(source: Source, *, ape: bool = True) -> Call:
+    kv, gate, bias = source.fp32(source.rows, 40), source.fp32(source.rows, 40), source.fp32(4, 40)
+    return Call(args=(kv, gate, bias if ape else None, torch.arange(source.rows) % 4), options={}, exact=True)
+
+
+def hyper_mix(source: Source, streams: int = 4, width: int = 48, rounds: int = 4) -> Call:
+    count = streams * (2 + streams)
+    weights = (source.fp32(*shape, scale=0.3) for shape in ((count, streams * width), (3,), (count,)))
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-4, "rounds": rounds}
+    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
+
+
+def hyper_head(source: Source, streams: int = 4, width: int = 48) -> Call:
+    weights = (source.fp32(*shape, scale=0.1) for shape in ((streams, streams * width), (1,), (streams,)))
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-4}
+    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
+
+
+def hyper_collapse(source: Source, streams: int = 4, width: int = 48) -> Call:
+    return Call(args=(source.normal(source.rows, streams, width), source.fp32(source.rows, streams)), options={})
+
+
+def hyper_expand(source: Source, streams: int = 4, width: int = 48) -> Call:
+    post, comb = source.fp32(source.rows, streams), source.fp32(source.rows, streams, streams)
+    z, x = source.normal(source.rows, width), source.normal(source.rows, streams, width)
+    return Call(args=(z, x, post, comb), options={})
+
+
+def rope_partial(source: Source, *, inverse: bool = False, heads: tuple[int, ...] = (3,)) -> Call:
+    angle = source.fp32(source.rows, 8, scale=9.0)
+    args = (source.normal(source.rows, *heads, 40), angle.cos(), angle.sin())
+    return Call(args=args, options={"inverse": inverse})
+
+
+def rope_half(source: Source) -> Call:
+    angle = source.fp32(source.rows, 16)
+    wide = source.normal(source.rows, 3, 3, 32)
+    return Call(args=(wide[:, :2].flatten(1, 2), angle.cos(), angle.sin()), options={})
+
+
+def silu_mul(source: Source) -> Call:
+    return Call(args=(source.normal(source.rows, 2 * 1100, scale=3.0),), options={})
+
+
+def swiglu(source: Source) -> Call:
+    gate, up = (source.normal(source.rows, 72, scale=3.0) for _ in range(2))
+    return Call(args=(gate, up), options={"limit": 2.0})
+
+
+def add_shared(source: Source) -> Call:
+    return Call(args=(source.fp32(source.rows, 72), source.normal(source.rows, 72)), options={}, exact=True)
+
+
+def rms_norm(source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32) -> Call:
+    x = source.normal(source.rows, width) if dtype else source.normal(source.rows, 5, width)
+    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 1e-6})
+
+
+def fake_quant(source: Source, spec: FakeQuant, dims: int | None = 160) -> Call:
+    wide = source.fp32(source.rows, 200).exp().to(source.dtype) * (source.below(3, source.rows, 200) - 1)
+    return Call(args=(wide.to(source.dtype), spec), options={"dims": dims, "tail_bf16": dims is not None}, exact=True)
+
+
+def hadamard(source: Source, width: int = 128) -> Call:
+    return Call(args=(source.normal(source.rows, 3, width),), options={})
+
+
+def cache_write(source: Source, page_dtype: torch.dtype | None = None) -> Call:
+    pages = source.normal(source.rows // 6 + 2, 6, 32, dtype=page_dtype)
+    write = torch.randperm(pages.shape[0] * 6, generator=source.generator)[: source.rows]
+    write[::5] = -1
+    return Call(args=(pages, source.normal(source.rows, 32), write), options={}, exact=True, written=0)
+
+
+def vit_attention(source: Source, heads: int = 2, dim: int = 64) -> Call:
+    offsets = tuple(sorted({0, 1, source.rows // 2, source.rows}))
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    q, k, v = (source.normal(source.rows, heads, dim) for _ in range(3))
+    return Call(args=(q, k, v, cu_seqlens), options={"offsets": offsets, "scale": dim**-0.5})
+
+
+Builder = Callable[[Source], Call]
+FP8, FP8_SMALL = fp8((128, 128)), fp8((32, 32))
+_VARIANTS: dict[str, dict[str, Builder]] = {
+    "linear_block": {
+        "bf16": linear_block,
+        "bf16 alone": lambda s: linear_block(s, extras=False),
+        "bf16 wide out": lambda s: linear_block(s, shape=(130, 160), out_dtype=torch.float32),
+        "f32": lambda s: linear_block(s, F32, shape=(33, 48)),
+        "fp8": lambda s: linear_block(s, FP8, rounding=E4M3),
+        "fp8 odd": lambda s: linear_block(s, FP8, shape=(130, 160), rounding=E4M3, extras=False),
+        "fp8 32": lambda s: linear_block(s, FP8_SMALL, rounding=E4M3),
+        "fp8 f32 scales": lambda s: linear_block(s, fp8((128, 128), "F32"), rounding=E4M3),
+        "fp4": lambda s: linear_block(s, FP4, rounding=E4M3),
+        "fp4 odd": lambda s: linear_block(s, FP4, shape=(70, 160), rounding=E2M1, extras=False),
+    },
+    "linear_grouped": {
+        "bf16": linear_grouped,
+        "bf16 alone": lambda s: linear_grouped(s, addend=False),
+        "fp8": lambda s: linear_grouped(s, FP8_SMALL),
+        "fp4": lambda s: linear_grouped(s, FP4),
+    },
+    "linear_largest": {"bf16": linear_largest, "fp8": lambda s: linear_largest(s, FP8)},
+    "experts_grouped": {
+        "bf16": experts_grouped,
+        "fp8": lambda s: experts_grouped(s, FP8_SMALL, E4M3),
+        "fp4": lambda s: experts_grouped(s, FP4, E4M3),
+        "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
+    },
+    "lora_delta": {"dense": lambda s: lora_delta(s, 1), "groups": lambda s: lora_delta(s, 3)},
+    "router_topk": {
+        "text": router_topk,
+        "no bias": lambda s: router_topk(s, bias=False),
+        "padding": lambda s: router_topk(s, padding=True),
+        "images": lambda s: router_topk(s, images=True),
+        "hashed": lambda s: router_topk(s, images=True, forced="rows"),
+        "hash table": lambda s: router_topk(s, images=True, forced="table"),
+        "wide": lambda s: router_topk(s, sizes=(67, 200, 6), weight_dtype=torch.float32),
+    },
+    "sparse_attention": {
+        "window": sparse_attention,
+        "pool": lambda s: sparse_attention(s, pool=True),
+        "picks": lambda s: sparse_attention(s, pool=True, picks="picks"),
+        "first picks": lambda s: sparse_attention(s, pool=True, picks="first"),
+        "bounds": lambda s: sparse_attention(s, pool=True, slack=9),
+        "many heads": lambda s: sparse_attention(s, pool=True, picks="picks", heads=20, dim=64, window=21),
+    },
+    "index_topk": {
+        "all": index_topk,
+        "blocks": lambda s: index_topk(s, blocks=True),
+        "stepwise": lambda s: index_topk(s, stepwise=True),
+        "bounds": lambda s: index_topk(s, slack=7, k=11),
+    },
+    "index_blocks": {
+        "all": index_blocks,
+        "stepwise": lambda s: index_blocks(s, stepwise=True),
+        "bounds": lambda s: index_blocks(s, slack=7),
+        "even blocks": lambda s: index_blocks(s, slack=7, block_size=4),
+        "even blocks, stepwise": lambda s: index_blocks(s, block_size=2, stepwise=True),
+    },
+    "compress_pool": {
+        "overlap": lambda s: compress_pool(s, overlap=True),
+        "plain": lambda s: compress_pool(s, overlap=False, out_dtype=torch.bfloat16),
+        "no state": lambda s: compress_pool(s, overlap=True, state=False),
+    },
+    "compress_rows": {"ape": compress_rows, "no ape": lambda s: compress_rows(s, ape=False)},
+    "hyper_mix": {"four": hyper_mix, "odd": lambda s: hyper_mix(s, 3, 33, 1)},
+    "hyper_head": {"four": hyper_head, "odd": lambda s: hyper_head(s, 3, 33)},
+    "hyper_collapse": {"four": hyper_collapse, "odd": lambda s: hyper_collapse(s, 3, 33)},
+    "hyper_expand": {"four": hyper_expand, "odd": lambda s: hyper_expand(s, 3, 33)},
+    "rope_partial": {
+        "forward": rope_partial,
+        "inverse": lambda s: rope_partial(s, inverse=True),
+        "no heads": lambda s: rope_partial(s, heads=()),
+    },
+    "rope_half": {"all": rope_half},
+    "silu_mul": {"all": silu_mul},
+    "swiglu": {"all": swiglu},
+    "add_shared": {"all": add_shared},
+    "rms_norm": {
+        "weight": rms_norm,
+        "narrow weight": lambda s: rms_norm(s, 33, torch.bfloat16),
+        "heads": lambda s: rms_norm(s, 512, None),
+    },
+    "fake_quant": {
+        "e4m3": lambda s: fake_quant(s, FakeQuant(element="e4m3", block=64)),
+        "e4m3 whole": lambda s: fake_quant(s, E4M3, None),
+        "e2m1": lambda s: fake_quant(s, E2M1),
+        "e2m1 e4m3": lambda s: fake_quant(s, FakeQuant(element="e2m1", block=16, scale="e4m3")),
+    },
+    "hadamard": {"128": hadamard, "8": lambda s: hadamard(s, 8)},
+    "cache_write": {"same": cache_write, "other dtype": lambda s: cache_write(s, torch.bfloat16)},
+    "vit_attention": {"64": vit_attention, "128": lambda s: vit_attention(s, 3, 128)},
+}
+CASES: dict[tuple[str, str], Builder] = {(op, name): b for op, cases in _VARIANTS.items() for name, b in cases.items()}

@@ -1,0 +1,25 @@
+"""Decoding and prefill at a short and at the longest context; 64 heads (V4) and 32 with candidates (V4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.ops.triton_lane import GENERATIONS, Launch, meta
+
+
+def launches() -> Iterator[Launch]:
+    for rows, entries, stepwise in ((1, 1024, True), (4096, 8192, True), (8, 262144, True), (8, 32768, False)):
+        options: dict[str, Any] = {"k": 512, "max_visible": entries, "stepwise": stepwise}
+        spills = GENERATIONS if entries > 100_000 or not stepwise else ()
+        yield Launch(args=inputs(rows, 64), options=options, may_spill=spills)
+    options = {"k": 512, "max_visible": 131072, "stepwise": True, "block_size": 8}
+    yield Launch(args=inputs(8, 32), options={**options, "blocks_TY": meta(8, 2048, dtype=torch.int32)})
+
+
+def inputs(rows: int, heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, weights, keys, table, sequences and visible entries."""
+    lists = meta(rows, 16, dtype=torch.int32), meta(rows, dtype=torch.int32), meta(rows, dtype=torch.int32)
+    return meta(rows, heads, 128), meta(rows, heads), meta(99, 64, 128), *lists

@@ -1,0 +1,42 @@
+"""Decoding and prefill of both families: with picks, with all compressed rows, with the window alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.ops.triton_lane import GENERATIONS, Launch, meta
+
+
+def launches() -> Iterator[Launch]:
+    for rows in (1, 32, 4096):
+        for page, picks in ((64, 512), (4, 0), (0, 0)):
+            if page == 0 and rows == 32:
+                continue
+            yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, picks), may_spill=GENERATIONS)
+    yield Launch(args=_window(1, torch.float32), options=_pool(1, 64, 512, torch.float32), may_spill=GENERATIONS)
+
+
+def _window(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    lists = [meta(rows, dtype=torch.int32) for _ in range(3)]
+    table = meta(rows, 3, dtype=torch.int32)
+    return (
+        meta(rows, 64, 512, dtype=dtype),
+        meta(99, 64, 512, dtype=dtype),
+        table,
+        *lists,
+        meta(64, dtype=torch.float32),
+    )
+
+
+def _pool(rows: int, page: int, picks: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    options: dict[str, Any] = {"scale": 512**-0.5, "window_width": 128}
+    if page:
+        visible, table = meta(rows, dtype=torch.int32), meta(rows, 16, dtype=torch.int32)
+        options |= {"pool_NBD": meta(99, page, 512, dtype=dtype), "pool_table_SP": table, "visible_T": visible}
+        options["pool_width"] = picks or 1024
+    if picks:
+        options["picks_TX"] = meta(rows, picks, dtype=torch.int32)
+    return options

@@ -1,0 +1,29 @@
+"""Every Triton kernel compiles for every generation of GPU at its launch configurations, and fits into it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from spyglass.ops.gpu import SHARED_MEMORY
+from tests.ops.triton_lane import GENERATIONS, compile_op, kernels_of, triton_ops
+
+A_FEW_WORDS = 32  # bytes of stack; ptxas of Triton 3.6 keeps two registers there on sm_100 although many are free
+pytest.importorskip("triton", reason="the development set-up installs Triton")
+
+
+@pytest.mark.parametrize("op", triton_ops())
+def test_every_triton_op_says_what_it_launches(op: str) -> None:
+    assert importlib.util.find_spec(f"tests.ops.launches.{op}"), f"write tests/ops/launches/{op}.py"
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("op", triton_ops())
+def test_kernels_compile_and_fit(op: str, generation: int) -> None:
+    compiled = compile_op(op, generation)
+    for kernel in compiled:
+        label = f"{kernel.kernel} on sm_{generation}: {kernel.settings}"
+        assert kernel.shared <= SHARED_MEMORY[generation], f"{label}: {kernel.shared} bytes of shared memory"
+        assert kernel.may_spill or kernel.frame <= A_FEW_WORDS, f"{label}: {kernel.frame} bytes of registers spilled"
+    assert {kernel.kernel for kernel in compiled} >= kernels_of(op), "a kernel that no launch reaches"

@@ -1,0 +1,200 @@
+"""Triton kernels on a machine without a GPU: what they need once compiled, and what the interpreter makes of them.
+
+A pretended driver names a generation of GPU. Ops are then called with tensors that have a shape and no memory: whatever
+they launch is compiled for that generation, with the very options and specialisations of a launch, and not run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from spyglass.ops.gpu import SHARED_MEMORY
+from tests.ops.call import Source, poisoned, run_call
+from tests.ops.cases import CASES
+
+OPS_FOLDER = Path(__file__).resolve().parents[2] / "spyglass" / "ops"
+GENERATIONS = tuple(SHARED_MEMORY)
+Results = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Arguments of an op at a released size; `may_spill` names generations where registers may go to memory."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    may_spill: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel for one generation: bytes of shared memory, and of the stack frame (0 = nothing spilled)."""
+
+    kernel: str
+    shared: int
+    frame: int
+    registers: int
+    settings: str
+    may_spill: bool
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def triton_ops() -> list[str]:
+    """Ops with a Triton implementation."""
+    return sorted(path.parent.name for path in OPS_FOLDER.glob("*/triton.py"))
+
+
+def kernels_of(op: str) -> set[str]:
+    """Names of the kernels that the files of an op launch, as `name[grid](...)`."""
+    found: set[str] = set()
+    for path in (OPS_FOLDER / op).glob("triton*.py"):
+        source = path.read_text(encoding="utf-8")
+        jitted = set(re.findall(r"@triton\.jit\b[^\n]*(?:\n[^\n]*)*?\ndef (\w+)\(", source))
+        found |= {name for name in jitted if re.search(rf"\b{name}\[", source)}
+    return found
+
+
+class _Driver:
+    """As much of Triton's driver as compiling asks for. Each generation counts as a device, with a cache of its own."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.generation, 32)
+
+    def get_current_device(self) -> int:
+        return self.generation
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+@contextmanager
+def pretended(generation: int) -> Iterator[list[Any]]:
+    """Inside, launches are compiled for `generation` and not run; yields the list that they are added to."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run, compiled = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append(kernel)
+        return kernel
+
+    JITFunction.run = compile_only
+    driver.set_active(_Driver(generation))
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        with suppress(RuntimeError):  # there is no GPU: nothing else could be active
+            driver.reset_active()
+
+
+def compile_op(op: str, generation: int) -> list[Compiled]:
+    """Every launch of the op's launch file, compiled."""
+    launches = importlib.import_module(f"tests.ops.launches.{op}").launches()
+    function = getattr(importlib.import_module(f"spyglass.ops.{op}.triton"), op)
+    found: dict[str, Compiled] = {}
+    with torch.inference_mode(), pretended(generation) as compiled:
+        for launch in launches:
+            compiled.clear()
+            function(*launch.args, **launch.options)
+            for kernel in compiled:
+                found[kernel.hash] = _measured(kernel, generation in launch.may_spill)
+    return list(found.values())
+
+
+def _measured(kernel: Any, may_spill: bool) -> Compiled:
+    frame, registers = _frame_and_registers(kernel.asm["cubin"])
+    data = kernel.metadata
+    settings = f"num_warps={data.num_warps} num_stages={data.num_stages} {_constants(kernel)}"
+    return Compiled(
+        kernel=data.name,
+        shared=data.shared,
+        frame=frame,
+        registers=registers,
+        settings=settings,
+        may_spill=may_spill,
+    )
+
+
+def _constants(kernel: Any) -> str:
+    names = list(kernel.src.fn.arg_names)
+    return " ".join(f"{names[path[0]]}={value}" for path, value in kernel.src.constants.items())
+
+
+def _frame_and_registers(cubin: bytes) -> tuple[int, int]:
+    """Largest stack frame (bytes) and register count of the functions in a cubin, from its `.nv.info` sections.
+
+    A record is a form and an attribute, a byte each, and a 16-bit size; form 4 has that many bytes behind it.
+    """
+    sections, header_size, count, names_at = (
+        struct.unpack_from("<Q", cubin, 40)[0],
+        *struct.unpack_from("<HHH", cubin, 58),
+    )
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * header_size) for i in range(count)]
+    names = headers[names_at][4]
+    frame = registers = 0
+    for name, _, _, _, start, size in headers:
+        label = cubin[names + name : cubin.index(b"\0", names + name)]
+        if not label.startswith(b".nv.info"):
+            continue
+        at = start
+        while at < start + size:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if form != 4:
+                continue
+            if attribute == 0x11:  # EIATTR_FRAME_SIZE: symbol, bytes
+                frame = max(frame, struct.unpack_from("<II", cubin, at)[1])
+            elif attribute == 0x2F:  # EIATTR_REGCOUNT: symbol, registers
+                registers = max(registers, struct.unpack_from("<II", cubin, at)[1])
+            at += length
+    return frame, registers
+
+
+# The interpreter: a child process, because Triton decides at import what a kernel is.
+
+
+def interpret() -> None:
+    """Make this process one that interprets kernels; call before anything imports Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def interpreted(op: str, case: str, dtype: torch.dtype, rows: int) -> tuple[Results, Results]:
+    """Results of the kernel and of the reference for one case, in a process that called `interpret`."""
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(90))
+    call = CASES[op, case](Source(dtype, rows))
+    expected = run_call(getattr(_module(op, "reference"), op), call)
+    return run_call(getattr(_module(op, "triton"), op), call, place=poisoned), expected
+
+
+@cache
+def _module(op: str, name: str) -> ModuleType:
+    return importlib.import_module(f"spyglass.ops.{op}.{name}")

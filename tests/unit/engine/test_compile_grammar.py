@@ -1,0 +1,81 @@
+"""Grammars compiled over a vocabulary of all bytes: which tokens may come next, and what is refused how."""
+
+from __future__ import annotations
+
+import string
+import threading
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from spyglass.engine.structured.compile import Words, compile_grammar, run_deep
+
+SILENT = 257  # spelled like a word, and no way to spell it
+WORDS = Words([bytes((byte,)) for byte in range(256)] + [b"ab", b"ab"], [SILENT], [SILENT])
+VOCABULARY = WORDS.vocabulary()
+
+
+def compiled(kind: str, value: Any, begun: str = "") -> llguidance.LLMatcher:
+    matcher = compile_grammar(kind, value, VOCABULARY)
+    for byte in begun.encode():
+        assert matcher.consume_token(byte), matcher.get_error()
+    return matcher
+
+
+def allowed(matcher: llguidance.LLMatcher) -> set[int]:
+    words_1W = allocate_token_bitmask(1, VOCABULARY.vocab_size)
+    fill_next_token_bitmask(matcher, words_1W)
+    return set(np.flatnonzero(np.unpackbits(words_1W.view(np.uint8), bitorder="little")).tolist())
+
+
+@pytest.mark.parametrize("sign", string.printable, ids=ascii)
+def test_a_choice_means_its_texts_letter_by_letter(sign: str) -> None:
+    """Whatever a sign would mean in a pattern."""
+    assert allowed(compiled("choice", [f"x{sign}y", "z"], begun="x")) == {ord(sign)}
+
+
+def test_silent_tokens_are_no_way_to_spell_text() -> None:
+    assert allowed(compiled("regex", "ab*")) == {ord("a"), WORDS.tokens.index(b"ab")}
+    assert allowed(compiled("regex", "ab*", begun="abb")) == {ord("b"), SILENT}, "which may end it"
+
+
+def test_any_json_is_an_object() -> None:
+    assert {chr(token) for token in allowed(compiled("json", None))} == {"{"}
+
+
+def test_a_pattern_is_no_grammar_and_a_grammar_no_pattern() -> None:
+    assert allowed(compiled("regex", "start: a")) == {ord("s")}
+    assert allowed(compiled("grammar", 'start: "a"')) == {ord("a")}
+
+
+def test_text_that_a_form_leaves_no_choice_about_is_spelled_as_the_tokenizer_does() -> None:
+    spelled = Words(WORDS.tokens, WORDS.silent, WORDS.ends, lambda text: [256] * text.count("ab"))
+    assert spelled.vocabulary().tokenize_str("ab") == [256]
+    assert VOCABULARY.tokenize_str("ab") == [ord("a"), ord("b")], "or in bytes"
+    few = Words([b"a", b"b", b""], [2], [2])
+    assert few.vocabulary().tokenize_str("abéb") == [0, 1], "as far as there are tokens of them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("regex", 3), ("choice", [3]), ("grammar", None), ("json_schema", object()), ("regex", "(a")]
+)
+def test_a_form_of_another_type_is_refused_by_its_kind(kind: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"the {kind} asked for cannot be"):
+        compile_grammar(kind, value, VOCABULARY)
+
+
+def test_a_refusal_is_as_short_as_a_person_reads() -> None:
+    made_up = {f"p{number}": {"type": "string", "format": f"made-up-{number}"} for number in range(90)}
+    schema = {"type": "object", "properties": made_up, "x-guidance": {"lenient": True}}
+    with pytest.raises(ValueError, match=r"cannot be followed.*made-up-0") as caught:
+        compile_grammar("json_schema", schema, VOCABULARY)
+    assert len(str(caught.value)) < 600
+
+
+def test_only_the_thread_that_compiles_gets_a_deep_stack() -> None:
+    before = threading.stack_size()
+    assert run_deep(lambda: 5, threading.Lock()) == 5
+    assert threading.stack_size() == before
