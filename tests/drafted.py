@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.save import save_checkpoint
 from spyglass.config.read import parse_model_config

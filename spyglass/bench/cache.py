@@ -19,7 +19,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.model import FORMATS, WeightFormat, checkpoint_folder
-from spyglass.checkpoint.presets import PRESETS, Preset
+from spyglass.config.presets import PRESETS, Preset
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.engine import Engine

@@ -42,7 +42,7 @@ from spyglass.bench.model import (
     measure_bandwidths,
     step_bytes,
 )
-from spyglass.checkpoint.presets import PRESETS
+from spyglass.config.presets import PRESETS
 from spyglass.config.cache import cache_plans
 from spyglass.engine.request import SamplingParams
 from spyglass.model import LoadedModel, load_model

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from spyglass.checkpoint.layout import Layout, Spelling
-from spyglass.checkpoint.presets import Preset, preset_config
+from spyglass.config.presets import Preset, preset_config
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import parse_model_config

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
-from spyglass.prompt.build import PICTURE_ID, Part, prompt_from_parts
+from spyglass.prompt.build import IMAGE_POSITION, Part, prompt_from_parts
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import check_spans
 
@@ -72,7 +72,7 @@ def kinds_of_reference_ids(
     is_text_T = ids_T < vocab_size
     kinds_T = np.where(is_text_T, TokenKind.TEXT, ids_T - vocab_size).astype(np.int8)
     check_spans(kinds_T)
-    return np.where(is_text_T, ids_T, PICTURE_ID).astype(np.int32), kinds_T
+    return np.where(is_text_T, ids_T, IMAGE_POSITION).astype(np.int32), kinds_T
 
 
 def prompt_from_reference_ids(
@@ -94,10 +94,10 @@ def prompt_from_reference_ids(
     done = 0
     for stop, picture in zip(stops.tolist(), pictures, strict=True):
         run = ids_T[done:stop]
-        parts += [run[run != PICTURE_ID], picture]
+        parts += [run[run != IMAGE_POSITION], picture]
         done = stop
     tail = ids_T[done:]
-    parts.append(tail[tail != PICTURE_ID])
+    parts.append(tail[tail != IMAGE_POSITION])
     prompt = prompt_from_parts(parts, config)
     written = to_reference_ids(prompt, vocab_size)
     given = np.asarray(ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.match import Source
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, TensorHeader
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors, random_item, random_tensor
 from spyglass.checkpoint.safetensors import INDEX_NAME, open_checkpoint
 from spyglass.config.read import parse_model_config, read_model_config

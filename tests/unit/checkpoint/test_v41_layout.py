@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
 from spyglass.config import parse_model_config, read_model_config

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from spyglass.checkpoint.presets import Preset, preset_config
+from spyglass.config.presets import Preset, preset_config
 from spyglass.checkpoint.random import random_tensor
 from spyglass.config.read import parse_model_config
 from spyglass.errors import ConfigError

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from spyglass.checkpoint.presets import Preset
+from spyglass.config.presets import Preset
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
