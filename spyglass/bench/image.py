@@ -25,15 +25,15 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config import VisionConfig
-from spyglass.config.fields import number
+from spyglass.config.numbers import number
+from spyglass.config.presets import released_vision
+from spyglass.families import FAMILIES
 from spyglass.prompt import (
-    V4_VISION,
-    V41_VISION,
     ImagePlan,
     contained_size,
     cut,
     normalise,
-    open_image,
+    open_picture,
     patchify,
     plan_image,
     prompt_digest,
@@ -42,7 +42,7 @@ from spyglass.prompt import (
 from spyglass.prompt.image import PAD_COLOUR, centre
 
 _SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "12 MP": (4000, 3000)}
-_FAMILIES = {"v4": V4_VISION, "v41": V41_VISION}
+_FAMILIES = {family.short_name: released_vision(family) for family in FAMILIES.values()}
 _THREADS = (1, 2)
 _GOAL = 1 / 3
 
@@ -179,7 +179,7 @@ def _plain(data: bytes, vision: VisionConfig) -> torch.Tensor:
 
 
 def _ours(data: bytes, vision: VisionConfig) -> NDArray[np.uint8]:
-    picture = open_image(data)
+    picture = open_picture(data)
     return patchify(picture, plan_image(*picture.size, vision))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from spyglass.config.numbers import integer
 from spyglass.config.presets import PRESETS
-from spyglass.config.fields import integer
 
 HELP = "Write a seeded random checkpoint in the official file layout, tokenizer included."
 

@@ -101,9 +101,7 @@ class TrainConfig:
                 )
         for name in ("lr", "alpha", "clip"):
             if not 0 < getattr(self, name) <= MAX_FACTOR:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, expected a number above 0, at most {MAX_FACTOR:g}"
-                )
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0, at most {MAX_FACTOR:g}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}, expected a share from 0 to below 1")
         if not 0 <= self.weight_decay <= MAX_FACTOR:
