@@ -10,6 +10,7 @@ import torch
 from spyglass.lora.modules import find_targets
 
 from spyglass.errors import AdapterError
+from spyglass.lora.modules import find_targets
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from spyglass.lora.modules import find_targets
 
 from spyglass.errors import AdapterError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import GroupedLinear
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.modules import find_targets
 from spyglass.lora.pool import AdapterPool
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
