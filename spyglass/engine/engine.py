@@ -101,6 +101,7 @@ class Engine:
             images=self.image_cache,
             engram=engram,
         )
+        self.step_runner = self._runner.steps
         self._grammars, self._masks = grammars, GrammarMasks(config.text.vocab_size, usable, config.eos_token_ids)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
@@ -231,11 +232,6 @@ class Engine:
             self.prefixes.clear()
             self.image_cache.clear()
             self._counted = counted
-
-    @property
-    def model_seconds(self) -> float:
-        """Seconds that all steps took in the model, but for the logits of those that draw."""
-        return self._runner.steps.seconds
 
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer.

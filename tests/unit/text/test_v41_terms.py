@@ -12,7 +12,8 @@ import torch
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config import YarnScaling
 from spyglass.layers.rope import rope_frequencies
-from spyglass.runtime.frame import Frames, join_inputs, sequence_input
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import join_inputs, sequence_input
 from spyglass.text.step import make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
