@@ -23,7 +23,7 @@ from spyglass.engine.drafts import Drafter
 from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.loop import StepLoop
 from spyglass.engine.request import Delta, SamplingParams
-from spyglass.engine.runner import ModelParts, Runner
+from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.engine.stats import EngineStats
@@ -33,6 +33,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
+from spyglass.runtime.steps import ModelParts
 
 
 class Engine:
@@ -98,6 +99,7 @@ class Engine:
             capture=() if drafter is None else drafter.capture,
             lookahead=lookahead,
         )
+        self.step_runner = self.runner.steps
         self._grammars, self._lookahead = grammars, lookahead
         self._loop = StepLoop(
             self.runner,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts, slots_of
 from spyglass.batch.images import pack_images
-from spyglass.batch.types import Batch, CacheView, ImageBatch
+from spyglass.batch.types import Batch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache, Key
@@ -22,43 +21,21 @@ from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.transfer import to_device
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
-
-
-class ModelParts(Protocol):
-    """The model as a driver sees it (`spyglass.model.VisionLanguageModel`)."""
-
-    def encode_images(self, images: ImageBatch) -> torch.Tensor:
-        """Image rows [I, C], picture by picture."""
-
-    def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
-        """Residual streams [T, M, C]."""
-
-    def text(self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView) -> tuple[torch.Tensor, Any]:
-        """Hidden states [T, C] and what was captured."""
-
-    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-        """Logits fp32 [R, V]."""
-
-    def largest(
-        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Id int64 [R] and value [R] of the largest logit that is not banned; None where `logits` is as quick."""
+from spyglass.runtime.step_input import StepInput, join_parts, slots_of
+from spyglass.runtime.steps import ModelParts, StepResult, StepRunner
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningStep:
     """A step under way. `first` row of each chunk; `resumable` (number of a chunk, position): a snapshot is left there.
 
-    `logit_rows_R` int64 are the rows that are wanted of all chunks. `captured` residual streams [T, M, C] by layer.
     `sampled` tokens come from the rows of `sampling`, chunk by chunk.
     """
 
     chunks: Sequence[Chunk]
     first: Sequence[int]
     resumable: Sequence[tuple[int, int]]
-    hidden_TC: torch.Tensor
-    logit_rows_R: torch.Tensor
-    captured: Mapping[int, torch.Tensor]
+    result: StepResult
     sampling: Sequence[Chunk] = ()
     sampled: PendingTokens | None = None
     sampled_rows: dict[int, int] = field(default_factory=dict)  # request -> its last row in `sampled`
@@ -88,7 +65,8 @@ class Runner:
         self._banned, self._banned_V = banned, torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
         self._banned_V[banned] = True
         self._model, self._config, self._allocator, self._device = model, config, allocator, device
-        self._image_cache, self._engram, self._capture, self._lookahead = images, engram, capture, lookahead
+        self._image_cache, self._engram, self._lookahead = images, engram, lookahead
+        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V, capture=capture)
 
     @property
     def vocab_size(self) -> int:
@@ -113,13 +91,12 @@ class Runner:
         image_rows, image_index_T = _image_rows(chunks, images)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
-        engram = self._config.text.engram
         wanted = [
             row
             for chunk, start, count in zip(chunks, first, counts, strict=True)
             for row in range(start + count - chunk.rows_wanted, start + count)
         ]
-        packed = PackedSteps(
+        given = StepInput(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
             kinds_T=_kinds(chunks) if any(images) else np.full(sum(counts), TokenKind.TEXT, np.int8),
             start_S=np.array([chunk.start for chunk in chunks], np.int64),
@@ -130,47 +107,38 @@ class Runner:
             visible_T2=_visible(chunks, images),
             image_index_T=image_index_T,
             slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
-            lookback_SL=None if engram is None else _lookback(chunks, engram.lookback),
             lookahead=self._lookahead,
         )
-        batch, cache = assemble_packed(
-            packed, self._config.text, self._allocator.page_rows, self._allocator.pages, self._device
+        result = self.steps.run(
+            given,
+            self._allocator.pages,
+            image_rows_IC=image_rows,
+            engram_rows=engram_rows,
+            amend=None if before is None else partial(_put_sampled, chunks, first, before),
+            argmax=bool(wanted) and all(chunk.sequence.is_greedy for chunk in chunks if chunk.rows_wanted),
         )
-        batch = replace(batch, capture=self._capture)
-        if engram_rows is not None:
-            batch = replace(batch, engram_rows=engram_rows())
-        self._put_sampled(batch, chunks, first, before)
-        streams = self._model.embed(batch, image_rows)
-        hidden_TC, captured = self._model.text(streams, batch, cache)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
                 _forget_images(chunk)
-        return RunningStep(
-            chunks=chunks,
-            first=first,
-            resumable=resumable,
-            hidden_TC=hidden_TC,
-            logit_rows_R=batch.logit_rows_R,
-            captured=captured,
-        )
+        return RunningStep(chunks=chunks, first=first, resumable=resumable, result=result)
 
     def sample(self, step: RunningStep, sampling: Sequence[Chunk], allowed: torch.Tensor | None) -> None:
         """Sample a token for every row that is wanted of some chunks of a step; `allowed` as `SampleInput` has it."""
-        step.sampling, rows_R = sampling, step.logit_rows_R
+        step.sampling, rows_R, found = sampling, step.result.logit_rows_R, step.result.argmax
         last = accumulate(chunk.rows_wanted for chunk in sampling)
         step.sampled_rows = {c.sequence.request_id: row - 1 for c, row in zip(sampling, last, strict=True)}
         if len(sampling) < sum(chunk.rows_wanted > 0 for chunk in step.chunks):  # some have ended in the meantime
             alive = {chunk.sequence.request_id for chunk in sampling}
             ended = [c.sequence.request_id not in alive for c in step.chunks for _ in range(c.rows_wanted)]
-            rows_R = rows_R.index_select(0, to_device(np.flatnonzero(np.logical_not(ended)), self._device))
-        if all(chunk.sequence.is_greedy for chunk in sampling):
-            found = self._model.largest(step.hidden_TC, rows_R, self._banned_V)
-            if found is not None:
-                step.sampled = PendingTokens(*found)
-                return
+            alive_R = to_device(np.flatnonzero(np.logical_not(ended)), self._device)
+            rows_R = rows_R.index_select(0, alive_R)
+            found = None if found is None else (found[0].index_select(0, alive_R), found[1].index_select(0, alive_R))
+        if found is not None:
+            step.sampled = PendingTokens(*found)
+            return
         each = [(chunk, number) for chunk in sampling for number in range(chunk.rows_wanted)]
-        logits_RV = self._model.logits(step.hidden_TC, rows_R)
+        logits_RV = self._model.logits(step.result.hidden_TC, rows_R)
         given = SampleInput(
             params=[chunk.sequence.params for chunk, _ in each],
             seed_S=[chunk.sequence.seed for chunk, _ in each],
@@ -183,24 +151,7 @@ class Runner:
 
     def logits(self, step: RunningStep, start: int, stop: int) -> torch.Tensor:
         """Logits fp32 [stop - start, V] of rows of a step."""
-        return self._model.logits(step.hidden_TC, torch.arange(start, stop, device=self._device))
-
-    def _put_sampled(
-        self, batch: Batch, chunks: Sequence[Chunk], first: Sequence[int], before: RunningStep | None
-    ) -> None:
-        """Write ids that were sampled in the step before, on the device."""
-        rows, sources = [], []
-        for chunk, row in zip(chunks, first, strict=True):
-            known = chunk.sequence.known
-            if known < chunk.stop and not chunk.drafts:
-                assert before is not None and known == chunk.stop - 1
-                rows.append(row + known - chunk.start)
-                sources.append(before.sampled_rows[chunk.sequence.request_id])
-        if rows:
-            assert before is not None and before.sampled is not None
-            row_J, source_J = (to_device(np.array(each, np.int64), self._device) for each in (rows, sources))
-            ids_J = before.sampled.ids_S.index_select(0, source_J)
-            batch.ids_T.index_copy_(0, row_J, ids_J.to(batch.ids_T.dtype))
+        return self._model.logits(step.result.hidden_TC, torch.arange(start, stop, device=self._device))
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
@@ -261,6 +212,22 @@ class Runner:
             calls[-1].append(key)
             taken += cells
         return calls
+
+
+def _put_sampled(chunks: Sequence[Chunk], first: Sequence[int], before: RunningStep, batch: Batch) -> None:
+    """Write ids that were sampled in the step before, on the device."""
+    rows, sources = [], []
+    for chunk, row in zip(chunks, first, strict=True):
+        known = chunk.sequence.known
+        if known < chunk.stop:
+            assert known == chunk.stop - 1
+            rows.append(row + known - chunk.start)
+            sources.append(before.sampled_rows[chunk.sequence.request_id])
+    if rows:
+        assert before.sampled is not None
+        row_J, source_J = (to_device(np.array(each, np.int64), batch.ids_T.device) for each in (rows, sources))
+        ids_J = before.sampled.ids_S.index_select(0, source_J)
+        batch.ids_T.index_copy_(0, row_J, ids_J.to(batch.ids_T.dtype))
 
 
 def _used(chunk: Chunk) -> list[UsedTokens | None]:

@@ -57,7 +57,7 @@ class Guesser:
             kept = max(0, min(len(chunk.drafts), chunk.sequence.known - 1 - (chunk.stop - len(chunk.drafts))))
             self.accepted += kept
             self.refused += len(chunk.drafts) - kept
-        self.captured.append({layer: streams.shape for layer, streams in step.captured.items()})
+        self.captured.append({layer: streams.shape for layer, streams in step.result.captured.items()})
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
