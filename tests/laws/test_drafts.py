@@ -204,7 +204,7 @@ def engine_of(llm: LLM, drafter: Guesser | None) -> Engine:
         device=llm.loaded.device,
         banned=llm.banned_ids,
         token_bytes=token_bytes,
-        grammars=GrammarCompiler(token_bytes, llm.config),
+        grammars=GrammarCompiler(token_bytes, llm.config, cpu_seconds=20.0),
         lookahead=LOOKAHEAD,
         drafter=drafter,
     )
