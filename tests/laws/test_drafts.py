@@ -79,7 +79,7 @@ def test_drafted_answers_are_those_that_would_have_been_drawn(
     caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and random ones, with penalties, stop ids, log-probabilities, images, preemption and cancels."""
-    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
+    monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     drafter = guesser(world, capture=(1,))
     engine = world.family.engine(
         world.model,

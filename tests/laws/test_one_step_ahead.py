@@ -35,7 +35,7 @@ def test_one_step_ahead_gives_each_request_what_it_gets_alone(
     caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With penalties, stop ids, log-probabilities, images, preemptions and cancelled requests."""
-    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
+    monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     family: Family = world.family
     engine = family.engine(world.model, step=43, cache_bytes=family.cache_bytes, async_scheduling="on", **caches)
     done = play(engine, world.requests, np.random.default_rng(8))
