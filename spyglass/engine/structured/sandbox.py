@@ -15,8 +15,8 @@ from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 _KEPT = 2  # processes that wait for the next form, some 100 MB each
 _LONG = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
-_CPU_SECONDS = 1.0  # for one form, which is compiled once more where it is used
-_WALL_SECONDS = 20.0  # on a machine that is too busy to give it that
+_CPU_SECONDS = 10.0  # for one form, which is compiled once more where it is used; its memory is bounded, too
+_WALL_SECONDS = 60.0  # on a machine that is too busy to give it that
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
 
@@ -101,7 +101,7 @@ class _Process:
                 f"again later, or {_ADVICE}",
                 retry_after_s=wall_seconds,
             )
-        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than there is"
+        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one form may have"
         raise PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
 
     def _exchange(self, line: str) -> str:
