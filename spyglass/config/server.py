@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from spyglass.config.engine import SERVER_PREFIX, about, read_options, require_count
 from spyglass.errors import ConfigError
 
+_ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 SERVER_CHOICES: Mapping[str, tuple[str, ...]] = {
     "without_vision": ("refuse", "note"),
     "log_level": ("debug", "info", "warning", "error"),
@@ -26,6 +28,8 @@ class ServerConfig:
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
     port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one"))
+    uds: str = field(default="", metadata=about("listen on a Unix socket at this path instead of an address"))
+    root_path: str = field(default="", metadata=about("path of a proxy below which the server is seen, as /models"))
     api_key: tuple[str, ...] = field(
         default=(),
         metadata=about(
@@ -97,6 +101,10 @@ class ServerConfig:
                 f"allow_adapter_loading is {self.allow_adapter_loading} with adapter_root {self.adapter_root!r}; "
                 "to load adapters over HTTP give both, the second a folder"
             )
+        if not isinstance(self.root_path, str) or (self.root_path and not _ROOT_PATH.fullmatch(self.root_path)):
+            raise ConfigError(f"root_path is {self.root_path!r}, expected a path such as /models")
+        if not isinstance(self.uds, str):
+            raise ConfigError(f"uds is {self.uds!r}, expected a path")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected a name or an address")
         for name, allowed in SERVER_CHOICES.items():

@@ -8,6 +8,7 @@ run, and `why_not` says so.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -15,6 +16,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -111,8 +113,21 @@ def _flags_of(isa: str) -> tuple[str, ...]:
 
 def _cache_folder() -> Path:
     # the one place outside the engine's configuration that reads the environment: where a user's caches go
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or _home() / ".cache"
     return Path(root) / "spyglass"
+
+
+def _home() -> Path:
+    """The user's folder; without one (no entry in the list of users) one of this user alone among temporary files."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"spyglass-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a library is loaded from there: nobody else may have put one in
+    alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if alone else Path(tempfile.mkdtemp(prefix="spyglass-"))
 
 
 def _openmp_runtime() -> str | None:

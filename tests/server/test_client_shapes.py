@@ -1,4 +1,4 @@
-"""Whole requests as programs send them, rebuilt from public descriptions: all are taken, what has no effect is named."""
+"""Whole requests as programs send them, rebuilt from public descriptions: all are taken, what does nothing is named."""
 
 from __future__ import annotations
 
