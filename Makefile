@@ -18,10 +18,11 @@ FAMILY ?= v4
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help setup demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak clean
+.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak clean
 
 help:
 	@echo 'make setup           .venv with everything the others need (they set it up themselves)'
+	@echo 'make wheel           dist/spyglass-*.whl, to install elsewhere'
 	@echo 'make demo            show the small model a picture: PHOTO=mine.png QUESTION="What colour is it?" MODEL=folder'
 	@echo 'make test            every test: TESTS=tests/unit/config runs less, JOBS=1 one at a time'
 	@echo 'make test-recipe     tests of the recipe of the small models (scripts/tiny)'
@@ -46,6 +47,11 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --constraint requirements-dev.txt --no-build-isolation --editable '.[dev]'
 	$(BIN)/python -m spyglass.ops.build || true
 	touch $(STAMP)
+
+# A wheel holds the shipped models, the kernels' sources and the page of the playground.
+wheel: setup
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 # With random weights the path is real and the words are noise.
 demo: setup

@@ -6,7 +6,6 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -40,10 +39,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
-_BACKBONES: Mapping[str, Callable[[TextBuild], V4Backbone | V41Backbone]] = {
-    "deepseek_v4": V4Backbone,
-    "deepseek_v41": V41Backbone,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +65,8 @@ class VisionLanguageModel(nn.Module):
         self.config = config
         self.options = options
         self.embedding = Embedding(build, "embed")
-        self.text = _BACKBONES[config.family](_text_build(config, options))
+        backbone = V41Backbone if text.shifted_hyper else V4Backbone
+        self.text: V4Backbone | V41Backbone = backbone(_text_build(config, options))
         self.head = Linear(build, "head", fp32_out=True)
         self.vision: VisionTower | None = None
         self.aligner: Aligner | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: workers sha
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for variable in [name for name in os.environ if name.startswith("SPYGLASS_")]:
     del os.environ[variable]  # a developer's own settings must not decide whether tests pass
+os.environ["SPYGLASS_GRAMMAR_SECONDS"] = "600"  # nor may the speed of this machine
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_ONLY = "gpu"
@@ -83,3 +86,31 @@ def _poison_op_tests(request: pytest.FixtureRequest) -> None:
 def golden() -> Path:
     """The folder of test vectors; origin in tests/golden/PROVENANCE.md."""
     return ROOT / "tests" / "golden" / "data"
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint_of(preset, seed=0)`: a folder of `new_checkpoint`, made once for all workers, only to be read."""
+    from spyglass.checkpoint.random import new_checkpoint
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+    def made(preset: str, *, seed: int = 0, **options: Any) -> Path:
+        about = "-".join(["checkpoint", preset, str(seed), *(f"{key}={value}" for key, value in options.items())])
+        (shared / about).mkdir(exist_ok=True)
+        folder, done = shared / about / preset, shared / about / "done"
+        with (shared / about / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                new_checkpoint(folder, preset, seed=seed, **options)  # type: ignore[arg-type]
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(checkpoint_of: Callable[..., Path]) -> Path:
+    """A checkpoint of preset `tiny` with its tokenizer."""
+    return checkpoint_of("tiny")

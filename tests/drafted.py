@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import random_item
 from spyglass.checkpoint.save import save_checkpoint
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.table import draft_params, param_table
 

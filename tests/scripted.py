@@ -41,6 +41,7 @@ class ScriptedEngine:
         self.live: dict[int, Answer] = {}
         self.steps = self._next = 0
         self.lost: list[Delta] = []
+        self.before_step: Callable[[], object] = lambda: None
 
     @property
     def has_work(self) -> bool:
@@ -68,6 +69,7 @@ class ScriptedEngine:
             lost, self.lost = self.lost, []
             return lost
         self.steps += 1
+        self.before_step()
         time.sleep(self.pause_s)
         if self.steps in self.faults:
             self.lost = [self._last(answer, "abort", "", "the step failed") for answer in list(self.live.values())]

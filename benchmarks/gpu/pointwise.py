@@ -125,6 +125,46 @@ def hyper_expand(s: Sizes) -> Callable[[int], Any]:
 
 
 @timed
+def hyper_read(s: Sizes) -> Callable[[int], Any]:
+    op, x, fn = triton_function("hyper_read"), s(s.rows, 4, s.hidden), s.weights(24, 4 * s.hidden)
+    scale, base, weight = s(3, dtype=F32), s(24, dtype=F32), s(s.hidden, dtype=F32)
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-6, "rounds": 20, "eps": 1e-6}
+    return lambda i: op(x, fn[i % len(fn)], scale, base, weight, **options)
+
+
+@timed
+def hyper_write_read(s: Sizes) -> Callable[[int], Any]:
+    op, x, fn = triton_function("hyper_write_read"), s(s.rows, 4, s.hidden), s.weights(24, 4 * s.hidden)
+    scale, base, weight = s(3, dtype=F32), s(24, dtype=F32), s(s.hidden, dtype=F32)
+    post, comb = s(s.rows, 4, dtype=F32), s(s.rows, 4, 4, dtype=F32)
+    routed, shared = s(s.rows, s.hidden, dtype=F32), s(s.rows, s.hidden)
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-6, "rounds": 20, "eps": 1e-6}
+    return lambda i: op(routed, shared, x, post, comb, fn[i % len(fn)], scale, base, weight, **options)
+
+
+@timed
+def window_row(s: Sizes) -> Callable[[int], Any]:
+    op, x, angle = triton_function("row_finish"), s(s.rows, 512), s(s.rows, 32, dtype=F32)
+    pages, write = s(s.rows, 1, 512), torch.arange(s.rows, device=s.device)
+    options = {"weight_D": s(512, dtype=F32), "eps": 1e-6, "quant": FakeQuant(element="e4m3", block=64)}
+    options |= {"dims": 448, "tail_bf16": True, "pages_NBD": pages, "write_T": write}
+    return lambda i: op(x, angle, angle, **options)
+
+
+@timed
+def index_query(s: Sizes) -> Callable[[int], Any]:
+    op, x, angle = triton_function("row_finish"), s(s.rows, 64, 128), s(s.rows, 32, dtype=F32)
+    quant = FakeQuant(element="e2m1", block=32)
+    return lambda i: op(x, angle, angle, hadamard=True, quant=quant)
+
+
+@timed
+def query_heads(s: Sizes) -> Callable[[int], Any]:
+    op, x, angle = triton_function("row_finish"), s(s.rows, 64, 512), s(s.rows, 32, dtype=F32)
+    return lambda i: op(x, angle, angle, eps=1e-6, stepwise=True)
+
+
+@timed
 def rms_norm(s: Sizes) -> Callable[[int], Any]:
     op, x, weight = triton_function("rms_norm"), s(s.rows, s.hidden), s(s.hidden, dtype=F32)
     return lambda i: op(x, weight, eps=1e-6)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.params.table import Param
 from spyglass.tiny_world.questions import KINDS
 

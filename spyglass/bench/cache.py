@@ -19,9 +19,9 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.model import FORMATS, WeightFormat, checkpoint_folder
-from spyglass.checkpoint.presets import PRESETS, Preset
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
+from spyglass.config.presets import PRESETS, Preset
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
 from spyglass.engram.feed import EngramFeed

@@ -43,8 +43,8 @@ from spyglass.bench.model import (
     measure_bandwidths,
     step_bytes,
 )
-from spyglass.checkpoint.presets import PRESETS
 from spyglass.config.cache import cache_plans
+from spyglass.config.presets import PRESETS
 from spyglass.engine.request import SamplingParams
 from spyglass.model import LoadedModel, load_model
 from spyglass.ops.table import bind_ops

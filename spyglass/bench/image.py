@@ -26,9 +26,9 @@ from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config import VisionConfig
 from spyglass.config.numbers import number
+from spyglass.config.presets import released_vision
+from spyglass.families import FAMILIES
 from spyglass.prompt import (
-    V4_VISION,
-    V41_VISION,
     ImagePlan,
     contained_size,
     cut,
@@ -42,7 +42,7 @@ from spyglass.prompt import (
 from spyglass.prompt.image import PAD_COLOUR, centre
 
 _SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "12 MP": (4000, 3000)}
-_FAMILIES = {"v4": V4_VISION, "v41": V41_VISION}
+_FAMILIES = {family.short_name: released_vision(family) for family in FAMILIES.values()}
 _THREADS = (1, 2)
 _GOAL = 1 / 3
 

@@ -22,12 +22,12 @@ import torch
 from spyglass.bench.arguments import positive
 from spyglass.bench.load import resident
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
-from spyglass.checkpoint.presets import PRESETS, Preset
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import TextConfig
+from spyglass.config.presets import PRESETS, Preset
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.runner import ModelParts

@@ -22,9 +22,9 @@ from torch.profiler import profile as torch_profile
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.vision import matmul_tflops, tower_flops
-from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import preset_tensors, random_tensor
 from spyglass.config.model import ModelConfig
+from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
 from spyglass.lora.new import TRAINED_SLOT, new_adapter

@@ -25,11 +25,13 @@ from spyglass.batch.types import ImageBatch
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.config.model import VisionConfig
+from spyglass.config.presets import config_of, released_vision
+from spyglass.families import FAMILIES
 from spyglass.layers.build import Build, weight_slots
 from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
-from spyglass.prompt import V4_VISION, V41_VISION, plan_image
+from spyglass.prompt import plan_image
 from spyglass.quant.formats import BF16
 from spyglass.quant.packed import Packed
 from spyglass.vision.aligner import Aligner, unfold_cells
@@ -37,10 +39,13 @@ from spyglass.vision.graphs import VisionGraphs, why_not
 from spyglass.vision.tower import VisionBlock, VisionTower, rotary_tables
 
 Work = Callable[[ImageBatch], torch.Tensor]
-FAMILIES = {"v4": (V4_VISION, 4096), "v41": (V41_VISION, 5120)}  # and the text model's width
+TOWERS = {  # and the text model's width
+    family.short_name: (released_vision(family), config_of(family.presets[-1]).text.hidden_size)
+    for family in FAMILIES.values()
+}
 SINGLE: Grid = (28, 28)
 SIZES = ((640, 480), (1280, 720), (512, 512), (1920, 1080), (768, 1024), (400, 300), (224, 224), (1000, 250))
-LARGEST: dict[str, tuple[Grid, ...]] = {"v4": ((24, 138),), "v41": ((60, 150), (3, 3063))}
+LARGEST: dict[str, tuple[Grid, ...]] = {"paired": ((24, 138),), "reading": ((60, 150), (3, 3063))}  # by layout
 PACKING_GOAL, GRAPH_GOAL = 1.5, 3.0
 EARLIER_EAGER_MS = 9.4  # eager torch, one picture of 784 patches, on an H200
 
@@ -249,10 +254,10 @@ def _prepared(measured: Measured) -> str:
 
 def jobs(family: str) -> list[tuple[str, list[Grid]]]:
     """What is measured: one picture, eight mixed ones, the largest and eight of it."""
-    vision, _ = FAMILIES[family]
+    vision, _ = TOWERS[family]
     mixed = [plan_image(*size, vision).vit_grid for size in SIZES]
     work: list[tuple[str, list[Grid]]] = [("one picture", [SINGLE]), ("8 mixed", mixed)]
-    for grid in LARGEST[family]:
+    for grid in LARGEST[vision.layout]:
         work += [(f"largest {grid[0]}x{grid[1]}", [grid]), (f"8 of {grid[0]}x{grid[1]}", [grid] * 8)]
     return work
 
@@ -263,7 +268,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--runs", type=positive, default=20, help="timed calls of each way, the median counts (default 20)"
     )
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="v4 or v41 (default both)")
+    parser.add_argument("--family", choices=TOWERS, action="append", help="whose tower (default: all)")
     parser.add_argument("--save", metavar="FILE", nargs="?", const="", help=f"write JSON (default below {RESULTS})")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -273,8 +278,8 @@ def run(argv: Sequence[str]) -> int:
     with torch.inference_mode():
         rate = matmul_tflops(torch.device("cuda"))
         rows, captures = [], []
-        for family in args.family or FAMILIES:
-            measured = Measured(*FAMILIES[family], "cuda")
+        for family in args.family or TOWERS:
+            measured = Measured(*TOWERS[family], "cuda")
             captures.append(f"{family}: {_prepared(measured)}")
             for what, grids in jobs(family):
                 rows.append(measure(measured, what, family, grids, rate, args.runs if len(grids) == 1 else 8))

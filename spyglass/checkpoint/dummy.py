@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from spyglass.checkpoint.load import LoadReport
-from spyglass.checkpoint.presets import PRESETS
 from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
+from spyglass.config.presets import PRESETS
 from spyglass.config.shipped import find_model
 from spyglass.errors import CheckpointError
 from spyglass.params.table import Param

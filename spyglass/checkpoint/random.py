@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from spyglass.checkpoint.layout import Layout, Spelling
-from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.save import SaveItem, save_checkpoint, save_headers
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import parse_model_config
+from spyglass.config.presets import Preset, preset_config
 from spyglass.errors import CheckpointError
 from spyglass.params.table import Param, draft_params, param_table
 from spyglass.quant.codec import decode, encode

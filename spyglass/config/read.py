@@ -12,11 +12,12 @@ from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import shipped_models
 from spyglass.errors import ConfigError
+from spyglass.families import V4, V41
 
-# `model_type` -> reader. Whole names only: "deepseek_v41" begins with "deepseek_v4" and is another family.
-FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
-    "deepseek_v4": read_v4.read_official,
-    "deepseek_v41": read_v41.read_official,
+# `model_type` -> reader. Whole names only: one family's name may begin with another's.
+READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
+    V4.name: read_v4.read_official,
+    V41.name: read_v41.read_official,
 }
 _ONLY_V41 = ("kv_source_layers", "engram_layer_ids")  # fields of the reference file that V4 does not have
 
@@ -51,8 +52,8 @@ def parse_model_config(values: Mapping[str, object], file: str) -> ModelConfig:
             return read_v41.read_reference(Fields(file=file, values=values, written=read_v41.REFERENCE_NAMES))
         return read_v4.read_reference(Fields(file=file, values=values, written=read_v4.REFERENCE_NAMES))
     fields = Fields(file=file, values=values)
-    supported = "one of the supported families: " + ", ".join(FAMILIES)
+    supported = "one of the supported families: " + ", ".join(READERS)
     family = fields.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in READERS:
         raise fields.error("model_type", supported)
-    return FAMILIES[family](fields)
+    return READERS[family](fields)

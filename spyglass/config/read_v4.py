@@ -24,6 +24,7 @@ from spyglass.config.model import (
     YarnScaling,
 )
 from spyglass.config.saved_v4 import is_saved_spelling, official_spelling
+from spyglass.families import V4, Family
 from spyglass.quant.formats import FakeQuant
 
 POOLED_ALL = 128  # ratio whose pools are all attended
@@ -103,8 +104,7 @@ def _model(
     ratios = schedule(fields, (0, POOLED_CHOSEN, POOLED_ALL))
     head_dim, rope_dim = head_dims(fields)
     wiring = Wiring(
-        q_head_norm=True,
-        shifted_hyper=False,
+        family=V4,
         layers=_layers(fields, yarn, ratios, rope_dim),
         rounding=_rounding(head_dim - rope_dim),
         index_head_dim=_index_dim(fields, rope_dim),
@@ -113,7 +113,7 @@ def _model(
     extra = len(fields.integers("compress_ratios")) - len(ratios)
     vocab = text.vocab_size
     return ModelConfig(
-        family="deepseek_v4",
+        family=V4.name,
         text=text,
         vision=_vision(fields),
         weights=weights(fields),
@@ -183,8 +183,7 @@ def head_dims(fields: Fields) -> tuple[int, int]:
 class Wiring:
     """What a family decides about its backbone beyond the numbers both write alike."""
 
-    q_head_norm: bool
-    shifted_hyper: bool
+    family: Family
     layers: tuple[LayerPlan, ...]
     rounding: Rounding
     index_head_dim: int
@@ -223,8 +222,8 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MOST_SINKHORN_ROUNDS),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
-        q_head_norm=wiring.q_head_norm,
-        shifted_hyper=wiring.shifted_hyper,
+        q_head_norm=wiring.family.q_head_norm,
+        shifted_hyper=wiring.family.shifted_hyper,
         max_position_embeddings=fields.integer("max_position_embeddings", default=DEFAULT_MAX_POSITION),
         layers=wiring.layers,
         reference_rounding=wiring.rounding,
@@ -308,7 +307,7 @@ def _vision(fields: Fields) -> VisionConfig | None:
         max_tokens=fields.integer("vision_max_n_token", least=SMALLEST_BLOCK),
         min_pixels=fields.integer("vision_min_pixels", least=0),
         max_wh_ratio=fields.optional_number("vision_max_wh_ratio", least=1),
-        layout="paired",
+        layout=V4.image_layout,
     )
 
 

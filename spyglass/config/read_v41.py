@@ -23,6 +23,7 @@ from spyglass.config.model import (
     WeightQuant,
     YarnScaling,
 )
+from spyglass.families import V41
 from spyglass.quant.formats import FakeQuant
 
 RATIOS = (0, 1, 2)
@@ -61,12 +62,12 @@ def read_official(fields: Fields) -> ModelConfig:
             that is not implemented.
     """
     text = fields.section("text_config")
-    text.optional_choice("model_type", ("deepseek_v41_text",))
+    text.optional_choice("model_type", (f"{V41.name}_text",))
     text, yarn = _rotation(text)
     vision = None
     if fields.get("vision_config") is not None:
         section = fields.section("vision_config")
-        section.optional_choice("model_type", ("deepseek_v41_vision",))
+        section.optional_choice("model_type", (f"{V41.name}_vision",))
         vision = _vision(section)
     fields.fixed("tie_word_embeddings", False)
     return _model(fields, text, yarn, vision, _official_weights(fields), OFFICIAL)
@@ -131,8 +132,7 @@ def _model(
     candidate_source = text.optional_integer("candidate_source_layer_id", most=len(ratios) - 1)
     engram = _engram(text, len(ratios))
     wiring = read_v4.Wiring(
-        q_head_norm=False,
-        shifted_hyper=True,
+        family=V41,
         layers=_layers(text, yarn, ratios, rope_dim, candidate_source, engram),
         rounding=_rounding(head_dim),
         index_head_dim=text.integer("index_head_dim", least=rope_dim),
@@ -142,7 +142,7 @@ def _model(
     backbone = read_v4.read_text(text, wiring, defaults)
     vocab, extra = backbone.vocab_size, len(text.integers("compress_ratios")) - len(ratios)
     config = ModelConfig(
-        family="deepseek_v41",
+        family=V41.name,
         text=backbone,
         vision=vision,
         weights=weights,
@@ -291,7 +291,7 @@ def _vision(tower: Fields) -> VisionConfig:
         max_tokens=tower.integer("max_image_tokens", least=SMALLEST_SPAN),
         min_pixels=tower.integer("min_pixels", least=0),
         max_wh_ratio=tower.optional_number("max_wh_ratio", least=1),
-        layout="reading",
+        layout=V41.image_layout,
     )
 
 

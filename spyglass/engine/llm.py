@@ -43,8 +43,7 @@ from spyglass.params.declared import AdapterGroup
 from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
-from spyglass.prompt.interop import VLLM_FIRST_ID
-from spyglass.prompt.placeholder import RELEASED_VOCABULARY, resolve_placeholder
+from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import Prompt, TokenKind
 
@@ -89,6 +88,7 @@ class LLM:
         cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
+        grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
         threads: int | None = None,
@@ -135,7 +135,9 @@ class LLM:
             device=self.loaded.device,
             banned=self._never_drawn(),
             token_bytes=token_bytes,
-            grammars=None if token_bytes is None else GrammarCompiler(token_bytes, self.config),
+            grammars=None
+            if token_bytes is None
+            else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
         )
         self._deltas: dict[int, deque[Delta]] = {}

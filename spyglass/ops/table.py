@@ -38,6 +38,9 @@ OPS = (
     "hyper_head",
     "hyper_collapse",
     "hyper_expand",
+    "hyper_read",
+    "hyper_write_read",
+    "row_finish",
     "rope_partial",
     "rope_half",
     "silu_mul",
@@ -79,6 +82,9 @@ class Ops:
     hyper_head: Callable[..., Any]
     hyper_collapse: Callable[..., Any]
     hyper_expand: Callable[..., Any]
+    hyper_read: Callable[..., Any]
+    hyper_write_read: Callable[..., Any]
+    row_finish: Callable[..., Any]
     rope_partial: Callable[..., Any]
     rope_half: Callable[..., Any]
     silu_mul: Callable[..., Any]

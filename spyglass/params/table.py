@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spyglass.config.model import CompressorPlan, LayerPlan, ModelConfig, TextConfig, VisionConfig
+from spyglass.families import FAMILIES
 from spyglass.params.declared import (
     EXPERT,
     LAYER,
@@ -116,9 +117,6 @@ def draft_kind(names: Iterable[str]) -> DraftKind | None:
     return None
 
 
-_MARKOV = {"deepseek_v4": ("markov_w1", "markov_w2"), "deepseek_v41": ("embed", "head")}
-
-
 def draft_params(config: ModelConfig, kind: DraftKind) -> dict[str, Param]:
     """`mtp.*`: stages like window-only layers without table, plus projections and heads of their kind (spec v4 8)."""
     text, formats = config.text, _formats(config)
@@ -137,7 +135,7 @@ def draft_params(config: ModelConfig, kind: DraftKind) -> dict[str, Param]:
         if kind == "dspark" and index == 0:
             has |= {"dspark_first"}
         if kind == "dspark" and index == last:
-            has |= {"dspark_last", *_MARKOV[config.family]}
+            has |= {"dspark_last", *FAMILIES[config.family].markov_head}
         if kind == "classic" or index == last:
             has |= {"stage_norm"} if text.shifted_hyper else {"stage_norm", "stage_hyper_head"}
         result |= _layer(f"mtp.{index}.", text, stage, formats, has_vision=config.vision is not None)

@@ -14,27 +14,17 @@ from spyglass.prompt.decode import (
 )
 from spyglass.prompt.digest import prompt_digest
 from spyglass.prompt.image import cut, normalisation_table, normalise, patchify, resize
-from spyglass.prompt.interop import (
-    kinds_of_reference_ids,
-    prompt_from_reference_ids,
-    to_reference_ids,
-    to_v41_ids,
-    to_vllm_ids,
-)
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.plan import contained_size, layout_block, plan_image, plan_patches
-from spyglass.prompt.released import V4_VISION, V41_VISION
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import ImagePlan, ImageSpan, Patches, Prompt, TokenKind
-from spyglass.prompt.visibility import check_spans, is_legal_cut, legal_cuts, visible_extra, window_range
+from spyglass.prompt.visibility import legal_cuts, visible_extra, window_range
 
 __all__ = [
     "CHAT_RULES",
     "PICTURE_ID",
     "PYTHON_LIMITS",
     "REFERENCE_RULES",
-    "V4_VISION",
-    "V41_VISION",
     "ChatOptions",
     "ImageLimits",
     "ImagePlan",
@@ -48,12 +38,9 @@ __all__ = [
     "RenderedChat",
     "TokenKind",
     "build_prompt",
-    "check_spans",
     "contained_size",
     "cut",
     "encode_chat",
-    "is_legal_cut",
-    "kinds_of_reference_ids",
     "layout_block",
     "legal_cuts",
     "load_tokenizer",
@@ -66,14 +53,10 @@ __all__ = [
     "plan_patches",
     "prompt_digest",
     "prompt_from_parts",
-    "prompt_from_reference_ids",
     "render_chat",
     "resize",
     "resolve_placeholder",
-    "to_reference_ids",
     "to_rgb",
-    "to_v41_ids",
-    "to_vllm_ids",
     "visible_extra",
     "window_range",
 ]

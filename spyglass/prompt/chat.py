@@ -18,6 +18,7 @@ from PIL import Image
 
 from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
+from spyglass.families import FAMILIES
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import PictureSource
 from spyglass.prompt.placeholder import SPELLING
@@ -128,7 +129,7 @@ def render_conversation(
     Raises:
         PromptError: a picture stands where the library has no place for one.
     """
-    rendered = _encoding(config.family == "deepseek_v41").render_conversation(conversation)
+    rendered = _encoding(FAMILIES[config.family].renderer).render_conversation(conversation)
     order = [pictures[_stub_number(source)] for source in rendered.image_sources]
     found = sum(rendered.prompt[start:stop] == SPELLING for start, stop in rendered.special_ranges)
     if not found == len(order) == len(pictures):
@@ -271,10 +272,11 @@ def _tokens() -> deepseek_recipe.SpecialTokens:
 
 
 @cache
-def _encoding(is_v41: bool) -> deepseek_recipe.DeepseekV4Encoding | deepseek_recipe.DeepseekV41Encoding:
+def _encoding(renderer: str) -> deepseek_recipe.DeepseekV4Encoding | deepseek_recipe.DeepseekV41Encoding:
     import deepseek_recipe
 
-    encoding = deepseek_recipe.DeepseekV41Encoding() if is_v41 else deepseek_recipe.DeepseekV4Encoding()
+    encoding: deepseek_recipe.DeepseekV4Encoding | deepseek_recipe.DeepseekV41Encoding
+    encoding = getattr(deepseek_recipe, renderer)()
     return encoding.with_special_tokens(_tokens())
 
 

@@ -7,8 +7,7 @@ chat library, yet another token (129279) in the tokenizers of V4. So the order i
 agree. 2. `<｜deepseek_image｜>` in the tokenizer (V4 with vision). 3. `<｜image2｜>` in the tokenizer, if its id is
 129264: the text-only V4 tokenizers name that same id so. 4. Nothing else: an error, never an unknown-token id.
 
-Prompts built here never contain the id (picture positions hold -1); it is needed to refuse and to ban it, and for
-interop.
+Prompts built here never contain the id (picture positions hold -1); it is needed to refuse and to ban it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ SPELLING = "<｜deepseek_image｜>"
 TEXT_ONLY_SPELLING = "<｜image2｜>"
 RELEASED_ID = 129264
 RELEASED_VOCABULARY = 129280
+VLLM_FIRST_ID = 129257  # the first of five reserved ids that vLLM uses for positions of images
 
 
 def resolve_placeholder(config: ModelConfig, tokenizer: PromptTokenizer | None) -> int | None:

@@ -1,7 +1,7 @@
 """The V4.1 span of a picture: reading order, no pads, the same at every prompt position (spec v41 7.2).
 
 `START, (IMAGE * columns, NEWLINE) * rows, END`. V4.1 has no learned pad vector and numbers its roles without PAD;
-here the roles keep the numbers of `TokenKind`, `interop` writes the official ones.
+here the roles keep the numbers of `TokenKind`.
 """
 
 from __future__ import annotations

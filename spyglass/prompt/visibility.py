@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spyglass.errors import PromptError
 from spyglass.prompt.tokens import Prompt, TokenKind
 
 
@@ -50,38 +49,3 @@ def legal_cuts(prompt: Prompt) -> NDArray[np.bool_]:
     cuts = np.ones(len(prompt) + 1, np.bool_)
     cuts[1:] = prompt.visible_T2[:, 1] == 0
     return cuts
-
-
-def is_legal_cut(prompt: Prompt, cut: int) -> bool:
-    """Whether a prefill chunk may end before position `cut` (0..T)."""
-    return 0 <= cut <= len(prompt) and bool(cut == 0 or prompt.visible_T2[cut - 1, 1] == 0)
-
-
-def check_spans(kinds_T: NDArray[np.int8]) -> None:
-    """Refuse picture roles that are not whole spans: every START closed by the next END, cells inside, pads before or
-    inside.
-
-    Raises:
-        PromptError: with the position of the first fault.
-    """
-    open_at: int | None = None
-    for position in np.flatnonzero(kinds_T != TokenKind.TEXT).tolist():
-        kind = TokenKind(int(kinds_T[position]))
-        if kind is TokenKind.START:
-            if open_at is not None:
-                raise PromptError(f"START at position {position}, but the span at {open_at} is still open; add its END")
-            open_at = position
-        elif kind is TokenKind.END:
-            if open_at is None:
-                raise PromptError(f"END at position {position} closes nothing; remove it or add its START")
-            if (kinds_T[open_at:position] == TokenKind.TEXT).any():
-                raise PromptError(
-                    f"the span at positions {open_at}..{position} has text in it; pictures must be whole blocks"
-                )
-            open_at = None
-        elif open_at is None and kind is not TokenKind.PAD:
-            raise PromptError(
-                f"{kind.name} at position {position} lies outside START..END; pictures must be whole blocks"
-            )
-    if open_at is not None:
-        raise PromptError(f"START at position {open_at} has no END; pictures must be whole blocks")

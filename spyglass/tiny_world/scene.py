@@ -15,8 +15,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.random import Generator
 
+from spyglass.config.presets import released_vision
+from spyglass.families import V4
 from spyglass.prompt.plan import contained_size, plan_image
-from spyglass.prompt.released import V4_VISION
 
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are just outside
 LEAST_THING = 66.0  # pixels after resizing, a little over 1.5 cells
@@ -96,7 +97,7 @@ def pick_size(rng: Generator, most_aspect: float = 4.0) -> tuple[int, int]:
 @lru_cache(maxsize=4)
 def scale_of(size: tuple[int, int]) -> float:
     """How many times larger the models see a picture (V4's planner; below 1 for large ones)."""
-    width, _ = contained_size(size, plan_image(*size, V4_VISION).resized)
+    width, _ = contained_size(size, plan_image(*size, released_vision(V4)).resized)
     return width / size[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from PIL import Image
 
 from spyglass import LLM, SamplingParams
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.errors import CheckpointError
 from spyglass.prompt import plan_image
 from tests.tolerance import assert_law
@@ -29,10 +29,8 @@ MESSAGES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny-v41")
-    new_checkpoint(made, "tiny-v41", seed=1)
-    return made
+def folder(checkpoint_of: Callable[..., Path]) -> Path:
+    return checkpoint_of("tiny-v41", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, faults
 
 FORMAT_ROWS: list[Mutant] = [
     *faults("spyglass/params/declared.py", "tests/unit/checkpoint/test_names.py",
-        ("gate and up of experts exchanged", "_matrix(\"w1\", \"gate_proj\"", "_matrix(\"w1\", \"up_proj\"")),
+        ("gate and up of experts exchanged", "Declared(\"w1\", \"gate_proj\"", "Declared(\"w1\", \"up_proj\"")),
     *faults("spyglass/params/hf_names.py", "tests/unit/checkpoint/test_names.py",
         ("w3 stacked before w1", "\"w1\": (\"gate_up_proj\", 0, 2), \"w3\": (\"gate_up_proj\", 1, 2)", "\"w1\": (\"gate_up_proj\", 1, 2), \"w3\": (\"gate_up_proj\", 0, 2)"),
         ("scales keep their native ending", "\".scale\": \".weight_scale_inv\"", "\".scale\": \".scale\"")),

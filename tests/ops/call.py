@@ -25,8 +25,9 @@ class Call:
     args: tuple[Any, ...]
     options: dict[str, Any]
     exact: bool = False
-    written: int | None = None  # argument that the op changes in place: its result
+    written: int | str | None = None  # argument that the op changes in place: its result, or beside it by name
     padding: bool = False  # the last row is padding
+    flips: bool = False  # a result is rounded to a coarse grid, where a last bit may decide: one value in a hundred
 
 
 class Source:
@@ -90,11 +91,13 @@ def run_call(
 ) -> tuple[torch.Tensor, ...]:
     """The op's results on `device`, as a tuple."""
     args = tuple(to_device(arg, device, place) for arg in call.args)
+    options = to_device(call.options, device, place)
     with torch.inference_mode():
-        out = op(*args, **to_device(call.options, device, place))
-    if call.written is not None:
+        out = op(*args, **options)
+    if isinstance(call.written, int):
         return (args[call.written],)
-    return out if isinstance(out, tuple) else (out,)
+    results = out if isinstance(out, tuple) else (out,)
+    return results if call.written is None else (*results, options[call.written])
 
 
 def assert_agrees(
@@ -114,6 +117,9 @@ def assert_agrees(
             got, want = got[:-1], want[:-1]
         if call.exact or not want.dtype.is_floating_point:
             assert torch.equal(got, want), label
+        elif call.flips:
+            off = (got.float() - want.float()).abs() > tolerance.absolute + tolerance.relative * want.float().abs()
+            assert torch.isfinite(got.float()).all() and off.sum() <= max(1, off.numel() // 100), label
         else:
             assert_close(got, want, tolerance, label)
 

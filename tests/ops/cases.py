@@ -20,6 +20,15 @@ import torch
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
+from tests.ops.row_cases import (
+    hyper_collapse,
+    hyper_expand,
+    hyper_head,
+    hyper_mix,
+    hyper_read,
+    hyper_write_read,
+    row_finish,
+)
 
 E4M3 = FakeQuant(element="e4m3", block=128)
 E2M1 = FakeQuant(element="e2m1", block=32)
@@ -208,29 +217,6 @@ def compress_rows(source: Source, *, ape: bool = True) -> Call:
     return Call(args=(kv, gate, bias if ape else None, torch.arange(source.rows) % 4), options={}, exact=True)
 
 
-def hyper_mix(source: Source, streams: int = 4, width: int = 48, rounds: int = 4) -> Call:
-    count = streams * (2 + streams)
-    weights = (source.fp32(*shape, scale=0.3) for shape in ((count, streams * width), (3,), (count,)))
-    options = {"norm_eps": 1e-6, "hc_eps": 1e-4, "rounds": rounds}
-    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
-
-
-def hyper_head(source: Source, streams: int = 4, width: int = 48) -> Call:
-    weights = (source.fp32(*shape, scale=0.1) for shape in ((streams, streams * width), (1,), (streams,)))
-    options = {"norm_eps": 1e-6, "hc_eps": 1e-4}
-    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
-
-
-def hyper_collapse(source: Source, streams: int = 4, width: int = 48) -> Call:
-    return Call(args=(source.normal(source.rows, streams, width), source.fp32(source.rows, streams)), options={})
-
-
-def hyper_expand(source: Source, streams: int = 4, width: int = 48) -> Call:
-    post, comb = source.fp32(source.rows, streams), source.fp32(source.rows, streams, streams)
-    z, x = source.normal(source.rows, width), source.normal(source.rows, streams, width)
-    return Call(args=(z, x, post, comb), options={})
-
-
 def rope_partial(source: Source, *, inverse: bool = False, heads: tuple[int, ...] = (3,)) -> Call:
     angle = source.fp32(source.rows, 8, scale=9.0)
     args = (source.normal(source.rows, *heads, 40), angle.cos(), angle.sin())
@@ -352,6 +338,24 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "hyper_head": {"four": hyper_head, "odd": lambda s: hyper_head(s, 3, 33)},
     "hyper_collapse": {"four": hyper_collapse, "odd": lambda s: hyper_collapse(s, 3, 33)},
     "hyper_expand": {"four": hyper_expand, "odd": lambda s: hyper_expand(s, 3, 33)},
+    "hyper_read": {
+        "four": hyper_read,
+        "shifted": lambda s: hyper_read(s, shifted=True),
+        "odd": lambda s: hyper_read(s, 3, 33),
+    },
+    "hyper_write_read": {
+        "four": hyper_write_read,
+        "shared": lambda s: hyper_write_read(s, shared=True),
+        "shifted": lambda s: hyper_write_read(s, 3, 33, shifted=True),
+    },
+    "row_finish": {
+        "heads": lambda s: row_finish(s, 64, (5,), eps=1e-6, stepwise=True),
+        "stored": lambda s: row_finish(
+            s, weight_D=True, eps=1e-6, quant=FakeQuant(element="e4m3", block=16), dims=48, tail_bf16=True, pages=True
+        ),
+        "index": lambda s: row_finish(s, 128, (3,), hadamard=True, quant=E2M1),
+        "odd": lambda s: row_finish(s, 40, (3,), weight_D=True, eps=1e-6),
+    },
     "rope_partial": {
         "forward": rope_partial,
         "inverse": lambda s: rope_partial(s, inverse=True),

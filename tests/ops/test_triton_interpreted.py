@@ -32,7 +32,7 @@ def child() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize(("op", "case"), TRITON_CASES)
 def test_kernels_agree_with_the_reference(child: ProcessPoolExecutor, op: str, case: str, dtype: str) -> None:
     chosen = DTYPES[dtype]
-    for rows in (1, 37):
+    for rows in (1, 7, 37) if dtype == "float32" else (37,):
         results, expected = child.submit(interpreted, op, case, chosen, rows).result()
         call = CASES[op, case](Source(chosen, rows))
         if any(want.dtype == torch.bfloat16 for want in expected):  # cut off there, not rounded

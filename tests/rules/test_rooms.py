@@ -16,12 +16,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "spyglass"
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "families": set(),
     "quant": {"errors"},
-    "config": {"errors", "quant"},
-    "params": {"errors", "config", "quant"},
+    "config": {"errors", "families", "quant"},
+    "params": {"errors", "families", "config", "quant"},
     "batch": {"errors", "config", "prompt"},
-    "prompt": {"errors", "config"},
-    "checkpoint": {"errors", "params", "config", "quant"},
+    "prompt": {"errors", "families", "config"},
+    "checkpoint": {"errors", "families", "params", "config", "quant"},
     "engram": {"errors", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
@@ -41,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
     },
-    "server": {"errors", "config", "prompt", "engine", "__init__"},  # the last for `__version__`
+    "server": {"errors", "families", "config", "prompt", "engine", "__init__"},  # the last for `__version__`
 }  # fmt: skip
 BELOW_BENCH = set(ROOMS) - {"server"} | {"__init__"}
 ROOMS |= {
@@ -52,7 +53,7 @@ ROOMS |= {
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
-NO_TORCH = {"errors", "config", "params", "prompt"}  # rooms that a front end without torch can load
+NO_TORCH = {"errors", "families", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 
 def files() -> list[Path]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
@@ -15,17 +14,10 @@ from tests.server.parts import Live, plain, running
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    new_checkpoint(folder, "tiny", seed=0)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def llm(model_folder: Path) -> LLM:
+def llm(tiny_folder: Path) -> LLM:
     """Without caches: what it counts does not depend on what was asked before."""
     return LLM(
-        model_folder,
+        tiny_folder,
         device="cpu",
         dtype="float32",
         numerics="plain",

@@ -138,13 +138,9 @@ class Live:
     def post(self, body: Any, path: str = "/plain", **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
 
-    def wait_until_idle(self, seconds: float = 5.0) -> float:
-        """Seconds until nothing is under way; fails after `seconds`."""
-        began = time.monotonic()
-        while self.service.worker.stats().live or self.service.calls:
-            assert time.monotonic() - began < seconds, self.service.worker.stats()
-            time.sleep(0.01)
-        return time.monotonic() - began
+    def wait_until_idle(self) -> None:
+        """Until nothing is under way."""
+        wait_for(lambda: not self.service.worker.stats().live and not self.service.calls)
 
 
 @contextmanager
@@ -157,21 +153,21 @@ def running(app: Starlette, *, ready: bool = True, header_s: float = 30.0, uds: 
     thread.start()
     wait_for(lambda: server.started)
     transport = None if uds is None else httpx.HTTPTransport(uds=uds)
-    with httpx.Client(base_url=url, timeout=60, transport=transport) as client:
+    with httpx.Client(base_url=url, timeout=180, transport=transport) as client:
         live = Live(url, app, server, client)
         if ready:
-            wait_for(lambda: live.service.readiness.report()[1]["status"] != "starting", 30)
+            wait_for(lambda: live.service.readiness.report()[1]["status"] != "starting")
         try:
             yield live
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(120)
             assert not thread.is_alive(), "the server did not stop"
 
 
-def wait_for(fact: Any, seconds: float = 10.0) -> None:
-    """Until `fact()` is true."""
-    until = time.monotonic() + seconds
+def wait_for(fact: Any) -> None:
+    """Until `fact()` is true; minutes are no rule, they end a test that would never end."""
+    until = time.monotonic() + 120
     while not fact():
         assert time.monotonic() < until, "it did not happen"
         time.sleep(0.01)

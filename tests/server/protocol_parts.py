@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from spyglass.config import ModelConfig, parse_model_config
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, TokenLogprob, Usage
-from spyglass.prompt import V41_VISION, ImageLimits, PromptTokenizer
+from spyglass.prompt import ImageLimits, PromptTokenizer
 from spyglass.server.exchange import Call, Served
 from spyglass.server.protocols.chat import ChatEndpoint
 from spyglass.server.protocols.messages import MessagesEndpoint
 from spyglass.server.protocols.responses import ResponsesEndpoint
+from tests.released import V41_VISION
 from tests.unit.config.family_configs import flash_vision
 from tests.unit.prompt.conftest import PLACEHOLDER, SYSTEM, respelled
 from tests.unit.prompt.test_data_url import PLAIN as PNG_8X8

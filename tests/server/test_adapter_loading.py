@@ -51,8 +51,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, llm: LLM) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(model_folder: Path) -> LLM:
-    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, cache_bytes=120 << 20)
+def model(tiny_folder: Path) -> LLM:
+    return LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, cache_bytes=120 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,9 @@ def answer(live: Live, **more: Any) -> list[int]:
     return ids
 
 
-def alone(folder: Path, model_folder: Path, adapter: str, **asked: Any) -> list[int]:
+def alone(folder: Path, tiny_folder: Path, adapter: str, **asked: Any) -> list[int]:
     """What a fresh process with this adapter answers."""
-    fresh = LLM(model_folder, device="cpu", dtype="float32", numerics="plain", adapters={"it": folder / adapter})
+    fresh = LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain", adapters={"it": folder / adapter})
     return list(fresh.generate([ASKED["ids"]], GREEDY, adapter="it")[0].token_ids)
 
 
@@ -114,7 +114,7 @@ def test_it_is_off_unless_the_server_was_started_so(live: Live, root: Path) -> N
 
 
 def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
-    server: Live, root: Path, model_folder: Path
+    server: Live, root: Path, tiny_folder: Path
 ) -> None:
     base = answer(server)
     assert load(server, "mine", "one") == 200 and load(server, "other", root / "two") == 200
@@ -122,7 +122,7 @@ def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
     assert server.client.get("/v1/models/mine").json()["parent"] == "tiny"
     health = server.client.get("/health")
     assert health.status_code == 200 and health.json()["features"]["adapter mine"] == "ok"
-    assert answer(server, model="mine") == alone(root, model_folder, "one") != base
+    assert answer(server, model="mine") == alone(root, tiny_folder, "one") != base
     assert answer(server) == base
     assert unload(server, "mine") == 200
     assert names(server) == ["tiny", "other"] and "adapter mine" not in server.client.get("/health").json()["features"]
@@ -131,11 +131,11 @@ def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
     assert answer(server) == base
 
 
-def test_a_name_means_what_was_loaded_last_under_it(server: Live, root: Path, model_folder: Path) -> None:
+def test_a_name_means_what_was_loaded_last_under_it(server: Live, root: Path, tiny_folder: Path) -> None:
     """Prefixes are cached by what an adapter is, pictures too; neither of the old adapter is used for the new one."""
     for folder in ("one", "two", "one"):
         assert load(server, "mine", folder) == 200
-        assert answer(server, model="mine") == alone(root, model_folder, folder)
+        assert answer(server, model="mine") == alone(root, tiny_folder, folder)
         assert unload(server, "mine") == 200
     picture = {"images": [data_url()]}
     assert load(server, "mine", "sees") == 200

@@ -20,13 +20,16 @@ NAMES = ("words", "sees")
 
 
 @pytest.fixture(scope="module")
-def adapted(model_folder: Path, llm: LLM) -> LLM:
-    groups = {"words": ["attention", "shared"], "sees": ["tower", "aligner"]}
+def adapted(tiny_folder: Path, llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder, groups = (
+        tmp_path_factory.mktemp("adapters"),
+        {"words": ["attention", "shared"], "sees": ["tower", "aligner"]},
+    )
     for seed, name in enumerate(NAMES):
         adapter = random_adapter(shapes_of(llm.loaded.model), groups[name], rank=4, seed=seed, size=1.0)
-        write_adapter(model_folder.parent / name, adapter)
-    folders = {name: model_folder.parent / name for name in NAMES}
-    return LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, adapters=folders)
+        write_adapter(folder / name, adapter)
+    folders = {name: folder / name for name in NAMES}
+    return LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8, adapters=folders)
 
 
 @pytest.fixture(scope="module")

@@ -86,8 +86,8 @@ def test_forms_are_compiled_while_lines_are_read_and_not_between_steps(
     assert len(threads) == 4 and all(name.startswith("parse") for name in threads)
 
 
-def test_a_line_is_answered_with_the_adapter_that_its_model_names(model_folder: Path, tmp_path: Path) -> None:
-    llm = LLM(model_folder, device="cpu", dtype="float32", numerics="plain")
+def test_a_line_is_answered_with_the_adapter_that_its_model_names(tiny_folder: Path, tmp_path: Path) -> None:
+    llm = LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain")
     write_adapter(tmp_path / "a", random_adapter(shapes_of(llm.loaded.model), ["attention"], rank=4, size=1.0))
     llm.add_adapter("mine", tmp_path / "a")
     asked = {"ids": [0, 5, 6], "max_tokens": 6}

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,12 +72,13 @@ def test_a_stream_brings_what_the_whole_answer_holds(live: Live) -> None:
 
 
 def test_tokens_are_sent_as_they_come(llm: LLM) -> None:
-    with (
-        scripted(llm, ScriptedEngine(pause_s=0.05)) as server,
-        server.client.stream("POST", "/plain", json={"max_tokens": 10, "stream": True}) as answer,
-    ):
-        times = [time.monotonic() for line in answer.iter_lines() if line.startswith("data: ")]
-        assert times[-1] - times[0] > 0.4 and len(times) >= 10
+    """The engine takes its next step only when the token of the step before has arrived."""
+    engine, arrived = ScriptedEngine(), threading.Semaphore(1)
+    with scripted(llm, engine) as server:
+        engine.before_step = lambda: arrived.acquire(timeout=120)
+        with server.client.stream("POST", "/plain", json={"max_tokens": 10, "stream": True}) as answer:
+            events = [arrived.release() for line in answer.iter_lines() if line.startswith("data: ")]
+        assert len(events) >= 10
 
 
 def test_many_at_once_get_what_each_gets_alone(live: Live) -> None:
@@ -92,14 +92,14 @@ def test_many_at_once_get_what_each_gets_alone(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_frees_the_engine_within_a_second(stream: bool, llm: LLM) -> None:
+def test_who_leaves_frees_the_engine(stream: bool, llm: LLM) -> None:
     engine = ScriptedEngine(pause_s=0.01)
     with scripted(llm, engine) as server:
         raws = [ask(server, {"max_tokens": 100_000, "n": 2, "stream": stream}) for _ in range(3)]
         wait_for(lambda: len(engine.live) == 6)
         for raw in raws:
             raw.close()
-        assert server.wait_until_idle(1.0) < 1.0
+        server.wait_until_idle()
         assert not engine.live
 
 
@@ -107,7 +107,7 @@ def test_who_leaves_the_real_engine_frees_its_memory(live: Live, llm: LLM) -> No
     raw = ask(live, {"max_tokens": 4000, "stream": True})
     assert raw.recv(20)
     raw.close()
-    assert live.wait_until_idle(1.5) < 1.5
+    live.wait_until_idle()
     pools, kept = llm.engine.allocator.pools, llm.engine.prefixes.spare_pages()
     assert {name: pool.num_used - kept[name] for name, pool in pools.items()} == dict.fromkeys(pools, 0)
 
@@ -132,7 +132,7 @@ def test_a_reader_who_never_reads_is_given_up(llm: LLM, monkeypatch: pytest.Monk
     with scripted(llm, engine) as server:
         raw = ask(server, {"max_tokens": 8000, "stream": True})
         wait_for(lambda: engine.steps > 3 and not engine.live)
-        server.wait_until_idle(5.0)
+        server.wait_until_idle()
         raw.close()
 
 
@@ -184,7 +184,7 @@ def test_requests_that_only_send_count_too(llm: LLM) -> None:
         assert server.post({"max_tokens": 1}).status_code == 429
         for raw in raws:
             raw.close()
-        server.wait_until_idle(1.0)
+        server.wait_until_idle()
         assert server.post({"max_tokens": 1}).status_code == 200
 
 
@@ -219,7 +219,7 @@ def test_bodies_count_from_their_first_byte_until_they_are_parsed(llm: LLM) -> N
         ThreadPoolExecutor(24) as pool,
     ):
         answers = [pool.submit(server.post, {"text": text, "max_tokens": 1}) for _ in range(24)]
-        wait_for(lambda: sum(answer.done() for answer in answers) >= 22, 30)
+        wait_for(lambda: sum(answer.done() for answer in answers) >= 22)
         assert 0 < server.service.held.total <= 50 << 20
         go_on.set()
         found = [answer.result(20) for answer in answers]
@@ -340,7 +340,7 @@ def test_a_fault_in_the_middle_of_a_stream_becomes_its_last_event(
         assert answer.status_code == 200 and "secret" not in answer.text
         assert answer.text.splitlines()[-2].startswith("data: ") and "event: error" in answer.text
         assert events(answer.text)[-1]["plain_error"]["status"] == 500
-        server.wait_until_idle(1.0)
+        server.wait_until_idle()
 
 
 def test_a_stream_that_is_silent_says_that_it_lives(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

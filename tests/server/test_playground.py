@@ -254,7 +254,7 @@ def test_stop_ends_the_request_on_the_server_too(page: Page, live: Live) -> None
     page.wait_for("document.querySelector('.assistant > .text')?.textContent.includes('It is a')")
     page.run("document.getElementById('stop').click()")
     page.wait_for("document.querySelector('.facts').textContent.includes('stopped')")
-    live.wait_until_idle(2)
+    live.wait_until_idle()
 
 
 def test_the_plan_of_a_picture_is_refused_in_words(live: Live) -> None:

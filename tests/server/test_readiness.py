@@ -144,7 +144,7 @@ def test_a_step_that_does_not_end_shows_and_is_logged_once(
         engine.pause_s = 0.5
         asking = threading.Thread(target=server.post, args=({"max_tokens": 1},))
         asking.start()
-        wait_for(lambda: health(server)[1]["status"].startswith("stalled"), 2)
+        wait_for(lambda: health(server)[1]["status"].startswith("stalled"))
         asking.join()
         assert health(server)[0] == 200
     assert [record.getMessage() for record in caplog.records].count(
@@ -213,8 +213,8 @@ def test_two_servers_in_one_process_count_apart(live: Live, llm: LLM) -> None:
         wait_for(lambda: number(other.client.get("/metrics").text, "vllm:generation_tokens_total") == 5)
 
 
-def test_what_caches_found_is_counted(llm: LLM, model_folder: Path) -> None:
-    cached = LLM(model_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8)
+def test_what_caches_found_is_counted(llm: LLM, tiny_folder: Path) -> None:
+    cached = LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain", max_sequences=8)
     body = {"ids": [0, *range(5, 200)], "images": [data_url()], "max_tokens": 3}
     with running(create_app(cached, ServerConfig(), endpoints=[plain(cached)])) as server:
         answers = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import time
 from typing import Any
 
 import pytest
@@ -394,7 +393,5 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(asked: Any, monk
         protocol: ChatProtocol = "chat" if asked == "tokenize chat" else asked
         endpoint = Tokenize(served_of()) if asked == "tokenize chat" else endpoint_of(protocol)
         body = body_of(protocol, content=[words(protocol, text)] * 2)
-    began = time.monotonic()
     with pytest.raises(CapacityError, match=r"prompt is too long: 4097 tokens > 4096 maximum \(at least\)"):
         endpoint.parse(body, None)
-    assert time.monotonic() - began < 1

@@ -2,125 +2,166 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
-from tests.server.parts import Live, plain, running
+from spyglass.server.connection import TimedConnection
+from tests.server.parts import plain, running, wait_for
 
-pytestmark = pytest.mark.slow
-LIMIT = 0.6
+LIMIT = 77.0
 GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def strict(llm: LLM) -> Iterator[Live]:
-    with running(create_app(llm, ServerConfig(), endpoints=[plain(llm)]), header_s=LIMIT) as live:
-        yield live
+class Timer:
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.seconds, self.call, self.is_set = seconds, call, True
+
+    def cancel(self) -> None:
+        self.is_set = False
 
 
-@contextmanager
-def connected(live: Live) -> Iterator[socket.socket]:
-    host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 10) as found:
-        yield found
+class Clock:
+    """The running event loop, but its timers wait for `strike`."""
+
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio.get_running_loop(), name)
+
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> Timer:
+        self.timers.append(Timer(seconds, lambda: call(*args)))
+        return self.timers[-1]
+
+    @property
+    def running(self) -> list[Timer]:
+        return [timer for timer in self.timers if timer.is_set and timer.seconds == LIMIT]
+
+    def strike(self) -> None:
+        (timer,) = self.running
+        timer.is_set = False
+        timer.call()
 
 
-def read_to_end(found: socket.socket) -> tuple[bytes, float]:
-    """What still comes, and seconds until the other side has closed."""
-    began, told = time.monotonic(), b""
-    try:
-        while data := found.recv(1 << 16):
-            told += data
-    except ConnectionResetError:
-        pass
-    return told, time.monotonic() - began
+class Wire(asyncio.Transport):
+    """What the server sends, and whether it has closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_reading(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
 
 
-def trickle(found: socket.socket, data: bytes, pause: float = 0.05) -> bool:
-    """Send byte by byte; whether the other side took them all."""
-    try:
-        for byte in data:
-            found.sendall(bytes([byte]))
-            time.sleep(pause)
-    except (BrokenPipeError, ConnectionResetError):
-        return False
-    return True
+def connection() -> tuple[TimedConnection, Wire, Clock, asyncio.Event]:
+    """A fresh connection to an application that answers once the event is set."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    config = Config(app, lifespan="off")
+    config.load()
+    wire, clock = Wire(), Clock()
+    made = TimedConnection(config, ServerState(), {}, clock, seconds=LIMIT)  # type: ignore[arg-type]
+    made.connection_made(wire)
+    return made, wire, clock, go_on
 
 
-def read_answer(found: socket.socket) -> bytes:
-    """One whole answer that has a content-length."""
-    told = b""
-    while b"\r\n\r\n" not in told:
-        told += found.recv(1 << 16)
-    head, _, body = told.partition(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-    while len(body) < length:
-        body += found.recv(1 << 16)
-    return head
+async def until(fact: Callable[[], bool]) -> None:
+    while not fact():
+        await asyncio.sleep(0)
 
 
-def test_who_says_nothing_is_closed_without_a_word(strict: Live) -> None:
-    with connected(strict) as found:
-        told, seconds = read_to_end(found)
-    assert told == b"" and LIMIT * 0.8 < seconds < LIMIT + 2
+def test_who_says_nothing_is_closed_without_a_word() -> None:
+    async def test() -> None:
+        _, wire, clock, _ = connection()
+        clock.strike()
+        assert wire.closed and wire.sent == b""
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("lines", [b"GET / HT", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + b"x-a: 1\r\n" * 40])
-def test_headers_that_come_byte_by_byte_get_408_at_the_limit(strict: Live, lines: bytes) -> None:
-    began = time.monotonic()
-    with connected(strict) as found:
-        trickle(found, lines)
-        told, _ = read_to_end(found)
-    assert told.startswith(b"HTTP/1.1 408 ") or told == b"", "a reset may have taken the words away"
-    assert time.monotonic() - began < len(lines) * 0.08 + LIMIT + 2
-    with connected(strict) as found:
-        found.sendall(lines[:8])
-        told, seconds = read_to_end(found)
-    assert told.startswith(b"HTTP/1.1 408 ") and told.endswith(b"in time.\n") and seconds < LIMIT + 2
+def test_headers_that_come_byte_by_byte_get_408_at_the_limit(lines: bytes) -> None:
+    async def test() -> None:
+        made, wire, clock, _ = connection()
+        for byte in lines:
+            made.data_received(bytes([byte]))
+        assert len(clock.timers) == 1, "bytes do not wind the clock up again"
+        clock.strike()
+        assert wire.closed and wire.sent.startswith(b"HTTP/1.1 408 ") and wire.sent.endswith(b"in time.\n")
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("rest", [b"GET /v1/models HTTP/1.1\r\nx: ", b"Z" * 60])
-def test_a_second_request_has_the_same_limit(strict: Live, rest: bytes) -> None:
+def test_a_second_request_has_the_same_limit_and_no_words_that_look_like_an_answer(rest: bytes) -> None:
     """Also where it is what is left of a body that nobody asked for."""
-    first = GET if rest.startswith(b"GET") else GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 999\r\n\r\n")
-    with connected(strict) as found:
-        found.sendall(first)
-        assert read_answer(found).startswith(b"HTTP/1.1 200")
-        began = time.monotonic()
-        assert not trickle(found, rest * 9) and time.monotonic() - began < LIMIT + 2
+
+    async def test() -> None:
+        made, wire, clock, go_on = connection()
+        go_on.set()
+        long = GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 999\r\n\r\n")
+        made.data_received(GET if rest.startswith(b"GET") else long)
+        await until(lambda: wire.sent.endswith(b"ok"))
+        answer = wire.sent
+        made.data_received(rest)
+        if not wire.closed:  # uvicorn itself may have closed it
+            clock.strike()
+        assert wire.closed and wire.sent == answer
+
+    asyncio.run(test())
 
 
-def test_requests_in_time_are_answered_on_one_connection_however_long_each_takes(strict: Live) -> None:
-    with connected(strict) as found:
-        for _ in range(3):
-            assert trickle(found, GET, LIMIT / len(GET) / 3)
-            assert read_answer(found).startswith(b"HTTP/1.1 200")
-            time.sleep(LIMIT * 1.5)  # idle is uvicorn's to time, which gives five seconds
-    began = time.monotonic()
-    reply = strict.post({"max_tokens": 800, "stream": True})
-    assert reply.status_code == 200 and reply.text.count("data: ") > 600
-    assert time.monotonic() - began > LIMIT, "it took longer than headers may"
+def test_no_clock_runs_while_a_request_is_answered_or_a_connection_is_idle() -> None:
+    async def test() -> None:
+        made, wire, clock, go_on = connection()
+        for number in range(3):
+            made.data_received(GET[:20])
+            assert len(clock.running) == 1
+            made.data_received(GET[20:])
+            assert not clock.running
+            go_on.set()
+            await until(lambda: wire.sent.count(b"ok") == number + 1)  # noqa: B023
+            go_on.clear()
+            await asyncio.sleep(0)
+            assert not clock.running and not wire.closed, "idle is uvicorn's to time"
+
+    asyncio.run(test())
 
 
-def test_many_that_say_nothing_keep_nobody_waiting_and_leave_nothing(strict: Live) -> None:
-    socks = []
-    try:
-        for _ in range(200):
-            context = connected(strict)
-            socks.append((context, context.__enter__()))
-        assert strict.client.get("/health").status_code == 200
-        assert all(read_to_end(found)[0] == b"" for _, found in socks)
-    finally:
-        for context, _ in socks:
-            context.__exit__(None, None, None)
-    until = time.monotonic() + 5
-    while len(strict.server.server_state.connections) > 1 and time.monotonic() < until:
-        time.sleep(0.02)
-    assert len(strict.server.server_state.connections) <= 1
+@pytest.mark.slow
+def test_many_that_say_nothing_leave_nothing(llm: LLM) -> None:
+    with running(create_app(llm, ServerConfig(), endpoints=[plain(llm)]), header_s=0.5) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((host, int(port)), 60) for _ in range(100)]
+        assert all(found.recv(100) == b"" for found in silent)
+        wait_for(lambda: len(live.server.server_state.connections) <= 1)
+        for found in silent:
+            found.close()

@@ -46,7 +46,7 @@ def accepts(request: pytest.FixtureRequest, llm: LLM) -> Accepts:
     """Whether a text is a whole sentence; in it M_ stands for the family's mark, and the block is closed behind it."""
     tokenizer, family = llm.tokenizer, request.param
     assert tokenizer is not None
-    mark, forms = tokenizer.special_id(DSML), GrammarCompiler(TokenBytes(tokenizer), llm.config)
+    mark, forms = tokenizer.special_id(DSML), GrammarCompiler(TokenBytes(tokenizer), llm.config, cpu_seconds=600)
     assert mark is not None
 
     def accepts(text: str, *, closed: bool = True, tools: Any = TOOLS, one_call: bool = False, **more: Any) -> bool:

@@ -9,9 +9,9 @@ import pytest
 
 from spyglass import plan
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
+from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
 from spyglass.params.table import param_table

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.match import Source
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, TensorHeader
 from spyglass.config.model import ModelConfig
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.table import param_table, stored_tensors
 from spyglass.plan import USABLE, Device, Machine, MemoryPlan, cache_bytes, plan_memory

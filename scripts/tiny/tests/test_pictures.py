@@ -14,7 +14,6 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from scripts.tiny.tests.eyes import PALETTE, Seen, see
 from spyglass.prompt.plan import plan_image
-from spyglass.prompt.released import V4_VISION, V41_VISION
 from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
@@ -22,6 +21,7 @@ from spyglass.tiny_world.pictures import MUTED, PHOTOS, draw, invert, label_box,
 from spyglass.tiny_world.questions import KINDS, WITHOUT_PICTURE
 from spyglass.tiny_world.scene import Label, Lettering, Scene, Thing, pick_size
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, POSITIONS, PRINTED_WORDS, SHAPES, SIDES
+from tests.released import V4_VISION, V41_VISION
 
 GRID = {name: (row, column) for row, names in enumerate(POSITIONS) for column, name in enumerate(names)}
 

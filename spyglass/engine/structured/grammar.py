@@ -73,12 +73,15 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer and keeps them. Any thread may call it."""
+    """Compiles forms for one tokenizer and keeps them. Any thread may call it.
 
-    def __init__(self, token_bytes: TokenBytes, config: ModelConfig) -> None:
+    `cpu_seconds`: what compiling one may take; it is tried first in a process of its own.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, config: ModelConfig, *, cpu_seconds: float) -> None:
         self._bytes, self._tokenizer = token_bytes, token_bytes.tokenizer
         self._vocab_size, self._eos = config.text.vocab_size, sorted(config.eos_token_ids)
-        self._lock = threading.Lock()
+        self._lock, self._cpu_seconds = threading.Lock(), cpu_seconds
         self._library: tuple[llguidance.LLTokenizer, GrammarSandbox] | None = None
         self._compiled: OrderedDict[str, tuple[llguidance.LLMatcher, float]] = OrderedDict()  # with seconds
 
@@ -126,7 +129,7 @@ class GrammarCompiler:
             if not self._eos:
                 raise PromptError("structured answers need a token that ends an answer; config.json names none")
             words = self._words()
-            self._library = words.vocabulary(), GrammarSandbox(words)
+            self._library = words.vocabulary(), GrammarSandbox(words, cpu_seconds=self._cpu_seconds)
         return self._library
 
     def _words(self) -> Words:

@@ -15,18 +15,18 @@ from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 _KEPT = 2  # processes that wait for the next form, some 100 MB each
 _LONG = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
-_CPU_SECONDS = 10.0  # for one form, which is compiled once more where it is used; its memory is bounded, too
-_WALL_SECONDS = 60.0  # on a machine that is too busy to give it that
+_WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
 
 class GrammarSandbox:
     """Tries forms for one vocabulary. Any thread may call it; each call has a process of its own meanwhile.
 
-    One form may take so many seconds of a processor, and so many of the clock.
+    One form may take so many seconds of a processor (it is compiled once more where it is used), and so many of the
+    clock.
     """
 
-    def __init__(self, words: Words, *, cpu_seconds: float = _CPU_SECONDS, wall_seconds: float = _WALL_SECONDS) -> None:
+    def __init__(self, words: Words, *, cpu_seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
         self._words, self._limits = words, (cpu_seconds, wall_seconds)
         self._lock = threading.Lock()
         self._waiting: list[_Process] = []

@@ -6,14 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-_VALUES = 1024
+_FEW = 1 << 20  # values up to which programs are kept small
 
 
 def add(routed_TC: torch.Tensor, shared_TC: torch.Tensor, out_TC: torch.Tensor) -> None:
     """Write the sum into `out_TC`; all contiguous."""
     count = out_TC.numel()
     if count:
-        _add[(triton.cdiv(count, _VALUES),)](routed_TC, shared_TC, out_TC, count, VALUES=_VALUES)
+        VALUES = 1024 if count <= _FEW else 4096
+        _add[(triton.cdiv(count, VALUES),)](routed_TC, shared_TC, out_TC, count, VALUES=VALUES)
 
 
 @triton.jit(do_not_specialize=["count"])

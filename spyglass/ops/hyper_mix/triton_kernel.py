@@ -13,12 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDTH = 64  # channels that are multiplied at once
+from spyglass.ops.add_shared.triton_kernel import add
+from spyglass.ops.hyper_expand.triton_kernel import expand
+
+_SINGLE = 16  # rows up to which they are multiplied one by one
+_FEW = 128  # rows up to which the streams are made and multiplied in one launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What programs found: products [T, S, J padded] and sums of squares [T, S], fp32, of S shares of the channels."""
+    """What programs found in S shares of the channels: products [T.., S, J padded], sums of squares [T.., S], fp32."""
 
     products: torch.Tensor
     squares: torch.Tensor
@@ -26,32 +30,76 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """What a sub-layer gave (`shared_TC` is added first, where it is given) and how it is written into the streams."""
+    """What a sub-layer gave (`shared_TC` is added first, where it is given), how it is written, the streams to be."""
 
     z_TC: torch.Tensor
     shared_TC: torch.Tensor | None
     post_TM: torch.Tensor
     comb_TMM: torch.Tensor
+    out_TMC: torch.Tensor
 
 
-def project(
-    streams_TMC: torch.Tensor, fn_JE: torch.Tensor, out_TMC: torch.Tensor | None = None, write: Write | None = None
-) -> Sums:
-    """Products and squares of the streams; with `write`, of the streams that it makes, which go into `out_TMC`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The input of the next sub-layer, to be written: streams collapsed by `pre_TM` or the pre found, and normed."""
+
+    x_TC: torch.Tensor
+    weight_C: torch.Tensor
+    eps: float
+    pre_TM: torch.Tensor | None
+
+
+def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None = None) -> Sums:
+    """Products and squares of the streams; with `write`, of the streams that it makes. All contiguous."""
     rows, streams, width = streams_TMC.shape
-    J = fn_JE.shape[0]
+    if write is not None and rows > _FEW:
+        z_TC = write.z_TC
+        if write.shared_TC is not None:
+            z_TC = torch.empty_like(write.shared_TC)
+            add(write.z_TC, write.shared_TC, z_TC)
+        expand(z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC)
+        streams_TMC, write = write.out_TMC, None
+    J, E = fn_JE.shape
     OUTPUTS = max(triton.next_power_of_2(J), 16)
-    blocks = triton.cdiv(width, _WIDTH)
-    ROWS, STEPS = (16, 1) if rows <= 128 else (32, 8)
-    splits = triton.cdiv(blocks, STEPS)
+    single = rows <= _SINGLE
+    if single or write is not None:
+        WIDTH = 64 if single else 32
+        splits = triton.cdiv(width, WIDTH)
+    else:
+        WIDTH, STEPS = 64, 32 if rows > _FEW else 4
+        splits = triton.cdiv(E, WIDTH * STEPS)
+    # a program that multiplies by hand takes a row or a few, and holds the weights meanwhile
+    few = min(4, triton.next_power_of_2(triton.cdiv(rows, 2))) if single else 1
+    room = triton.cdiv(rows, few) * few
     sums = Sums(
-        products=torch.empty((rows, splits, OUTPUTS), dtype=torch.float32, device=streams_TMC.device),
-        squares=torch.empty((rows, splits), dtype=torch.float32, device=streams_TMC.device),
+        products=torch.empty((room, splits, OUTPUTS), dtype=torch.float32, device=streams_TMC.device),
+        squares=torch.empty((room, splits), dtype=torch.float32, device=streams_TMC.device),
     )
     if rows == 0:
         return sums
+    if write is None and not single:
+        ROWS = 64 if rows > _FEW else 16
+        _project_rows[(triton.cdiv(rows, ROWS), splits)](
+            streams_TMC,
+            fn_JE,
+            sums.products,
+            sums.squares,
+            rows,
+            E,
+            J,
+            splits,
+            ROWS=ROWS,
+            WIDTH=WIDTH,
+            STEPS=STEPS,
+            OUTPUTS=OUTPUTS,
+            num_warps=4,
+            num_stages=3,
+        )
+        return sums
     shared = None if write is None else write.shared_TC
-    _project[(triton.cdiv(rows, ROWS), splits)](
+    ROWS = few if single else 16
+    kernel = _project_single if single else _write_and_project
+    kernel[(triton.cdiv(rows, ROWS), splits)](
         streams_TMC,
         fn_JE,
         sums.products,
@@ -60,7 +108,7 @@ def project(
         streams_TMC if shared is None else shared,
         sums.squares if write is None else write.post_TM,
         sums.squares if write is None else write.comb_TMM,
-        streams_TMC if out_TMC is None else out_TMC,
+        streams_TMC if write is None else write.out_TMC,
         rows,
         width,
         J,
@@ -68,17 +116,17 @@ def project(
         WRITES=write is not None,
         SHARED=shared is not None,
         STREAMS=streams,
+        STREAMS_2=triton.next_power_of_2(streams),
         ROWS=ROWS,
-        WIDTH=_WIDTH,
-        STEPS=STEPS,
+        WIDTH=WIDTH,
         OUTPUTS=OUTPUTS,
-        num_warps=4,
+        num_warps=8 if single else 4,
     )
     return sums
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _project(
+def _project_single(
     streams_ptr: tl.tensor,
     fn_ptr: tl.tensor,
     products_ptr: tl.tensor,
@@ -95,12 +143,117 @@ def _project(
     WRITES: tl.constexpr,
     SHARED: tl.constexpr,
     STREAMS: tl.constexpr,
+    STREAMS_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Some channels of all streams of ROWS rows, multiplied and added up without tensor cores."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    split = tl.program_id(1)
+    place = tl.arange(0, STREAMS_2 * WIDTH)
+    target, channel = place // WIDTH, split * WIDTH + place % WIDTH
+    inside = (target < STREAMS) & (channel < width)
+    output = tl.arange(0, OUTPUTS)
+    fn_at = (output[:, None] * STREAMS + target[None, :]) * width + channel[None, :]
+    fn = tl.load(fn_ptr + fn_at, mask=(output < outputs)[:, None] & inside[None, :], other=0.0)
+    for index in tl.static_range(ROWS):
+        row = (tl.program_id(0) * ROWS + index).to(tl.int64)
+        there = inside & (0 * place + row < rows)
+        at = (row * STREAMS + target) * width + channel
+        if WRITES:
+            z = tl.load(z_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
+            if SHARED:
+                shared = tl.load(shared_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
+                z = (z + shared).to(DTYPE).to(tl.float32)
+            x = tl.load(post_ptr + row * STREAMS + target, mask=there, other=0.0) * z
+            mixed = tl.zeros([STREAMS_2 * WIDTH], tl.float32)
+            for m in tl.static_range(STREAMS):
+                comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=there, other=0.0)
+                stream = tl.load(streams_ptr + (row * STREAMS + m) * width + channel, mask=there, other=0.0)
+                mixed += comb * stream.to(tl.float32)
+            x = (x + mixed).to(DTYPE)
+            tl.store(out_ptr + at, x, mask=there)
+        else:
+            x = tl.load(streams_ptr + at, mask=there, other=0.0)
+        x = x.to(tl.float32)
+        to = row * splits + split
+        tl.store(products_ptr + to * OUTPUTS + output, tl.sum(fn * x[None, :], axis=1))
+        tl.store(squares_ptr + to, tl.sum(x * x, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _write_and_project(
+    streams_ptr: tl.tensor,
+    fn_ptr: tl.tensor,
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    post_ptr: tl.tensor,
+    comb_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    outputs: tl.tensor,
+    splits: tl.tensor,
+    WRITES: tl.constexpr,
+    SHARED: tl.constexpr,
+    STREAMS: tl.constexpr,
+    STREAMS_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Some channels of all streams of ROWS rows: written, rounded and multiplied."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    split = tl.program_id(1)
+    here = row < rows
+    output = tl.arange(0, OUTPUTS)
+    products = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    channel = split * WIDTH + tl.arange(0, WIDTH)
+    there = here[:, None] & (channel < width)[None, :]
+    z = tl.load(z_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    if SHARED:
+        shared = tl.load(shared_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
+        z = (z + shared.to(tl.float32)).to(DTYPE).to(tl.float32)
+    for target in tl.static_range(STREAMS):
+        mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+        for m in tl.static_range(STREAMS):
+            from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
+            comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=here, other=0.0)
+            mixed += comb[:, None] * tl.load(from_ptr, mask=there, other=0.0).to(tl.float32)
+        post = tl.load(post_ptr + row * STREAMS + target, mask=here, other=0.0)
+        x = (post[:, None] * z + mixed).to(DTYPE)
+        tl.store(out_ptr + (row * STREAMS + target)[:, None] * width + channel[None, :], x, mask=there)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        # [WIDTH, OUTPUTS], as the second side of a product wants it
+        fn_at = (output[None, :] * STREAMS + target) * width + channel[:, None]
+        fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
+        products = multiply(x, tl.load(fn_ptr + fn_at, mask=fn_there, other=0.0), products)
+    at = row * splits + split
+    tl.store(products_ptr + at[:, None] * OUTPUTS + output[None, :], products, mask=here[:, None])
+    tl.store(squares_ptr + at, squares, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _project_rows(
+    x_ptr: tl.tensor,
+    fn_ptr: tl.tensor,
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    outputs: tl.tensor,
+    splits: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ) -> None:
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    """Rows of all streams side by side, `width` channels in all, against a share of the matrix."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.program_id(1)
     here = row < rows
@@ -110,29 +263,11 @@ def _project(
     for step in range(STEPS):
         channel = (split * STEPS + step) * WIDTH + tl.arange(0, WIDTH)
         there = here[:, None] & (channel < width)[None, :]
-        if WRITES:
-            z = tl.load(z_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0).to(tl.float32)
-            if SHARED:
-                shared = tl.load(shared_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
-                z = (z + shared.to(tl.float32)).to(DTYPE).to(tl.float32)
-        for target in tl.static_range(STREAMS):
-            at = (row * STREAMS + target)[:, None] * width + channel[None, :]
-            if WRITES:
-                mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-                for m in tl.static_range(STREAMS):
-                    from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
-                    comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=here, other=0.0)
-                    mixed += comb[:, None] * tl.load(from_ptr, mask=there, other=0.0).to(tl.float32)
-                post = tl.load(post_ptr + row * STREAMS + target, mask=here, other=0.0)
-                x = (post[:, None] * z + mixed).to(DTYPE)
-                tl.store(out_ptr + at, x, mask=there)
-            else:
-                x = tl.load(streams_ptr + at, mask=there, other=0.0)
-            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-            # [WIDTH, OUTPUTS], as the second side of a product wants it
-            fn_at = (output[None, :] * STREAMS + target) * width + channel[:, None]
-            fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
-            products = multiply(x, tl.load(fn_ptr + fn_at, mask=fn_there, other=0.0), products)
+        x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
+        fn = tl.load(fn_ptr + output[None, :] * width + channel[:, None], mask=fn_there, other=0.0)
+        products = multiply(x, fn, products)
     at = row * splits + split
     tl.store(products_ptr + at[:, None] * OUTPUTS + output[None, :], products, mask=here[:, None])
     tl.store(squares_ptr + at, squares, mask=here)
@@ -161,22 +296,16 @@ def finish(
     norm_eps: float,
     hc_eps: float,
     rounds: int,
-    x_TC: torch.Tensor | None = None,
-    weight_C: torch.Tensor | None = None,
-    rms_eps: float = 0.0,
-    given_TM: torch.Tensor | None = None,
+    read: Read | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """pre, post and comb from their sums.
-
-    With `x_TC` (contiguous, to be written) the streams are collapsed as well, by `given_TM` or else by this pre, and
-    normed with `weight_C`.
-    """
+    """pre, post and comb from their sums; with `read`, what is read from the streams as well."""
     rows, streams, width = streams_TMC.shape
     pre_TM = torch.empty((rows, streams), dtype=torch.float32, device=streams_TMC.device)
     post_TM, comb_TMM = torch.empty_like(pre_TM), pre_TM.new_empty((rows, streams, streams))
     if rows == 0:
         return pre_TM, post_TM, comb_TMM
     splits, OUTPUTS = sums.products.shape[1:]
+    given_TM = None if read is None else read.pre_TM
     _finish[(rows, 2)](
         sums.products,
         sums.squares,
@@ -186,23 +315,23 @@ def finish(
         post_TM,
         comb_TMM,
         streams_TMC,
-        base_J if weight_C is None else weight_C,
+        base_J if read is None else read.weight_C,
         pre_TM if given_TM is None else given_TM,
-        streams_TMC if x_TC is None else x_TC,
+        streams_TMC if read is None else read.x_TC,
         width,
         splits,
         norm_eps,
         hc_eps,
-        rms_eps,
+        0.0 if read is None else read.eps,
         ROUNDS=rounds,
-        COLLAPSES=x_TC is not None,
+        COLLAPSES=read is not None,
         GIVEN=given_TM is not None,
         STREAMS=streams,
         STREAMS_2=triton.next_power_of_2(streams),
         OUTPUTS=OUTPUTS,
         SPLITS=triton.next_power_of_2(splits),
-        WIDTH=triton.next_power_of_2(width) if x_TC is not None else 1,
-        num_warps=8 if x_TC is not None else 1,
+        WIDTH=triton.next_power_of_2(width) if read is not None else 1,
+        num_warps=4 if read is not None else 1,
         enable_fp_fusion=False,
     )
     return pre_TM, post_TM, comb_TMM
@@ -274,11 +403,71 @@ def _finish(
         comb = tl.where(both, comb, float("-inf"))
         comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
         comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
-        comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
-        for _ in range(ROUNDS - 1):
-            comb = comb / (tl.sum(comb, axis=1)[:, None] + hc_eps)
+        comb_ptr += row * STREAMS * STREAMS
+        if STREAMS == 4:
+            _balance_four(comb, comb_ptr, place, hc_eps, ROUNDS)
+        else:
             comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
-        tl.store(comb_ptr + row * STREAMS * STREAMS + place, comb, mask=both)
+            for _ in range(ROUNDS - 1):
+                comb = comb / (tl.sum(comb, axis=1)[:, None] + hc_eps)
+                comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
+            tl.store(comb_ptr + place, comb, mask=both)
+
+
+@triton.jit
+def _balance_four(comb: tl.tensor, comb_ptr: tl.tensor, place: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr) -> None:
+    """Sinkhorn rounds of a 4 x 4 matrix in the registers of one thread, since each waits for the one before."""
+    a0, a1, a2, a3 = _row_of_four(comb, place, 0)
+    b0, b1, b2, b3 = _row_of_four(comb, place, 4)
+    c0, c1, c2, c3 = _row_of_four(comb, place, 8)
+    d0, d1, d2, d3 = _row_of_four(comb, place, 12)
+    for turn in range(ROUNDS):
+        if turn > 0:
+            a0, a1, a2, a3 = _share(a0, a1, a2, a3, eps)
+            b0, b1, b2, b3 = _share(b0, b1, b2, b3, eps)
+            c0, c1, c2, c3 = _share(c0, c1, c2, c3, eps)
+            d0, d1, d2, d3 = _share(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _share(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _share(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _share(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _share(a3, b3, c3, d3, eps)
+    _store_four(comb_ptr, a0, a1, a2, a3)
+    _store_four(comb_ptr + 4, b0, b1, b2, b3)
+    _store_four(comb_ptr + 8, c0, c1, c2, c3)
+    _store_four(comb_ptr + 12, d0, d1, d2, d3)
+
+
+@triton.jit
+def _row_of_four(
+    comb: tl.tensor, place: tl.tensor, first: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    return (
+        _pick(comb, place, first),
+        _pick(comb, place, first + 1),
+        _pick(comb, place, first + 2),
+        _pick(comb, place, first + 3),
+    )
+
+
+@triton.jit
+def _pick(comb: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.sum(tl.where(place == which, comb, 0.0), axis=1), axis=0)
+
+
+@triton.jit
+def _share(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, eps: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    factor = 1 / ((a + b) + (c + d) + eps)
+    return a * factor, b * factor, c * factor, d * factor
+
+
+@triton.jit
+def _store_four(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> None:
+    tl.store(to, a)
+    tl.store(to + 1, b)
+    tl.store(to + 2, c)
+    tl.store(to + 3, d)
 
 
 @triton.jit

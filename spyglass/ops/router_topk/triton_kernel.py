@@ -9,12 +9,30 @@ import triton.language as tl
 from spyglass.ops.hyper_mix.triton_kernel import multiply
 
 _INNER = 64
+_SINGLE, _WIDEST = 16, 1 << 13  # rows up to which they are multiplied one by one, and channels held in registers
 
 
 def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
     """Logits x · Wᵀ in S shares of the channels, fp32 [T, S, E]; both contiguous."""
     rows, width = x_TC.shape
     experts = len(weight_EC)
+    if 0 < rows <= _SINGLE and width <= _WIDEST:
+        ROWS = min(4, triton.next_power_of_2(rows))
+        shares = triton.cdiv(rows, ROWS)
+        logits_TSE = torch.empty((shares * ROWS, 1, experts), dtype=torch.float32, device=x_TC.device)
+        _project_single[(shares, triton.cdiv(experts, 2))](
+            x_TC,
+            weight_EC,
+            logits_TSE,
+            rows,
+            width,
+            experts,
+            ROWS=ROWS,
+            EXPERTS=2,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+        return logits_TSE[:rows]
     blocks = triton.cdiv(width, _INNER)
     if rows <= 128:
         ROWS, EXPERTS, steps = 16, 32, 4
@@ -38,6 +56,31 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
             num_warps=4,
         )
     return out_TSE
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _project_single(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    experts: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """All channels of some experts, multiplied and added up without tensor cores."""
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    channel = tl.arange(0, WIDTH)
+    inside = channel < width
+    there = (expert < experts)[:, None] & inside[None, :]
+    weight = tl.load(weight_ptr + expert[:, None] * width + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    for index in tl.static_range(ROWS):
+        row = (tl.program_id(0) * ROWS + index).to(tl.int64)
+        x = tl.load(x_ptr + row * width + channel, mask=inside & (0 * channel + row < rows), other=0.0)
+        total = tl.sum(weight * x.to(tl.float32)[None, :], axis=1)
+        tl.store(out_ptr + row * experts + expert, total, mask=expert < experts)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from spyglass.families import FAMILIES
+
 MORE, NO = -1, -2  # where there could be a place: more text must come, or there is none
 DSML = "｜DSML｜"
 MARK = f"<{DSML}"
@@ -36,16 +38,11 @@ class Tag:
         return self._whole.match(text, place) or (MORE if self._partial.fullmatch(text, place) else NO)
 
 
-def block_words(family: str) -> tuple[str, str]:
-    """What stands between the mark and a tag's word, and the word of a block of calls."""
-    return (" ", "calls") if family == "deepseek_v41" else ("", "tool_calls")
-
-
 class Tags:
     """The tags of a family. `blocks` are the opening and closing tag of each kind of block that models write."""
 
     def __init__(self, family: str) -> None:
-        space, block = block_words(family)
+        space, block = FAMILIES[family].tag_space, FAMILIES[family].calls_tag
         mark = DSML + space
         self.blocks = tuple((f"<{mark}{word}>", f"</{mark}{word}>") for word in (block, "function_calls"))
         self.end_call, self.end_value = f"</{mark}invoke>", f"</{mark}parameter>"

@@ -15,7 +15,8 @@ from spyglass.engine.structured.compile import followable
 from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
-from spyglass.server.protocols.tags import DSML, block_words
+from spyglass.families import FAMILIES
+from spyglass.server.protocols.tags import DSML
 
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
@@ -31,7 +32,7 @@ def calls_grammar(
     Raises:
         PromptError: a schema is none, or has no value that ends, or they are too large together.
     """
-    space, block = block_words(family)
+    space, block = FAMILIES[family].tag_space, FAMILIES[family].calls_tag
     calls = f"{'call' if one_call else 'call+'} {_tag(dsml, f'{space}{block}>', '</')}"
     if not opened or answer is not None:
         calls = " ".join((_tag(dsml, f"{space}{block}>\n", "\n\n<"), calls))

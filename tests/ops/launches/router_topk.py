@@ -10,7 +10,7 @@ from tests.ops.triton_lane import Launch, meta
 
 
 def launches() -> Iterator[Launch]:
-    for rows, width, experts in ((1, 4096, 256), (4096, 4096, 256), (32, 5120, 384)):
+    for rows, width, experts in ((1, 4096, 256), (12, 5120, 384), (32, 5120, 384), (4096, 4096, 256)):
         args = meta(rows, width), meta(experts, width, dtype=torch.float32)
         bias = meta(experts, dtype=torch.float32)
         options = {"k": 6, "scale": 1.5}

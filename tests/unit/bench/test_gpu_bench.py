@@ -23,7 +23,7 @@ def test_a_step_reads_more_experts_the_more_rows_it_has_and_never_more_than_all(
         tensor.nbytes for part in (llm.loaded.model.text, llm.loaded.model.head) for tensor in held_tensors(part)
     )
     sizes = [decode_bytes(llm, batch, 0) for batch in (1, 2, 8, 10_000)]
-    assert sizes == sorted(sizes) and sizes[0] < 0.9 * whole and sizes[-1] == pytest.approx(whole)
+    assert sizes[0] < sizes[1] < sizes[2] < whole and sizes[-1] == pytest.approx(whole)
     text = llm.config.text
     experts = text.num_experts_per_tok * 3 * text.hidden_size * text.moe_intermediate_size * text.num_hidden_layers
     assert experts < active_weights(llm) < experts + 5_000_000

@@ -8,7 +8,8 @@ import pytest
 
 from spyglass.bench import image
 from spyglass.bench.machine import describe_machine
-from spyglass.prompt import V4_VISION, V41_VISION, patchify, plan_image
+from spyglass.prompt import patchify, plan_image
+from tests.released import V4_VISION, V41_VISION
 
 VISION = {"v4": V4_VISION, "v41": V41_VISION}
 

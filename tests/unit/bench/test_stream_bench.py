@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 
 from spyglass.bench.stream import run
-from spyglass.checkpoint.random import new_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
 def test_it_prints_and_keeps_what_both_threads_take_for_a_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new_checkpoint(tmp_path / "tiny", "tiny", seed=0)
     options = ["--streams", "3", "--tokens", "20", "--pause-ms", "5", "--output", str(tmp_path / "found.json")]
-    assert run(["--model", str(tmp_path / "tiny"), *options]) == 0
+    assert run(["--model", str(tiny_folder), *options]) == 0
     assert "3 streams of 20 tokens" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     for name in ("fixed events", "chat completions"):

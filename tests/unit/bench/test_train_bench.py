@@ -9,8 +9,8 @@ import torch
 
 from spyglass.bench import train
 from spyglass.bench.train import as_text, measure, random_samples, step_flops
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import preset_tensors
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.train.packing import pack
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spyglass.bench import vision
-from spyglass.bench.vision import FAMILIES, Measured, as_text, jobs, measure, tower_flops
+from spyglass.bench.vision import TOWERS, Measured, as_text, jobs, measure, tower_flops
 from tests.vision_parts import SMALL
 
 
@@ -18,7 +18,7 @@ from tests.vision_parts import SMALL
     [("v4", (24, 138), 4205), ("v4", (42, 74), 3863), ("v41", (60, 150), 18173), ("v41", (3, 3063), 18782)],
 )
 def test_operations_are_those_of_the_analysis(family: str, grid: tuple[int, int], gflop: int) -> None:
-    config, hidden = FAMILIES[family]
+    config, hidden = TOWERS[family]
     assert tower_flops(config, hidden, [grid]) / 1e9 == pytest.approx(gflop, rel=3e-3)
     assert tower_flops(config, hidden, [grid] * 2) == 2 * tower_flops(config, hidden, [grid])
 
@@ -51,7 +51,7 @@ def test_saved_numbers_carry_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(vision, "matmul_tflops", lambda device: 1.0)
-    monkeypatch.setattr(vision, "FAMILIES", {"v4": (SMALL, 32)})
+    monkeypatch.setattr(vision, "TOWERS", {"v4": (SMALL, 32)})
     monkeypatch.setattr(vision, "Measured", lambda config, hidden, device: Measured(config, hidden, "cpu", "float32"))
     monkeypatch.setattr(vision, "jobs", lambda family: [("one picture", [(4, 6)])])
     assert vision.run(["--runs", "1", "--save", str(tmp_path / "vision.json")]) == 0

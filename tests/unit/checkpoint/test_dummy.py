@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,8 @@ from spyglass.quant.packed import WeightSlot
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-v41"])
-def test_drawn_weights_have_the_formats_and_sizes_of_the_files(preset: str, tmp_path: Path) -> None:
-    folder = tmp_path / preset
-    new_checkpoint(folder, preset, seed=0)  # type: ignore[arg-type]
+def test_drawn_weights_have_the_formats_and_sizes_of_the_files(preset: str, checkpoint_of: Callable[..., Path]) -> None:
+    folder = checkpoint_of(preset)
     read, drawn = load_model(folder, progress=False), load_model(folder, load="dummy", progress=False)
     assert drawn.numerics == read.numerics
     facts = [[(t.shape, t.dtype) for t in held_tensors(loaded.model)] for loaded in (read, drawn)]

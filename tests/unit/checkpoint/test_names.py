@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.layout import plan_layout
-from spyglass.checkpoint.presets import preset_config
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
 from spyglass.params.table import param_table

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint, preset_tensors, random_item, random_tensor
 from spyglass.checkpoint.safetensors import INDEX_NAME, open_checkpoint
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CheckpointError
 from spyglass.params.table import param_table
@@ -114,10 +114,8 @@ def test_flash_4layer_has_the_official_widths() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    new_checkpoint(folder, "tiny", seed=1)
-    return folder
+def tiny(checkpoint_of: Callable[..., Path]) -> Path:
+    return checkpoint_of("tiny", seed=1)
 
 
 def test_a_new_checkpoint_is_a_complete_folder_that_loads(tiny: Path) -> None:
@@ -162,10 +160,8 @@ def test_a_bf16_checkpoint_says_nothing_of_quantisation(tmp_path: Path) -> None:
     assert {header.dtype for header in open_checkpoint(tmp_path).tensors.values()} == {"BF16", "F32", "I64"}
 
 
-def test_the_official_shape_is_described_in_seconds_and_takes_no_room(tmp_path: Path) -> None:
-    started = time.process_time()
+def test_the_official_shape_is_described_and_takes_no_room(tmp_path: Path) -> None:
     new_checkpoint(tmp_path, "flash-vision", headers_only=True)
-    assert time.process_time() - started < 5
     checkpoint = open_checkpoint(tmp_path)
     assert len(checkpoint.tensors) == 72_633 and len(checkpoint.files) == 48
     assert [file.name for file in checkpoint.files][::47] == [

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.safetensors import DTYPE_BYTES
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
 from tests.small_models import SMALL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import match
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import DTYPE_BYTES, open_checkpoint
 from spyglass.config import parse_model_config, read_model_config
+from spyglass.config.presets import preset_config
 from spyglass.engram import hash_constants, open_engram
 from spyglass.params.hf_names import to_hf, to_native
 from spyglass.params.table import component_of, draft_kind, draft_params, param_table, stored_tensors
@@ -161,31 +162,28 @@ def test_presets_have_the_table_sizes_of_their_primes(preset: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    new_checkpoint(folder / "packed", "tiny-v41", seed=3)
-    new_checkpoint(folder / "plain", "tiny-v41", seed=3, format="bf16")
-    return folder
+def tiny(checkpoint_of: Callable[..., Path]) -> dict[str, Path]:
+    return {form: checkpoint_of("tiny-v41", seed=3, format=form) for form in ("packed", "bf16")}
 
 
-def test_a_new_checkpoint_holds_exactly_what_its_configuration_promises(tiny: Path) -> None:
-    for form in ("packed", "plain"):
-        config = read_model_config(tiny / form)
-        found = match(open_checkpoint(tiny / form), param_table(config))
+def test_a_new_checkpoint_holds_exactly_what_its_configuration_promises(tiny: dict[str, Path]) -> None:
+    for form in ("packed", "bf16"):
+        config = read_model_config(tiny[form])
+        found = match(open_checkpoint(tiny[form]), param_table(config))
         assert not found.faults() and not found.at_init
         assert sum(name.endswith("engram.embed") for name in found.sources) == 2
 
 
-def test_packed_and_plain_tables_of_one_seed_hold_the_same_rows(tiny: Path) -> None:
-    stores = [open_engram(tiny / form, read_model_config(tiny / form)) for form in ("packed", "plain")]
+def test_packed_and_plain_tables_of_one_seed_hold_the_same_rows(tiny: dict[str, Path]) -> None:
+    stores = [open_engram(tiny[form], read_model_config(tiny[form])) for form in ("packed", "bf16")]
     for layer in (1, 3):
         first, second = (store.tables[layer].values() for store in stores)
         assert (first == second).all() and 0.5 < first.std() < 1.0
     assert stores[0].tables[1].scale is not None and stores[1].tables[1].scale is None
 
 
-def test_the_tokenizer_gets_the_two_names_and_keeps_its_classes(tiny: Path) -> None:
-    tokenizer = load_tokenizer(tiny / "packed")
+def test_the_tokenizer_gets_the_two_names_and_keeps_its_classes(tiny: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(tiny["packed"])
     assert tokenizer is not None
     assert tokenizer.special_id("<｜System｜>") == 128799
     assert tokenizer.special_id("<｜deepseek_image｜>") == 129264
@@ -197,7 +195,7 @@ def test_the_tokenizer_gets_the_two_names_and_keeps_its_classes(tiny: Path) -> N
     printed |= {f"<｜{tag}｜>": first for tag, first in tags.items()}
     printed |= {f"<｜/{tag}｜>": first - 1 for tag, first in tags.items()}
     assert {spelling: tokenizer.special_id(spelling) for spelling in printed} == printed
-    store = open_engram(tiny / "packed", read_model_config(tiny / "packed"))
+    store = open_engram(tiny["packed"], read_model_config(tiny["packed"]))
     assert hashlib.sha256(store.classes_V.astype("<i4").tobytes()).hexdigest() == (
         "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
     )
@@ -217,10 +215,10 @@ def test_headers_only_writes_the_released_headers_with_the_tables_last(tmp_path:
     assert tables == [shard.file for shard in layout.shards[-2:]]
 
 
-def test_the_tables_are_named_and_left_on_disk_when_a_model_loads(tiny: Path) -> None:
+def test_the_tables_are_named_and_left_on_disk_when_a_model_loads(tiny: dict[str, Path]) -> None:
     from spyglass.model import load_model
 
-    loaded = load_model(tiny / "packed", progress=False)
+    loaded = load_model(tiny["packed"], progress=False)
     expected = {f"layers.{layer}.engram.embed.{part}" for layer in (1, 3) for part in ("weight", "scale")}
     assert set(loaded.report.skipped["engram"]) == expected
     assert loaded.numerics == "reference"

@@ -24,15 +24,13 @@ MODEL = ["--device", "cpu", "--dtype", "float32", "--numerics", "plain"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("run") / "tiny"
-    new_checkpoint(path, "tiny", seed=0)
-    return path
+def folder(tiny_folder: Path) -> Path:
+    return tiny_folder
 
 
 @pytest.fixture(scope="module")
-def photo(folder: Path) -> Path:
-    path = folder.parent / "photo.jpg"
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "photo.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(path)
     return path
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.cli.options import adapters_by_name
 from spyglass.config.server import ServerConfig, read_server_config
@@ -100,9 +99,8 @@ def test_options_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_it_says_where_it_listens_answers_and_stops_when_told(tmp_path: Path) -> None:
-    new_checkpoint(tmp_path / "tiny", "tiny", seed=0)
-    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(tmp_path / "tiny"), "--port", "0"]
+def test_it_says_where_it_listens_answers_and_stops_when_told(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(tiny_folder), "--port", "0"]
     process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
     killer = threading.Timer(100, process.kill)
     killer.start()

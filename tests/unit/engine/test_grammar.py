@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from spyglass import LLM, SamplingParams, Structured
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import Delta
 from spyglass.engine.structured.grammar import GrammarCompiler
@@ -35,10 +34,8 @@ LARK = 'start: "(" INT ")"\nINT: /[0-9]{1,4}/'
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    new_checkpoint(folder, "tiny", seed=0)
-    return LLM(folder, device="cpu", dtype="float32", numerics="plain")
+def llm(tiny_folder: Path) -> LLM:
+    return LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain")
 
 
 def asked(kind: Any, value: Any = None, after: str | None = None, **more: Any) -> SamplingParams:
@@ -247,12 +244,11 @@ def test_masks_report_what_the_model_hid_of_them(llm: LLM) -> None:
     assert 0 < llm.engine.stats().mask_share <= 1
 
 
-def test_a_folder_without_a_tokenizer_refuses_forms(llm: LLM, tmp_path: Path) -> None:
-    folder = tmp_path / "bare"
-    new_checkpoint(folder, "tiny", seed=0)
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    bare = LLM(folder, device="cpu", dtype="float32", numerics="plain")
+def test_a_folder_without_a_tokenizer_refuses_forms(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    bare = LLM(tmp_path, device="cpu", dtype="float32", numerics="plain")
     with pytest.raises(PromptError, match="tokenizer"):
         answers(bare, [asked("choice", ["a"])])
 
@@ -310,7 +306,7 @@ def test_a_form_that_is_long_to_compile_holds_no_other_back(llm: LLM, monkeypatc
         return seconds(trials, kind, request)
 
     monkeypatch.setattr(GrammarSandbox, "seconds", slow)
-    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config, cpu_seconds=600)  # type: ignore[arg-type]  # it has one
     waiting = threading.Thread(target=forms.begin, args=(Structured(kind="choice", value=("slow",)),))
     waiting.start()
     assert began.wait(30)
@@ -325,7 +321,7 @@ def test_a_form_is_tried_once_and_those_kept_took_few_seconds_together(
     """What takes long to compile takes memory: three of three seconds are one too many."""
     tried: list[str] = []
     monkeypatch.setattr(GrammarSandbox, "seconds", lambda trials, kind, request: tried.append(request) or 3.0)
-    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config, cpu_seconds=600)  # type: ignore[arg-type]  # it has one
     for text in "aabcbca":
         forms.begin(Structured(kind="regex", value=text))
     assert [json.loads(request)[1] for request in tried] == ["a", "b", "c", "a"]
@@ -340,7 +336,7 @@ def test_of_forms_those_asked_for_last_are_kept(llm: LLM, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GrammarSandbox, "seconds", seconds)
     monkeypatch.setattr("spyglass.engine.structured.grammar._KEPT", 2)
-    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config)  # type: ignore[arg-type]  # it has one
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config, cpu_seconds=600)  # type: ignore[arg-type]  # it has one
     for text in ("a", "b", "a", "c", "a", "b", "slow", "slow"):
         forms.begin(Structured(kind="regex", value=text))
     assert tried == ["a", "b", "c", "b", "slow"], "one that took too long for any other is kept alone"

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from spyglass import LLM, Patches, SamplingParams
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
@@ -25,13 +24,6 @@ from spyglass.prompt.tokens import TokenKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "numerics": "plain"}
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    new_checkpoint(folder, "tiny", seed=0)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import torch
 
 import spyglass.engine.llm
 from spyglass import LLM, SamplingParams
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.errors import AdapterError, ConfigError
 from spyglass.layers.linear import Linear
 from spyglass.lora.write import write_adapter
@@ -23,25 +22,19 @@ PROMPT = [0, 128803, 77, 78, 79, 128804]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("adapters") / "tiny"
-    new_checkpoint(path, "tiny", seed=0)
-    return path
-
-
-@pytest.fixture(scope="module")
-def adapters(folder: Path) -> dict[str, Path]:
+def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three folders: two that read, one that sees as well."""
-    shapes = shapes_of(LLM(folder, **OPTIONS).loaded.model)
+    folder = tmp_path_factory.mktemp("adapters")
+    shapes = shapes_of(LLM(tiny_folder, **OPTIONS).loaded.model)
     made = {"a": ["attention"], "b": ["shared", "compressor"], "sees": ["attention", "aligner", "tower"]}
     for seed, (name, groups) in enumerate(made.items()):
-        write_adapter(folder.parent / name, random_adapter(shapes, groups, rank=4, seed=seed, size=1.0))
-    return {name: folder.parent / name for name in made}
+        write_adapter(folder / name, random_adapter(shapes, groups, rank=4, seed=seed, size=1.0))
+    return {name: folder / name for name in made}
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path, adapters: dict[str, Path]) -> LLM:
-    return LLM(folder, adapters={name: adapters[name] for name in ("a", "b")}, **OPTIONS)
+def llm(tiny_folder: Path, adapters: dict[str, Path]) -> LLM:
+    return LLM(tiny_folder, adapters={name: adapters[name] for name in ("a", "b")}, **OPTIONS)
 
 
 def test_each_prompt_of_a_list_has_its_own_adapter(llm: LLM) -> None:
@@ -58,14 +51,14 @@ def test_each_prompt_of_a_list_has_its_own_adapter(llm: LLM) -> None:
 
 
 def test_an_empty_path_is_refused_and_not_the_folder_here(
-    llm: LLM, folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, tiny_folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tiny_folder)
     with pytest.raises(ConfigError, match="model's name is empty"):
         LLM("", **OPTIONS)
     monkeypatch.chdir(adapters["a"])
     with pytest.raises(AdapterError, match="folder is empty"):
-        LLM(folder, adapters={"x": ""}, **OPTIONS)
+        LLM(tiny_folder, adapters={"x": ""}, **OPTIONS)
     with pytest.raises(AdapterError, match="folder is empty"):
         llm.add_adapter("x", "")
     with pytest.raises(AdapterError, match="''"):
@@ -74,7 +67,7 @@ def test_an_empty_path_is_refused_and_not_the_folder_here(
 
 
 def test_rows_take_their_memory_after_the_adapters_have_theirs(
-    folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
     real = spyglass.engine.llm.with_room
@@ -84,8 +77,8 @@ def test_rows_take_their_memory_after_the_adapters_have_theirs(
         return real(options, loaded, engram)
 
     monkeypatch.setattr(spyglass.engine.llm, "with_room", look)
-    LLM(folder, adapters={"a": adapters["a"]}, **OPTIONS)
-    LLM(folder, **OPTIONS)
+    LLM(tiny_folder, adapters={"a": adapters["a"]}, **OPTIONS)
+    LLM(tiny_folder, **OPTIONS)
     assert seen == [True, False]
 
 
@@ -101,16 +94,16 @@ def test_a_name_that_is_not_known_fails_its_own_call_and_lists_the_known_ones(ll
     assert not llm.engine.has_work, "nothing of the refused calls was left behind"
 
 
-def test_another_adapter_under_an_old_name_is_the_new_one_wholly(folder: Path, adapters: dict[str, Path]) -> None:
+def test_another_adapter_under_an_old_name_is_the_new_one_wholly(tiny_folder: Path, adapters: dict[str, Path]) -> None:
     """Pictures too; the digests that caches look things up by differ, whatever the name."""
-    llm = LLM(folder, adapters={"x": adapters["a"]}, **OPTIONS)
+    llm = LLM(tiny_folder, adapters={"x": adapters["a"]}, **OPTIONS)
     first, old = llm.logits(PROMPT, adapter="x"), llm.adapter_use("x")
     llm.remove_adapter("x")
     with pytest.raises(AdapterError, match="known are: none"):
         llm.logits(PROMPT, adapter="x")
     llm.add_adapter("x", adapters["sees"])
     new = llm.adapter_use("x")
-    fresh = LLM(folder, adapters={"y": adapters["sees"]}, **OPTIONS)
+    fresh = LLM(tiny_folder, adapters={"y": adapters["sees"]}, **OPTIONS)
     assert torch.equal(llm.logits(PROMPT, adapter="x"), fresh.logits(PROMPT, adapter="y"))
     assert not torch.equal(llm.logits(PROMPT, adapter="x"), first)
     assert new.slot != old.slot and new.text_digest != old.text_digest and new.vision_digest != old.vision_digest
@@ -158,8 +151,8 @@ def test_running_answers_do_not_notice_loads_that_succeed_or_fail(
     llm.remove_adapter("more")
 
 
-def test_an_adapter_that_does_not_fit_is_refused_when_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_when_the_model_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is no adapter"):
-        LLM(folder, adapters={"x": tmp_path}, **OPTIONS)
+        LLM(tiny_folder, adapters={"x": tmp_path}, **OPTIONS)
     with pytest.raises(AdapterError, match="a name is 1 to 128 letters"):
-        LLM(folder, adapters={"..": tmp_path}, **OPTIONS)
+        LLM(tiny_folder, adapters={"..": tmp_path}, **OPTIONS)

@@ -17,7 +17,7 @@ from spyglass.engine.request import SamplingParams
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError
-from spyglass.prompt.visibility import is_legal_cut
+from spyglass.prompt.visibility import legal_cuts
 from tests.engine_parts import PAGE_ROWS, engine_config, make_prompt
 
 CONFIG = engine_config()
@@ -83,7 +83,7 @@ def test_steps_stay_in_budget_respect_spans_and_finish_everything(
         assert len({chunk.sequence.request_id for chunk in chunks}) == len(chunks)
         for chunk in chunks:
             assert chunk.start == chunk.sequence.computed < chunk.stop <= chunk.sequence.length
-            assert chunk.stop >= len(chunk.sequence.prompt) or is_legal_cut(chunk.sequence.prompt, chunk.stop)
+            assert chunk.stop >= len(chunk.sequence.prompt) or legal_cuts(chunk.sequence.prompt)[chunk.stop]
             done += chunk.stop - chunk.start
         play(scheduler, chunks)
     assert done == total

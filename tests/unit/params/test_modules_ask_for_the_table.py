@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spyglass.checkpoint.presets import PRESETS, preset_config
 from spyglass.config.model import ModelConfig
+from spyglass.config.presets import PRESETS, preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.table import param_table
 from tests.small_models import SMALL, empty_model

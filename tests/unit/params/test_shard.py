@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from spyglass.checkpoint.presets import Preset, preset_config
 from spyglass.checkpoint.random import random_tensor
+from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.errors import ConfigError
 from spyglass.params.shard import Cut, Shard

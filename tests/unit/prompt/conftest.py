@@ -9,7 +9,8 @@ from importlib.resources import files
 import pytest
 
 from spyglass.config import ModelConfig, parse_model_config
-from spyglass.prompt import V4_VISION, V41_VISION, PromptTokenizer
+from spyglass.prompt import PromptTokenizer
+from tests.released import V4_VISION, V41_VISION
 from tests.unit.config.family_configs import flash_vision
 
 PLACEHOLDER = 129264

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from spyglass.errors import PromptError
-from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, V4_VISION, V41_VISION, PictureRules, patchify, plan_image
+from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, PictureRules, patchify, plan_image
 from spyglass.prompt.decode import ImageLimits, PictureSource, open_picture, oriented_size
+from tests.released import V4_VISION, V41_VISION
 from tests.unit.prompt.pictures import encode, noise
 
 SMALL = ImageLimits(pixels=1 << 16)

@@ -16,8 +16,6 @@ from PIL import Image, ImageOps
 from spyglass.config import VisionConfig
 from spyglass.errors import PromptError
 from spyglass.prompt import (
-    V4_VISION,
-    V41_VISION,
     ImagePlan,
     normalisation_table,
     normalise,
@@ -25,6 +23,7 @@ from spyglass.prompt import (
     plan_image,
     prompt_digest,
 )
+from tests.released import V4_VISION, V41_VISION
 
 FAMILIES = pytest.mark.parametrize("vision", [V4_VISION, V41_VISION], ids=["v4", "v41"])
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from spyglass.config import VisionConfig
 from spyglass.errors import ConfigError, PromptError
-from spyglass.prompt import V4_VISION, V41_VISION, ImagePlan, layout_block, plan_image, plan_patches
+from spyglass.prompt import ImagePlan, layout_block, plan_image, plan_patches
+from tests.released import V4_VISION, V41_VISION
 
 # size, then (resized, LLM grid, tokens) of V4 and of V4.1
 REPORTED = [

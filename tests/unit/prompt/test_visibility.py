@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spyglass.config import ModelConfig
-from spyglass.errors import PromptError
 from spyglass.prompt import (
     ImageSpan,
     Patches,
     TokenKind,
-    check_spans,
-    is_legal_cut,
     legal_cuts,
     prompt_from_parts,
     visible_extra,
@@ -99,27 +95,4 @@ def test_no_cut_falls_behind_a_start_and_not_behind_its_end(
     for first, last in map(bounds, prompt.spans):
         cuts[first + 1 : last + 1] = False
     np.testing.assert_array_equal(legal_cuts(prompt), cuts)
-    assert [is_legal_cut(prompt, cut) for cut in range(-1, len(prompt) + 2)] == [False, *cuts.tolist(), False]
     assert legal_cuts(prompt_from_parts([[1], *parts_of(shape)], v41)).all()
-
-
-@pytest.mark.parametrize(
-    ("kinds", "message"),
-    [
-        ([TEXT, END], "END at position 1 closes nothing"),
-        ([START, IMAGE, END, TEXT, END], "END at position 4 closes nothing"),
-        ([TEXT, START, IMAGE, NEWLINE], "START at position 1 has no END"),
-        ([START, IMAGE, START, IMAGE, END], "START at position 2, but the span at 0 is still open"),
-        ([TEXT, IMAGE, TEXT], "IMAGE at position 1 lies outside"),
-        ([START, END, NEWLINE], "NEWLINE at position 2 lies outside"),
-        ([START, IMAGE, TEXT, END], "positions 0..3 has text in it"),
-    ],
-)
-def test_roles_that_are_not_whole_blocks_are_refused(kinds: list[int], message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        check_spans(kinds_of(kinds))
-
-
-def test_whole_blocks_with_leading_pads_pass() -> None:
-    check_spans(kinds_of([TEXT, PAD, PAD, START, IMAGE, PAD, NEWLINE, PAD, END, PAD, START, IMAGE, END, TEXT]))
-    check_spans(kinds_of([]))

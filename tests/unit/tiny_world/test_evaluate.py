@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
 from spyglass.engine.request import RequestOutput, SamplingParams, Usage
 from spyglass.errors import ConfigError
@@ -244,20 +243,19 @@ def test_the_contact_sheet_draws_the_boxes_of_answers() -> None:
 
 
 @pytest.mark.slow
-def test_eval_runs_on_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new_checkpoint(tmp_path / "tiny", "tiny", seed=0)
+def test_eval_runs_on_a_random_model(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sheet = tmp_path / "sheet.png"
     options = ["--num", "3", "--seed", "2", "--batch", "3", "--device", "cpu", "--sheet", str(sheet)]
-    assert main(["eval", str(tmp_path / "tiny"), *options]) == 0
+    assert main(["eval", str(tiny_folder), *options]) == 0
     assert re.fullmatch(r"overall +0 +3 +0\.0 %", capsys.readouterr().out.splitlines()[-1])
-    assert main(["eval", str(tmp_path / "tiny"), "--num", "3", "--seed", "5", "--device", "cpu"]) == 0
+    assert main(["eval", str(tiny_folder), "--num", "3", "--seed", "5", "--device", "cpu"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "thoughts: 0 of 1 right, every word" and last.startswith("overall")
-    assert main(["eval", str(tmp_path / "tiny"), "--sheet", str(tmp_path)]) == 2
+    assert main(["eval", str(tiny_folder), "--sheet", str(tmp_path)]) == 2
     assert "is a folder; name the file" in capsys.readouterr().err
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
-    assert main(["eval", str(tmp_path / "tiny"), *options[:2], "--device", "cpu", "--variant", "roman"]) == 0
+    assert main(["eval", str(tiny_folder), *options[:2], "--device", "cpu", "--variant", "roman"]) == 0
     assert "without --lora this is tiny itself" in capsys.readouterr().err
 
 

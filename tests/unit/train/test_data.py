@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spyglass.checkpoint.presets import preset_config
 from spyglass.checkpoint.tokenizer import write_tokenizer
 from spyglass.config import read_model_config
+from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.errors import ConfigError, PromptError
 from spyglass.prompt.build import build_prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from spyglass.checkpoint.presets import Preset
-from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.cli.main import main
+from spyglass.config.presets import Preset
 from spyglass.config.shipped import shipped_models
 from spyglass.config.training import TrainConfig
 from spyglass.errors import AdapterError, ConfigError, PromptError
@@ -81,12 +81,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(config: TrainConfig, tm
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-v41"])
 def test_a_whole_model_is_trained_into_a_checkpoint_that_answers_as_it_was_trained(
-    preset: Preset, config: TrainConfig, data: Path, tmp_path: Path
+    preset: Preset, config: TrainConfig, data: Path, checkpoint_of: Callable[..., Path]
 ) -> None:
     """Packing loses nothing: the loss of the checkpoint that was written is the one that training would go on from."""
-    if preset != "tiny":
-        new_checkpoint(tmp_path / preset, preset, seed=0)
-        config = replace(config, model=tmp_path / preset)
+    config = replace(config, model=checkpoint_of(preset))
     config = replace(config, full=True, rank=16, lr=3e-3, batch_tokens=300, clip=100.0)
     assert finetune(config, progress=False).finished
     losses = [row.loss for row in read_log(config.output / "training")]

@@ -19,7 +19,6 @@ from spyglass.errors import DeviceError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
-from spyglass.prompt import V4_VISION, V41_VISION
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16
 from spyglass.vision.graphs import (
@@ -33,6 +32,7 @@ from spyglass.vision.graphs import (
     leaves,
     why_not,
 )
+from tests.released import V4_VISION, V41_VISION
 from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, Tolerance, assert_close, assert_law
 from tests.vision_parts import ODD, SMALL, Vision, random_pictures, random_weights
 

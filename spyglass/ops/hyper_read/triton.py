@@ -1,0 +1,49 @@
+"""Two launches: the products, then everything else."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops.gpu import learns, usable
+from spyglass.ops.hyper_read import reference
+
+__all__ = ["WIDEST", "hyper_read", "usable"]
+WIDEST = 1 << 13  # channels of a stream, held in registers
+
+
+def hyper_read(
+    streams_TMC: torch.Tensor,
+    fn_JE: torch.Tensor,
+    scale_3: torch.Tensor,
+    base_J: torch.Tensor,
+    weight_C: torch.Tensor,
+    *,
+    pre_TM: torch.Tensor | None = None,
+    norm_eps: float,
+    hc_eps: float,
+    rounds: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.py`, which also serves gradients, float64 and very wide streams."""
+    wide = streams_TMC.shape[2] > WIDEST or streams_TMC.dtype == torch.float64
+    if wide or learns(streams_TMC, fn_JE, scale_3, base_J, weight_C, pre_TM):
+        return reference.hyper_read(
+            streams_TMC,
+            fn_JE,
+            scale_3,
+            base_J,
+            weight_C,
+            pre_TM=pre_TM,
+            norm_eps=norm_eps,
+            hc_eps=hc_eps,
+            rounds=rounds,
+            eps=eps,
+        )
+    from spyglass.ops.hyper_mix.triton_kernel import Read, finish, project
+
+    streams_TMC = streams_TMC.contiguous()
+    x_TC = streams_TMC.new_empty((streams_TMC.shape[0], streams_TMC.shape[2]))
+    sums = project(streams_TMC, fn_JE.contiguous())
+    read = Read(x_TC=x_TC, weight_C=weight_C, eps=eps, pre_TM=None if pre_TM is None else pre_TM.contiguous())
+    found = finish(sums, streams_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, read=read)
+    return x_TC, *found

@@ -1,0 +1,67 @@
+"""Two launches: the new streams and their products, then everything else."""
+
+from __future__ import annotations
+
+import torch
+
+from spyglass.ops.gpu import learns, usable
+from spyglass.ops.hyper_read.triton import WIDEST
+from spyglass.ops.hyper_write_read import reference
+
+__all__ = ["hyper_write_read", "usable"]
+
+
+def hyper_write_read(
+    z_TC: torch.Tensor,
+    shared_TC: torch.Tensor | None,
+    streams_TMC: torch.Tensor,
+    post_TM: torch.Tensor,
+    comb_TMM: torch.Tensor,
+    fn_JE: torch.Tensor,
+    scale_3: torch.Tensor,
+    base_J: torch.Tensor,
+    weight_C: torch.Tensor,
+    *,
+    pre_TM: torch.Tensor | None = None,
+    norm_eps: float,
+    hc_eps: float,
+    rounds: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.py`, which also serves gradients, float64 and very wide streams."""
+    wide = streams_TMC.shape[2] > WIDEST or streams_TMC.dtype == torch.float64
+    if wide or learns(z_TC, shared_TC, streams_TMC, post_TM, comb_TMM, fn_JE, scale_3, base_J, weight_C, pre_TM):
+        return reference.hyper_write_read(
+            z_TC,
+            shared_TC,
+            streams_TMC,
+            post_TM,
+            comb_TMM,
+            fn_JE,
+            scale_3,
+            base_J,
+            weight_C,
+            pre_TM=pre_TM,
+            norm_eps=norm_eps,
+            hc_eps=hc_eps,
+            rounds=rounds,
+            eps=eps,
+        )
+    from spyglass.ops.hyper_mix.triton_kernel import Read, Write, finish, project
+
+    write = Write(
+        z_TC=z_TC.contiguous(),
+        shared_TC=None if shared_TC is None else shared_TC.contiguous(),
+        post_TM=post_TM.contiguous(),
+        comb_TMM=comb_TMM.contiguous(),
+        out_TMC=streams_TMC.new_empty(streams_TMC.shape),
+    )
+    sums = project(streams_TMC.contiguous(), fn_JE.contiguous(), write)
+    read = Read(
+        x_TC=streams_TMC.new_empty((streams_TMC.shape[0], streams_TMC.shape[2])),
+        weight_C=weight_C,
+        eps=eps,
+        pre_TM=None if pre_TM is None else pre_TM.contiguous(),
+    )
+    found = finish(sums, write.out_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, read=read)
+    return write.out_TMC, read.x_TC, *found

@@ -1,0 +1,129 @@
+"""The kernel behind `triton.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spyglass.ops.fake_quant.triton_kernel import round_block, to_bf16
+from spyglass.ops.hadamard.triton_kernel import rotate_rows
+from spyglass.ops.rms_norm.triton_kernel import inverse_size
+from spyglass.ops.rope_partial.triton_kernel import turn_pairs
+from spyglass.quant.formats import FakeQuant
+
+_VALUES = 2048  # of a program, where a row is not longer
+
+
+def finish(
+    x_THD: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    out_THD: torch.Tensor,
+    *,
+    weight_D: torch.Tensor | None,
+    eps: float | None,
+    stepwise: bool,
+    hadamard: bool,
+    quant: FakeQuant | None,
+    dims: int,
+    tail_bf16: bool,
+    pages_ND: torch.Tensor | None,
+    write_T: torch.Tensor | None,
+) -> None:
+    """Write row_finish of x (channels contiguous) into `out_THD` (contiguous), and into rows of `pages_ND`."""
+    rows, heads, dim = x_THD.shape
+    if out_THD.numel() == 0:
+        return
+    HEADS = min(max(_VALUES // dim, 1), triton.next_power_of_2(heads))
+    writes = pages_ND is not None and write_T is not None
+    _finish[(rows, triton.cdiv(heads, HEADS))](
+        x_THD,
+        cos_TR,
+        sin_TR,
+        out_THD,
+        cos_TR if weight_D is None else weight_D,
+        pages_ND if writes else out_THD,
+        write_T if writes else cos_TR,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        heads,
+        0.0 if eps is None else eps,
+        dims,
+        NORMS=eps is not None,
+        WEIGHTED=weight_D is not None,
+        STEPWISE=stepwise,
+        HADAMARD=hadamard,
+        BLOCK=dim if quant is None else quant.block,
+        E4M3=quant is not None and quant.element == "e4m3",
+        E4M3_SCALE=quant is not None and quant.scale == "e4m3",
+        ROUNDS=quant is not None,
+        TAIL_BF16=tail_bf16,
+        WRITES=writes,
+        HEADS=HEADS,
+        DIM=dim,
+        LOG_DIM=dim.bit_length() - 1,
+        PAIRS=cos_TR.shape[1],
+        num_warps=4 if HEADS * dim > 512 else 2,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _finish(
+    x_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    heads: tl.tensor,
+    eps: tl.tensor,
+    dims: tl.tensor,
+    NORMS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    STEPWISE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    TAIL_BF16: tl.constexpr,
+    WRITES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    LOG_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    there = head < heads
+    x = tl.load(x_ptr + row * row_stride + head * head_stride + channel, mask=there, other=0.0).to(tl.float32)
+    if NORMS:
+        x = x * inverse_size(x, DIM, eps, STEPWISE, DTYPE)[:, None]
+        if WEIGHTED:
+            x = tl.load(weight_ptr + channel).to(tl.float32) * x
+        x = x.to(DTYPE).to(tl.float32)
+    # the pairs before the last ones turn by nothing
+    pair = tl.arange(0, DIM // 2)[None, :] - (DIM // 2 - PAIRS)
+    cos = tl.load(cos_ptr + row * PAIRS + pair, mask=pair >= 0, other=1.0)
+    sin = tl.load(sin_ptr + row * PAIRS + pair, mask=pair >= 0, other=0.0)
+    turned = turn_pairs(x, cos, sin, HEADS, DIM // 2).to(DTYPE).to(tl.float32)
+    x = tl.where(channel >= DIM - 2 * PAIRS, turned, x)
+    if HADAMARD:
+        x = rotate_rows(x, HEADS, DIM, LOG_DIM).to(DTYPE).to(tl.float32)
+    if ROUNDS:
+        blocks = tl.reshape(x, (HEADS, DIM // BLOCK, BLOCK))
+        amax = tl.max(tl.abs(blocks), axis=2)[:, :, None]
+        rounded = tl.reshape(round_block(blocks, amax, E4M3, E4M3_SCALE), (HEADS, DIM))
+        x = tl.where(channel < dims, rounded, to_bf16(x) if TAIL_BF16 else x)
+    out = x.to(DTYPE)
+    tl.store(out_ptr + (row * heads + head) * DIM + channel, out, mask=there)
+    if WRITES:
+        to = tl.load(write_ptr + row + 0 * head).to(tl.int64)
+        tl.store(pages_ptr + to * DIM + channel, out.to(pages_ptr.dtype.element_ty), mask=there & (to >= 0))

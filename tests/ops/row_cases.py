@@ -1,0 +1,69 @@
+"""Builders of `cases.py` for hyper-connections and for rows that are finished in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.ops.call import Call, Source
+
+
+def hyper_mix(source: Source, streams: int = 4, width: int = 48, rounds: int = 4) -> Call:
+    count = streams * (2 + streams)
+    weights = (source.fp32(*shape, scale=0.3) for shape in ((count, streams * width), (3,), (count,)))
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-4, "rounds": rounds}
+    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
+
+
+def hyper_head(source: Source, streams: int = 4, width: int = 48) -> Call:
+    weights = (source.fp32(*shape, scale=0.1) for shape in ((streams, streams * width), (1,), (streams,)))
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-4}
+    return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
+
+
+def hyper_collapse(source: Source, streams: int = 4, width: int = 48) -> Call:
+    return Call(args=(source.normal(source.rows, streams, width), source.fp32(source.rows, streams)), options={})
+
+
+def hyper_expand(source: Source, streams: int = 4, width: int = 48) -> Call:
+    post, comb = source.fp32(source.rows, streams), source.fp32(source.rows, streams, streams)
+    z, x = source.normal(source.rows, width), source.normal(source.rows, streams, width)
+    return Call(args=(z, x, post, comb), options={})
+
+
+def hyper_read(source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False) -> Call:
+    call = hyper_mix(source, streams, width)
+    options = call.options | {"pre_TM": source.fp32(source.rows, streams) if shifted else None, "eps": 1e-6}
+    return Call(args=(*call.args, source.fp32(width)), options=options)
+
+
+def hyper_write_read(
+    source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False, shared: bool = False
+) -> Call:
+    call, written = hyper_read(source, streams, width, shifted=shifted), hyper_expand(source, streams, width)
+    z, x, post, comb = written.args
+    comb = comb.softmax(dim=1)
+    first = (source.fp32(source.rows, width), z) if shared else (z, None)
+    return Call(args=(*first, x, post, comb, *call.args[1:]), options=call.options)
+
+
+def row_finish(
+    source: Source,
+    dim: int = 64,
+    heads: tuple[int, ...] = (),
+    *,
+    pages: bool = False,
+    **options: Any,
+) -> Call:
+    angle = source.fp32(source.rows, 8, scale=9.0)
+    if options.get("weight_D") is not None:
+        options["weight_D"] = source.fp32(dim)
+    if pages:
+        held = source.normal(source.rows // 6 + 2, 6, dim)
+        write = torch.randperm(held.shape[0] * 6, generator=source.generator)[: source.rows]
+        write[::5] = -1
+        options |= {"pages_NBD": held, "write_T": write}
+    args = (source.normal(source.rows, *heads, dim), angle.cos(), angle.sin())
+    flips = "quant" in options
+    return Call(args=args, options=options, written="pages_NBD" if pages else None, flips=flips)
