@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from spyglass.config.numbers import integer, number
+from spyglass.config.fields import integer, number
 from spyglass.config.training import CHOICES, TrainConfig
 
 HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with pictures."

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from spyglass.config import ModelConfig, VisionConfig, read_model_config
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.presets import config_of
 from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError
@@ -24,7 +24,7 @@ from spyglass.prompt import (
     TokenKind,
     contained_size,
     layout_block,
-    open_picture,
+    open_image,
     oriented_size,
     plan_image,
     resize,
@@ -109,7 +109,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
     rules = CHAT_RULES if rules_name == "chat" else REFERENCE_RULES
-    picture = open_picture(photo, name=str(photo))
+    picture = open_image(photo, name=str(photo))
     form = f"{picture.format} {picture.mode}"
     stored, size = picture.size, oriented_size(picture, rules)
     plan = plan_image(*size, vision)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
 from spyglass.config.shipped import base_note, default_model, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.errors import ConfigError
 
 PREFIX = "SPYGLASS_"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spyglass.config.json_text import parse_json_text
+from spyglass.config.json_file import parse_json_text
 from spyglass.errors import ConfigError
 
 MAX_BYTES = 16 << 20  # a config.json has a few kilobytes; anything near this is the wrong file

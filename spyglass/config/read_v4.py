@@ -32,10 +32,10 @@ POOLED_CHOSEN = 4  # ratio whose pools overlap and are chosen by an indexer
 DEFAULT_MAX_POSITION = 1 << 20
 REFERENCE_EPS = 1e-6  # what the reference code assumes for norm_eps and hc_eps when its short config leaves them out
 # Bounds of what is built or repeated one by one: far above any model, far below what would keep a machine busy.
-MOST_LAYERS = 1024
-MOST_EXPERTS = 1 << 17  # of all layers together
-MOST_SINKHORN_ROUNDS = 1000
-MOST_WINDOW = 1 << 20
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 17  # of all layers together
+MAX_SINKHORN_ROUNDS = 1000
+MAX_WINDOW = 1 << 20
 SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one picture can take (spec v4 9.5)
 
 # Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
@@ -142,7 +142,7 @@ def refuse_other_mathematics(fields: Fields) -> None:
 
 def schedule(fields: Fields, known: tuple[int, ...]) -> tuple[int, ...]:
     """The ratio of each layer, one of `known`; entries behind the last layer belong to draft stages."""
-    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     ratios = fields.integers("compress_ratios")
     if len(ratios) < num_layers:
         layers = fields.spelling("num_hidden_layers")
@@ -198,7 +198,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
     num_groups = fields.integer("o_groups")
     if num_heads % num_groups:
         raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
-    most_experts = MOST_EXPERTS // len(wiring.layers)
+    most_experts = MAX_EXPERTS // len(wiring.layers)
     num_experts = fields.integer("n_routed_experts", most=most_experts, limit="num_hidden_layers")
     return TextConfig(
         vocab_size=fields.integer("vocab_size", least=2),
@@ -208,7 +208,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=num_groups,
         o_lora_rank=fields.integer("o_lora_rank"),
-        sliding_window=fields.integer("sliding_window", most=MOST_WINDOW),
+        sliding_window=fields.integer("sliding_window", most=MAX_WINDOW),
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=wiring.index_head_dim,
         index_topk=fields.integer("index_topk"),
@@ -219,7 +219,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         swiglu_limit=fields.number("swiglu_limit"),
         hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MOST_SINKHORN_ROUNDS),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MAX_SINKHORN_ROUNDS),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
         q_head_norm=wiring.family.q_head_norm,
@@ -284,7 +284,7 @@ def _rounding(plain_dims: int) -> Rounding:
 
 def _vision(fields: Fields) -> VisionConfig | None:
     """The picture tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
-    num_layers = fields.integer("vision_n_layers", default=0, least=0, most=MOST_LAYERS)
+    num_layers = fields.integer("vision_n_layers", default=0, least=0, most=MAX_LAYERS)
     if num_layers == 0:
         return None
     if "vision_max_wh_ratio" not in fields.values:

@@ -281,7 +281,7 @@ def _vision(tower: Fields) -> VisionConfig:
         expected = f"a divisor of the width {width} that leaves a head dimension divisible by 4 (2-D rotation)"
         raise tower.error("num_attention_heads", expected)
     return VisionConfig(
-        num_hidden_layers=tower.integer("num_hidden_layers", most=read_v4.MOST_LAYERS),
+        num_hidden_layers=tower.integer("num_hidden_layers", most=read_v4.MAX_LAYERS),
         hidden_size=width,
         num_attention_heads=num_heads,
         intermediate_size=tower.integer("intermediate_size"),

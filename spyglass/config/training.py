@@ -19,7 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "numerics": ("auto", "plain", "reference"),
 }
-MOST_FACTOR = 1e12  # of what fp32 values are multiplied with
+MAX_FACTOR = 1e12  # of what fp32 values are multiplied with
 _OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
 
@@ -100,14 +100,14 @@ class TrainConfig:
                     f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them"
                 )
         for name in ("lr", "alpha", "clip"):
-            if not 0 < getattr(self, name) <= MOST_FACTOR:
+            if not 0 < getattr(self, name) <= MAX_FACTOR:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}, expected a number above 0, at most {MOST_FACTOR:g}"
+                    f"{name} is {getattr(self, name)}, expected a number above 0, at most {MAX_FACTOR:g}"
                 )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}, expected a share from 0 to below 1")
-        if not 0 <= self.weight_decay <= MOST_FACTOR:
-            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number from 0 to {MOST_FACTOR:g}")
+        if not 0 <= self.weight_decay <= MAX_FACTOR:
+            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number from 0 to {MAX_FACTOR:g}")
         if self.minutes is not None and not self.minutes >= 0:
             raise ConfigError(f"minutes is {self.minutes}, expected a number of at least 0")
 

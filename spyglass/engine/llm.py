@@ -40,7 +40,7 @@ from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
 from spyglass.model import find_device, load_model, model_folder
 from spyglass.params.declared import AdapterGroup
-from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
+from spyglass.prompt.build import Part, build_prompt, is_image, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
 from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
@@ -133,7 +133,7 @@ class LLM:
             with_room(options, self.loaded, engram_feed),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
-            banned=self._never_drawn(),
+            banned=self.banned_tokens(),
             token_bytes=token_bytes,
             grammars=None
             if token_bytes is None
@@ -322,7 +322,7 @@ class LLM:
                 )
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
-        parts = [cast("Part", prompt)] if is_ids(prompt) or is_picture(prompt) else listed(prompt, _PROMPT)
+        parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
 
@@ -379,7 +379,7 @@ class LLM:
         self._deltas.pop(request, None)
         self._users.pop(request, None)
 
-    def _never_drawn(self) -> set[int]:
+    def banned_tokens(self) -> set[int]:
         """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:

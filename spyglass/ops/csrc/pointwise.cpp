@@ -461,8 +461,8 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
     float* rank = rank_memory.get<float>(E);
     for (i64 t = first; t < stop; t++) {
       float* s = scores + t * E;
-      bool is_picture = picture && picture[t];
-      const float* add = is_picture ? picture_bias : bias;
+      bool is_image = picture && picture[t];
+      const float* add = is_image ? picture_bias : bias;
       vectors(E, [&](i64 e, auto left) {
         V score = root_of_softplus(load_n(s + e, left));
         store_n(s + e, score, left);
@@ -471,7 +471,7 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
       float total = 0;
       for (i64 k = 0; k < K; k++) {
         i64 best = -1;
-        if (forced && !is_picture) best = forced[(row ? row[t] : t) * K + k];
+        if (forced && !is_image) best = forced[(row ? row[t] : t) * K + k];
         else {
           for (i64 e = 0; e < E; e++)
             if (rank[e] == rank[e] && (best < 0 || rank[e] > rank[best])) best = e;  // a taken one is NaN
