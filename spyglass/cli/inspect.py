@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from spyglass.cli.inspection_sheet import Inspection, draw_inspection
 from spyglass.config import ModelConfig, VisionConfig, read_model_config
 from spyglass.config.fields import integer
 from spyglass.config.presets import config_of
@@ -30,7 +31,6 @@ from spyglass.prompt import (
     resize,
     to_rgb,
 )
-from spyglass.prompt.draw import Inspection, draw_inspection
 
 HELP = "Show what a model gets of a picture: resized size, patches, cells, token order, visibility (writes a PNG)."
 _FAMILIES = {family.short_name: family for family in FAMILIES.values()}

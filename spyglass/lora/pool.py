@@ -18,8 +18,8 @@ from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.new import TRAINED_SLOT
 from spyglass.lora.modules import LoraTargets, find_targets
+from spyglass.lora.new import TRAINED_SLOT
 from spyglass.lora.use import AdapterHandle
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import split_expert

@@ -138,9 +138,7 @@ def read_source(
     return data
 
 
-def open_image(
-    source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
-) -> Image.Image:
+def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture") -> Image.Image:
     """Open a picture without unpacking it: its `size` is known and within `limits`, its pixels are not yet read.
 
     Animations stand at their first frame. A PIL picture is taken at the frame it stands at.

@@ -15,9 +15,9 @@ from spyglass.errors import PromptError
 from spyglass.prompt.decode import (
     PYTHON_LIMITS,
     REFERENCE_RULES,
+    ImageInput,
     ImageLimits,
     ImageRules,
-    ImageInput,
     open_image,
     to_rgb,
 )

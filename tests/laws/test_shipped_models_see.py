@@ -19,7 +19,7 @@ from spyglass.config.shipped import shipped_models
 from spyglass.engine.llm import LLM
 from spyglass.tiny_world.cases import THINKING_KINDS
 from spyglass.tiny_world.evaluate import ask_all
-from spyglass.tiny_world.questions import KINDS, IMAGE_LEFT_OUT
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS
 from spyglass.tiny_world.words import UNSEEN
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "seeing"

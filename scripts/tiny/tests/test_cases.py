@@ -16,7 +16,7 @@ from spyglass.errors import ConfigError
 from spyglass.tiny_world import scene as layout
 from spyglass.tiny_world.cases import SPLITS, Case, Split, case_words, kinds_of, make_case
 from spyglass.tiny_world.corpus import all_texts
-from spyglass.tiny_world.questions import ANSWERS, KINDS, QUESTIONS, SAME_ANSWERS, IMAGE_LEFT_OUT
+from spyglass.tiny_world.questions import ANSWERS, IMAGE_LEFT_OUT, KINDS, QUESTIONS, SAME_ANSWERS
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, PRINTED_WORDS, SHAPES, UNSEEN, VARIANTS
 
 LETTERS = re.compile(r"[a-z]+")

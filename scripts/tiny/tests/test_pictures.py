@@ -18,7 +18,7 @@ from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
 from spyglass.tiny_world.pictures import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask
-from spyglass.tiny_world.questions import KINDS, IMAGE_LEFT_OUT
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS
 from spyglass.tiny_world.scene import Label, Lettering, Scene, Thing, pick_size
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, POSITIONS, PRINTED_WORDS, SHAPES, SIDES
 from tests.released import V4_VISION, V41_VISION

@@ -10,7 +10,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
-from spyglass.prompt.chat import IMAGE_ROLES, STUB_URL, IMAGE_LEFT_OUT
+from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.conversation import (

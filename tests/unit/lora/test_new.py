@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spyglass.errors import AdapterError
+from spyglass.lora.modules import find_targets
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
-from spyglass.lora.modules import find_targets
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import AdapterHandle
 from spyglass.lora.write import write_adapter

@@ -37,8 +37,7 @@ def rendered(messages: list[dict[str, Any]], config: ModelConfig, **options: Any
     """The prompt as text, pictures shown as `#`."""
     pieces = render_chat(messages, config, ChatOptions(**options)).pieces
     return "".join(
-        "#" if isinstance(piece, ImageRef) else piece if isinstance(piece, str) else piece.spelling
-        for piece in pieces
+        "#" if isinstance(piece, ImageRef) else piece if isinstance(piece, str) else piece.spelling for piece in pieces
     )
 
 

@@ -19,8 +19,8 @@ from spyglass.errors import PromptError
 from spyglass.prompt import (
     IMAGE_POSITION,
     ImageLimits,
-    Patches,
     ImageRules,
+    Patches,
     TokenKind,
     layout_block,
     patchify,

@@ -11,7 +11,7 @@ from PIL import Image
 
 from spyglass.errors import PromptError
 from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, ImageRules, patchify, plan_image
-from spyglass.prompt.decode import ImageLimits, ImageInput, open_image, oriented_size
+from spyglass.prompt.decode import ImageInput, ImageLimits, open_image, oriented_size
 from tests.released import V4_VISION, V41_VISION
 from tests.unit.prompt.pictures import encode, noise
 
