@@ -93,6 +93,7 @@ def usable(device_type: str, dtype: str) -> bool:
 
 @cache
 def find_compiler() -> str | None:
+    """The C++ compiler of this machine, None without one."""
     return shutil.which("g++") or shutil.which("c++")
 
 
@@ -208,6 +209,7 @@ def prepare() -> bool:
 
 
 def compile_library(isa: str, path: Path) -> None:
+    """Compile the kernels for `isa` into the library at `path`. Raises DeviceError."""
     compiler, runtime = find_compiler(), _openmp_runtime()
     if compiler is None:
         raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")
