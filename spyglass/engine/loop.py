@@ -30,7 +30,7 @@ from spyglass.engine.structured.grammar import GrammarMasks
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
-_LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
+LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
 _Masking = Callable[[], torch.Tensor] | None  # next tokens of rows that follow a grammar, once known
 
 
@@ -243,7 +243,7 @@ class StepLoop:
 
     def _score(self, step: RunningStep) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""
-        size = max(1, _LOGITS_AT_ONCE // self._runner.vocab_size)
+        size = max(1, LOGITS_AT_ONCE // self._runner.vocab_size)
         for chunk, first in zip(step.chunks, step.first, strict=True):
             sequence = chunk.sequence
             stop = min(chunk.stop, len(sequence.prompt))

@@ -202,7 +202,7 @@ def engine_of(llm: LLM, drafter: Guesser | None) -> Engine:
         EngineConfig(cache_bytes=200_000_000, max_sequences=4, **NO_CACHES),
         dtype=llm.loaded.dtype,
         device=llm.loaded.device,
-        banned=llm.banned_ids,
+        banned=llm.banned_tokens(),
         token_bytes=token_bytes,
         grammars=GrammarCompiler(token_bytes, llm.config, cpu_seconds=20.0),
         lookahead=LOOKAHEAD,

@@ -208,6 +208,7 @@ def blocks_of(places: KeyRows, heads: int) -> Iterator[list[_Part]]:
 
 
 def block_limit(device: torch.device) -> int:
+    """Logits of one block of queries; 0 = no limit."""
     return 0 if device.type == "cpu" else _LOGITS_OF_A_BLOCK
 
 
