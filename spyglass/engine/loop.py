@@ -129,7 +129,9 @@ class StepLoop:
             if self._running is not None:
                 deltas += self._collect()
         finally:
-            self._lost = deltas + self._lost + self._give_up([chunk.sequence for chunk in chunks], _FAILED)
+            lost = [*chunks, *(() if self._running is None else self._running.chunks)]
+            self._running = None
+            self._lost = deltas + self._lost + self._give_up([chunk.sequence for chunk in lost], _FAILED)
 
     def _plan(self) -> list[Chunk]:
         """The chunks of the next step, with drafts behind answers."""
@@ -201,20 +203,17 @@ class StepLoop:
 
     def _collect(self) -> list[Delta]:
         """Read the tokens of the step under way and add them to their answers."""
-        step, self._running = self._running, None
+        step = self._running
         assert step is not None
+        began = time.perf_counter()
+        tokens = None if step.sampled is None else step.sampled.read()  # what went wrong on the device is raised here
+        self.counted.sampling_seconds += time.perf_counter() - began
+        self._running = None
         for chunk in step.chunks:
             chunk.sequence.in_flight -= 1
         deltas: list[Delta] = []
-        if step.sampled is None:
+        if tokens is None:
             return deltas
-        try:
-            began = time.perf_counter()
-            tokens = step.sampled.read()
-            self.counted.sampling_seconds += time.perf_counter() - began
-        except Exception:  # what went wrong on the device is told here
-            self._lost += self._give_up([chunk.sequence for chunk in step.chunks], _FAILED)
-            raise
         drawn = zip(tokens.ids, tokens.logprobs, tokens.is_finite, strict=True)
         for chunk in step.sampling:
             rows = [next(drawn) for _ in range(chunk.rows_wanted)]
