@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
 from spyglass.ops.overlap import begin
 
 _VALUES = 2048  # of a program, where a head is not longer
