@@ -17,6 +17,23 @@ def generation() -> int:
     return int(driver.active.get_current_target().arch)
 
 
+def roomy() -> bool:
+    """Whether a program may have well more than 100 KB of shared memory: generations for data centres."""
+    return SHARED_MEMORY.get(generation(), 0) > 160_000
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels, which knows no assembly and no bf16 products."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether tensor cores multiply values of this dtype exactly; the interpreter takes fp16 and fp32."""
+    return dtype in (torch.float16, torch.float32) if interpreted() else dtype == torch.bfloat16
+
+
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; those of an H200 where tensors have no device."""
     if device.type != "cuda":

@@ -223,7 +223,9 @@ def test_rows_are_written_where_they_belong_and_nowhere_else(isa: str) -> None:
 
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["bias", "no bias", "pictures", "forced", "forced pictures", "forced table"])
+@pytest.mark.parametrize(
+    "case", ["bias", "no bias", "pictures", "forced", "forced pictures", "forced table", "padding"]
+)
 def test_routing_is_the_reference(case: str, dtype: torch.dtype, isa: str) -> None:
     library = kernels(isa)
     for rows, (experts, width, k), weight_dtype in itertools.product(ROWS, [(64, 256, 6), (5, 40, 2)], DTYPES):
@@ -235,6 +237,8 @@ def test_routing_is_the_reference(case: str, dtype: torch.dtype, isa: str) -> No
             options["forced_TK"] = torch.stack([torch.randperm(experts)[:k] for _ in range(rows)])
         if case == "forced table":
             options["forced_row_T"] = torch.randint(0, rows, (rows,))
+        if case == "padding":
+            options["positions_T"] = torch.randint(-1, 2, (rows,), dtype=torch.int32)
         ids, weights = router_cpu.router_topk(x, weight, kernels=library, **options)
         want_ids, want_weights = router_reference.router_topk(x, weight, **options)
         assert torch.equal(ids, want_ids) and ids.dtype == torch.int32

@@ -17,7 +17,7 @@ from spyglass.errors import ConfigError
 from spyglass.tiny_world.answers import is_right, is_thought, overlap, parse_answer
 from spyglass.tiny_world.cases import EFFORT, Case, case_words, make_case
 from spyglass.tiny_world.evaluate import Report, Verdict, evaluate
-from spyglass.tiny_world.questions import KINDS, WITHOUT_PAIRS, WITHOUT_PICTURE
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS, WITHOUT_PAIRS
 from spyglass.tiny_world.sheet import contact_sheet
 from spyglass.tiny_world.words import UNSEEN
 
@@ -112,7 +112,7 @@ def test_unseen_combinations_have_rows_of_their_own() -> None:
 @pytest.mark.parametrize("control", ["grey", "shuffled"])
 def test_controls_change_the_pictures_and_nothing_else(control: Any) -> None:
     """The questions stay; a grey picture keeps its size, a shuffled one is that of another question of the kind."""
-    kinds = tuple(kind for kind in KINDS if kind not in WITHOUT_PICTURE)
+    kinds = tuple(kind for kind in KINDS if kind not in IMAGE_LEFT_OUT)
     cases = asked(27, kinds=kinds)
     seen: list[Any] = []
     report = evaluate(Told(lambda chat: seen.append(chat) or ""), 27, 5, control=control)  # type: ignore[func-returns-value]
@@ -133,7 +133,7 @@ def test_controls_change_the_pictures_and_nothing_else(control: Any) -> None:
 def test_who_does_not_look_is_right_less_than_three_times_in_ten_on_every_kind() -> None:
     """The guesser knows the most frequent answer to every wording from training."""
     for kind in KINDS:
-        if kind in WITHOUT_PICTURE:
+        if kind in IMAGE_LEFT_OUT:
             continue
         heard: dict[str, Counter[str]] = defaultdict(Counter)
         for index in range(1200):

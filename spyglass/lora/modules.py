@@ -14,7 +14,7 @@ from spyglass.params.table import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class LoraTargets:
     """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`).
 
     `params`: what takes an adapter, each expert's matrix by itself.
@@ -38,14 +38,14 @@ class Places:
         """The bank of a linear map, made if there is none."""
         linear = self.linears[name]
         if not isinstance(linear.adapter, LinearBank):
-            linear.adapter = LinearBank(linear.build.ops.lora_delta, self.dropout, linear.groups)
+            linear.adapter = LinearBank(linear.build, self.dropout, linear.groups)
         return linear.adapter
 
     def experts_bank(self, name: str) -> ExpertsBank:
         """The bank of a layer's experts, made if there is none."""
         experts = self.experts[name]
         if not isinstance(experts.adapter, ExpertsBank):
-            experts.adapter = ExpertsBank(experts.build.ops.lora_delta, self.dropout)
+            experts.adapter = ExpertsBank(experts.build, self.dropout)
         return experts.adapter
 
     def clear(self, slot: int) -> None:
@@ -64,9 +64,9 @@ class Places:
         return [name for name in self.linears if self.params[name].adapter == group]
 
 
-def find_places(model: nn.Module) -> Places:
+def find_targets(model: nn.Module) -> LoraTargets:
     """Every linear map of a model that an adapter may change."""
-    places = Places()
+    places = LoraTargets()
     for module in model.modules():
         if isinstance(module, Linear | GroupedLinear):
             param = module.build.params[module.name]

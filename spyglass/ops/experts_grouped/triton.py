@@ -1,0 +1,120 @@
+"""FP4, FP8 and bf16 experts on tensor cores, from the bytes as they are stored: see `triton_kernel.py`.
+
+The host reads nothing from the device: lists of rows by expert are made there, grids are sized by upper bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spyglass.ops import gpu
+from spyglass.ops.experts_grouped import reference
+from spyglass.quant.formats import FakeQuant
+from spyglass.quant.packed import Packed
+
+_BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
+_FEW_CHOICES = 1024  # more are sorted in parts and multiplied in tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Few:
+    """A launch of `few`: warps that share a sum, 16-byte loads in flight a thread and row."""
+
+    warps: int
+    steps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Many:
+    """A launch of `many`: weight rows and tokens of a tile."""
+
+    rows: int
+    tokens: int
+    warps: int = 8
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Launches of one call: both ends of `few` or of `many`."""
+
+    up: Few | Many
+    down: Few | Many
+
+
+def usable(device_type: str, dtype: str) -> bool:
+    """bf16 activations wherever Triton is."""
+    return dtype == "bfloat16" and gpu.usable(device_type, dtype)
+
+
+def tuning(rows: int, chosen: int, hidden: int, width: int) -> Tuning:
+    """The launches for a number of rows; upper limits decide, so that a bucket of rows has one answer."""
+    if rows <= 2:
+        return Tuning(up=_few(hidden, 4), down=_few(width, 4))
+    if rows * chosen <= _FEW_CHOICES:
+        return Tuning(up=_few(hidden, 1), down=_few(width, 1))
+    tile = Many(rows=128, tokens=64 if rows * chosen <= 1 << 15 else 128, stages=3 if gpu.roomy() else 2)
+    return Tuning(up=tile, down=tile)
+
+
+def _few(inputs: int, warps: int) -> Few:
+    """As many warps and steps as a sum of so many inputs divides into."""
+    steps = 4
+    while inputs % (warps * steps * 128):
+        warps, steps = (warps // 2, steps) if warps > 1 else (1, steps // 2)
+    return Few(warps=warps, steps=steps)
+
+
+def experts_grouped(
+    x_TC: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    w1: Packed,
+    w3: Packed,
+    w2: Packed,
+    *,
+    limit: float,
+    rounding: FakeQuant | None = None,
+    launches: Tuning | None = None,
+) -> torch.Tensor:
+    """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
+    if not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
+        return reference.experts_grouped(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding)
+    from spyglass.ops.experts_grouped import triton_launch
+
+    rows, chosen = ids_TK.shape
+    if rows == 0:
+        return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    launches = launches or tuning(rows, chosen, w1.shape[2], w1.shape[1])
+    call = triton_launch.Call(
+        x_TC=x_TC.contiguous(),
+        ids_TK=ids_TK.contiguous(),
+        weights_TK=weights_TK.contiguous(),
+        w1=w1,
+        w3=w3,
+        w2=w2,
+        limit=limit,
+        block=0 if rounding is None else rounding.block,
+        bits=_BITS[w1.format.name],
+    )
+    if isinstance(launches.up, Few) and isinstance(launches.down, Few):
+        return triton_launch.few_rows(call, launches.up, launches.down)
+    assert isinstance(launches.up, Many) and isinstance(launches.down, Many)
+    return triton_launch.many_rows(call, launches.up, launches.down)
+
+
+def _suits(
+    x_TC: torch.Tensor, ids_TK: torch.Tensor, w1: Packed, w3: Packed, w2: Packed, rounding: FakeQuant | None
+) -> bool:
+    format, (_, width, hidden) = w1.format, w1.shape
+    if not w1.format == w3.format == w2.format or ids_TK.dtype != torch.int32:
+        return False
+    if not gpu.multiplies(x_TC.dtype) or gpu.learns(x_TC, w1.data, w3.data, w2.data):
+        return False
+    if rounding is not None and (rounding.element, rounding.scale) != ("e4m3", "e8m0"):
+        return False
+    if format.name not in _BITS or format.scale_dtype == "F32" or width % 128 or hidden % 128:
+        return False
+    return format.name == "fp4" or ids_TK.numel() <= _FEW_CHOICES

@@ -1,0 +1,194 @@
+"""Workspaces and launches of `triton_kernel.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from spyglass.ops.experts_grouped import triton_kernel as kernels
+from spyglass.ops.gpu import interpreted
+from spyglass.ops.linear_block.triton_kernel import round_rows
+from spyglass.ops.linear_block.triton_launch import ahead, options
+from spyglass.quant.packed import Packed
+
+if TYPE_CHECKING:
+    from spyglass.ops.experts_grouped.triton import Few, Many
+
+_BLOCK = 8  # choices of a block of few rows
+_PART = 512  # choices that one program lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Checked arguments of the op; `block` of the rounding, 0 without; `bits` of a weight."""
+
+    x_TC: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    w1: Packed
+    w3: Packed
+    w2: Packed
+    limit: float
+    block: int
+    bits: int
+
+    def words(self, weight: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data in 16-bit elements, scales in what one load takes."""
+        data = weight.data.view(torch.int16)
+        if weight.scale is None:
+            return data, data
+        return data, weight.scale.view(torch.int32 if self.bits == 4 else torch.int16)
+
+
+def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
+    """At most 1,024 choices: begin, up, down, combine."""
+    rows, chosen = call.ids_TK.shape
+    experts, width, hidden = call.w1.shape
+    device, choices = call.x_TC.device, rows * chosen
+    sort = rows > _BLOCK
+    blocks = min(choices, experts + choices // _BLOCK) if sort else choices
+    part = 32
+    parts = triton.cdiv(max(blocks, choices), part)
+    counters = triton.next_power_of_2(width // call.block) if call.block else 1
+    sizes = [parts * part] * 5 + [parts * part * counters]
+    order, listed, expert_B, first_B, size_B, counter = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
+        sizes
+    )
+    rounded_TC = torch.empty_like(call.x_TC)
+    h_NF = torch.empty((choices, width), dtype=call.x_TC.dtype, device=device)
+    y_NC = torch.empty((choices, hidden), dtype=call.x_TC.dtype, device=device)
+    out_TC = torch.empty((rows, hidden), dtype=torch.float32, device=device)
+    kernels.begin_few[(triton.cdiv(rows * hidden, 1024) + parts,)](
+        call.x_TC,
+        call.ids_TK,
+        rounded_TC,
+        counter,
+        order,
+        listed,
+        expert_B,
+        first_B,
+        size_B,
+        choices,
+        rows,
+        C=hidden,
+        KC=chosen,
+        E=experts,
+        EP=triton.next_power_of_2(experts + 1),
+        CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
+        BM=_BLOCK,
+        BLOCK=call.block,
+        ORDER=call.bits,
+        SORT=sort,
+        SLICE=part,
+        COUNTERS=counters,
+        PDL=ahead(),
+        num_warps=4,
+        num_stages=1,
+    )
+    (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
+    lists = (listed, expert_B, first_B, size_B, counter)
+    block_n, block_k = call.w1.format.block or (1, 1)
+    shared: dict[str, Any] = {
+        "KC": chosen,
+        "FORMAT": call.bits,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "ROUND": call.block,
+        "ORDER": call.bits,
+        "SORT": sort,
+        "BN": 16,
+        "BM": _BLOCK,
+        "CP": 64,
+        "COUNTERS": counters,
+        "PDL": ahead(),
+        "ASM": not interpreted(),
+        "num_stages": 1,
+        **options(),
+    }
+    kernels.few[(width // 16, blocks)](
+        rounded_TC, w1, s1, w3, s3, call.weights_TK, call.ids_TK, *lists, h_NF, choices, rows, call.limit,
+        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, num_warps=up.warps, **shared,
+    )  # fmt: skip
+    kernels.few[(hidden // 16, blocks)](
+        h_NF, w2, s2, w2, s2, call.weights_TK, call.ids_TK, *lists, y_NC, choices, rows, call.limit,
+        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, num_warps=down.warps, **shared,
+    )  # fmt: skip
+    _combine(call, y_NC, order, out_TC)
+    return out_TC
+
+
+def _combine(call: Call, y_NC: torch.Tensor, order: torch.Tensor, out_TC: torch.Tensor) -> None:
+    rows, hidden = out_TC.shape
+    kernels.combine[(rows, triton.cdiv(hidden, 1024))](
+        y_NC, order, out_TC, C=hidden, KC=call.ids_TK.shape[1], SIZE=1024, PDL=ahead(), num_warps=4, **options()
+    )
+
+
+def many_rows(call: Call, up: Many, down: Many) -> torch.Tensor:
+    """FP4 experts of thousands of rows: count, list, round, up, round, down, combine."""
+    rows, chosen = call.ids_TK.shape
+    experts, width, hidden = call.w1.shape
+    device, choices = call.x_TC.device, rows * chosen
+    parts = triton.cdiv(choices, _PART)
+    padded = parts * _PART
+    bins = triton.next_power_of_2(experts + 1)
+    blocks = [min(choices, experts + choices // tile.tokens) for tile in (up, down)]
+    assert up.tokens == down.tokens
+    sizes = [parts * bins, padded, padded, *[triton.cdiv(blocks[0], 64) * 64] * 3]
+    counts, order, listed, expert_B, first_B, size_B = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
+        sizes
+    )
+    kernels.count_choices[(parts,)](call.ids_TK, counts, choices, EP=bins, SIZE=_PART, num_warps=4)
+    kernels.begin_many[(parts,)](
+        call.ids_TK,
+        counts,
+        order,
+        listed,
+        expert_B,
+        first_B,
+        size_B,
+        choices,
+        parts,
+        blocks[0],
+        KC=chosen,
+        E=experts,
+        EP=bins,
+        PP=32,
+        BT=up.tokens,
+        SIZE=_PART,
+        num_warps=8,
+        num_stages=1,
+    )
+    rounded_TC = torch.empty_like(call.x_TC)
+    h_NF = torch.empty((choices, width), dtype=call.x_TC.dtype, device=device)
+    y_NC = torch.empty((choices, hidden), dtype=call.x_TC.dtype, device=device)
+    out_TC = torch.empty((rows, hidden), dtype=torch.float32, device=device)
+    (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
+    lists = (listed, expert_B, first_B, size_B)
+    _round(call, call.x_TC, rounded_TC)
+    kernels.many[(width // (up.rows // 2), blocks[0])](
+        rounded_TC, w1, s1, w3, s3, call.weights_TK, *lists, h_NF, call.limit,
+        N=width, K=hidden, KC=chosen, UP=True, BM=up.rows, BT=up.tokens, NW=up.warps, NS=up.stages,
+        ASM=not interpreted(),
+        num_warps=up.warps, num_stages=up.stages,
+    )  # fmt: skip
+    again_NF = torch.empty_like(h_NF)
+    _round(call, h_NF, again_NF)
+    kernels.many[(hidden // down.rows, blocks[1])](
+        again_NF, w2, s2, w2, s2, call.weights_TK, *lists, y_NC, call.limit,
+        N=hidden, K=width, KC=chosen, UP=False, BM=down.rows, BT=down.tokens, NW=down.warps, NS=down.stages,
+        ASM=not interpreted(),
+        num_warps=down.warps, num_stages=down.stages,
+    )  # fmt: skip
+    _combine(call, y_NC, order, out_TC)
+    return out_TC
+
+
+def _round(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    values = x.numel()
+    round_rows[(triton.cdiv(values, 4096),)](
+        x, out, values, BLOCK=call.block, SIZE=4096, ORDER=40, PDL=False, num_warps=8
+    )

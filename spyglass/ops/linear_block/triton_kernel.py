@@ -1,0 +1,246 @@
+"""The kernels behind `triton.py`; importing it needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spyglass.ops.linear_block.triton_decode import (
+    add_fields,
+    decode_fp8,
+    input_fields,
+    round_e4m3,
+    scale_pair,
+    scale_words,
+    weight_fields,
+    weight_words,
+)
+
+
+@triton.jit(do_not_specialize=["values"])
+def round_rows(
+    x: tl.tensor,
+    out: tl.tensor,
+    values: tl.tensor,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ORDER: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """`fake_quant` of rows whose width is a multiple of 128, SIZE values a program, stored in the order of a product.
+
+    ORDER 0: as they come; 4: for `decode_fp4`, eight inputs of each of its four values; 40, 80: for the tensor-core
+    tiles of many rows, FP4 and FP8.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + place, mask=place < values, other=0.0).to(tl.float32)
+    if BLOCK > 0:
+        v = tl.reshape(v, (SIZE // BLOCK, BLOCK))
+        v = tl.reshape(round_e4m3(v, tl.max(tl.abs(v), 1)[:, None]), (SIZE,))
+    k = place
+    if ORDER == 4:
+        k = place // 32 * 32 + place % 4 * 8 + place % 32 // 4
+    if ORDER == 40:  # inputs [4 lanes, r2, r1, r0, 4 p] to [p, r2, r1, lane, r0]
+        k = (
+            place // 128 * 128
+            + place % 4 * 32
+            + place // 16 % 2 * 16
+            + place // 8 % 2 * 8
+            + place // 32 % 4 * 2
+            + place // 4 % 2
+        )
+    if ORDER == 80:  # inputs [4 lanes, p, r2, r1, r0] to [p, r2, r1, lane, r0]
+        k = place // 64 * 64 + place // 2 % 8 * 8 + place // 16 % 4 * 2 + place % 2
+    tl.store(out + k, v.to(out.dtype.element_ty), mask=place < values)
+
+
+@triton.jit
+def _chunk(
+    acc: tl.tensor,
+    words: tl.tensor,
+    c: tl.tensor,
+    xp: tl.tensor,
+    there: tl.tensor,
+    s: tl.tensor,
+    n: tl.tensor,
+    begin: tl.tensor,
+    lane: tl.tensor,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    NW: tl.constexpr,
+    STEPS: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    scales = scale_words(s, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS)
+    for j in tl.static_range(STEPS):
+        inputs = input_fields(xp + (c * STEPS + j) * (512 // FORMAT), there, FORMAT, BM, NW)
+        acc = add_fields(acc, weight_fields(words[j], scales[j], lane, FORMAT, ASM), inputs, 16 // FORMAT, BN, NW)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x: tl.tensor,
+    w: tl.tensor,
+    s: tl.tensor,
+    addend: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ADDEND: tl.constexpr,
+    BIAS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    NW: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """out [rows, N] = x Wᵀ for at most BM rows; one program a BN weight rows, its NW warps apart along the sum.
+
+    x [rows, N / GROUP, K]: weight row n reads group n // GROUP. FORMAT 8: e4m3 with e8m0 scales of BLOCK_N x BLOCK_K,
+    16: bf16. K is a multiple of NW * STEPS * (64 or 32).
+    """
+    P: tl.constexpr = 16 // FORMAT
+    KW: tl.constexpr = K // NW
+    CHUNKS: tl.constexpr = KW // (32 * P * STEPS)
+    first = tl.program_id(0) * BN
+    group = first // GROUP
+    la = tl.arange(0, BN * 4 * NW)
+    lb = tl.arange(0, BM * 4 * NW)
+    r8 = tl.arange(0, 8)[None, :]
+    n = tl.minimum(first + la // (32 * NW) * 8 + la // 4 % 8, N - 1)
+    begin = la // 32 % NW * KW
+    lane = la % 4
+    wp = w + (n * (K // P) + begin // P + lane * 8)[:, None] + r8
+    token = lb // (32 * NW) * 8 + lb // 4 % 8
+    xp = x + ((token * (N // GROUP) + group) * K + lb // 32 % NW * KW + lb % 4 * (8 * P))[:, None] + r8
+    there = (token < rows)[:, None] & (r8 >= 0)
+    acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    now = weight_words(wp, 0, STEPS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if AHEAD:
+        for c in tl.range(0, CHUNKS - 1, num_stages=1):
+            ahead = weight_words(wp, c + 1, STEPS)
+            acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+            now = ahead
+        last: tl.constexpr = CHUNKS - 1
+        acc = _chunk(acc, now, last, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+    else:
+        acc = _chunk(acc, now, 0, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+        for c in tl.range(1, CHUNKS, num_stages=1):
+            now = weight_words(wp, c, STEPS)
+            acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+    if NW > 1:
+        acc = tl.sum(acc, 0)
+    if FORMAT == 8:
+        acc = acc * 65536.0
+    if FORMAT == 4:
+        acc = acc * 4294967296.0
+    no = first + tl.arange(0, BN)
+    t = tl.arange(0, BM)
+    kept = (t < rows)[None, :] & (no < N)[:, None]
+    place = t[None, :] * N + no[:, None]
+    if BIAS:
+        acc += tl.load(bias + no, mask=no < N, other=0.0).to(tl.float32)[:, None]
+    if ADDEND:
+        acc += tl.load(addend + place, mask=kept, other=0.0)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def many_rows(
+    x: tl.tensor,
+    w: tl.tensor,
+    s: tl.tensor,
+    addend: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ADDEND: tl.constexpr,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BT: tl.constexpr,
+    NW: tl.constexpr,
+    NS: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80."""
+    pid = tl.program_id(0)
+    tiles = tl.num_programs(0) // (N // BM)
+    n0 = (pid // (8 * tiles) * 8 + pid % 8) * BM
+    if N // BM % 8 != 0:
+        n0 = pid // tiles * BM
+    t0 = pid % (8 * tiles) // 8 * BT
+    if N // BM % 8 != 0:
+        t0 = pid % tiles * BT
+    t = t0 + tl.arange(0, BT)
+    k = tl.arange(0, 64)
+    R: tl.constexpr = BM // (16 * NW)
+    la = tl.arange(0, BM * 4)
+    r8 = tl.arange(0, 8)[None, :]
+    n = n0 + la // (64 * NW) * (16 * NW) + la // 32 % NW * 16 + la // (32 * NW) % 2 * 8 + la // 4 % 8
+    wp = w + (n * (K // 2) + la % 4 * 8)[:, None] + r8
+    sp = n // BLOCK_N * (K // BLOCK_K)
+    xp = x + ((tl.minimum(t, rows - 1) * (N // GROUP) + n0 // GROUP) * K)[None, :] + k[:, None]
+    acc = tl.zeros((BM, BT), tl.float32)
+    for c in tl.range(0, K // 64, num_stages=NS):
+        v = tl.load(wp + c * 32)
+        pair = scale_pair(s, sp + (c * 64 + la % 4 * 16) // BLOCK_K, 104)[:, None]
+        xt = tl.load(xp + c * 64)
+        v0, v1 = decode_fp8(v, pair, ASM)
+        v = tl.permute(tl.reshape(tl.join(v0, v1), (R, 2, NW, 8, 4, 2, 2, 2, 2)), (0, 2, 1, 3, 8, 5, 6, 4, 7))
+        acc = tl.dot(tl.reshape(v, (BM, 64)).to(x.dtype.element_ty), xt, acc)
+    acc = acc * 65536.0
+    no = n0 + tl.arange(0, BM)
+    kept = (t < rows)[None, :] & (no >= 0)[:, None]
+    place = t[None, :].to(tl.int64) * N + no[:, None]
+    if BIAS:
+        acc += tl.load(bias + no).to(tl.float32)[:, None]
+    if ADDEND:
+        acc += tl.load(addend + place, mask=kept, other=0.0)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def expand_fp8(
+    w: tl.tensor,
+    s: tl.tensor,
+    out: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """E4m3 codes as bf16 numbers, 16 SIZE of them a program; rows of K (a multiple of 16) contiguous."""
+    chunk = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    r8 = tl.arange(0, 8)[None, :]
+    n, k = chunk // (K // 16), chunk % (K // 16) * 16
+    pair = scale_pair(s, n // BLOCK_N * (K // BLOCK_K) + k // BLOCK_K, 120)[:, None]
+    v0, v1 = decode_fp8(tl.load(w + chunk[:, None] * 8 + r8), pair, ASM)
+    tl.store(out + chunk[:, None] * 16 + r8, v0.to(out.dtype.element_ty))
+    tl.store(out + chunk[:, None] * 16 + 8 + r8, v1.to(out.dtype.element_ty))
