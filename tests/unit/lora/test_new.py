@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from spyglass.lora.modules import find_targets
 
 from spyglass.errors import AdapterError
 from spyglass.lora.modules import find_targets
