@@ -19,7 +19,8 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.model import TextConfig
 from spyglass.model import VisionLanguageModel
 from spyglass.prompt.tokens import TokenKind
-from spyglass.runtime.frame import Frames, StepInput, join_inputs, sequence_input
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 
 @dataclass(kw_only=True)

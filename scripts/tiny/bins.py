@@ -21,7 +21,8 @@ from spyglass.batch.types import Batch, CacheView, CompressionStep
 from spyglass.config.model import EngramConfig, ModelConfig, TextConfig
 from spyglass.engram import hash_constants, row_ids
 from spyglass.prompt.tokens import Prompt, TokenKind
-from spyglass.runtime.frame import Frames, join_inputs
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import join_inputs
 from spyglass.train.loss import IGNORED
 from spyglass.train.packing import Sample, Tables, fresh_pages, sequence_steps
 from spyglass.vision.aligner import cell_index, gather_cells

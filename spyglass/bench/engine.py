@@ -119,12 +119,12 @@ def measure(
         engine.step()
     times: list[tuple[float, float, float]] = []
     for _ in range(steps):
-        before, in_model = engine.stats(), engine.model_seconds
+        before, in_model = engine.stats(), engine.step_runner.seconds
         started = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - started
         sampling = engine.stats().sampling_seconds - before.sampling_seconds
-        times.append((seconds, sampling, seconds - (engine.model_seconds - in_model) - sampling))
+        times.append((seconds, sampling, seconds - (engine.step_runner.seconds - in_model) - sampling))
     step, sampling, host = (statistics.median(column) for column in zip(*times, strict=True))
     bound_by = min(bounds, key=bounds.__getitem__)
     bound = bounds[bound_by]

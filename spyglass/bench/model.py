@@ -181,12 +181,12 @@ def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tu
         drawn = len(engine.step())
     for _ in range(3):
         engine.step()
-    before = engine.model_seconds
+    before = engine.step_runner.seconds
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
     seconds = time.perf_counter() - started
-    return batch * steps / seconds, (seconds - engine.model_seconds + before) / steps
+    return batch * steps / seconds, (seconds - engine.step_runner.seconds + before) / steps
 
 
 def prefill_rate(loaded: LoadedModel, folder: Path, tokens: int) -> float:

@@ -20,7 +20,7 @@ from spyglass.engine.sampler import SampledTokens
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
-from spyglass.runtime.frame import StepInput, join_parts, slots_of
+from spyglass.runtime.step_input import StepInput, join_parts, slots_of
 from spyglass.runtime.steps import ModelParts, StepRunner
 
 

@@ -1,8 +1,5 @@
 """One step as the model sees it, laid out on the host and taken to the device in one copy.
 
-All index arithmetic of windows (spec v4 4.4, 6.1), compression groups (5.1, 5.2, 5.4) and pages happens here, once per
-step, vectorised over all rows; layers only gather.
-
 A `FrameShape` holds every number that shapes or branches may depend on. An exact frame has the numbers of its step. A
 frame of a bucket has room for more: what is left over are padding rows (position -1, no key, written nowhere), which
 change no bit of the others, and its tensors lie at the same addresses in every step, so that a graph can be captured.
@@ -20,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.types import Batch, CacheView, CompressionStep
-from spyglass.config.model import CompressorPlan, TextConfig
+from spyglass.config.model import TextConfig
+from spyglass.runtime.indices import StepValues, compressors_of, step_values
+from spyglass.runtime.step_input import StepInput
 
-Ints = NDArray[np.int64]
 Pages = Mapping[tuple[str, int], torch.Tensor]
 
 MAX_ROWS = 64  # of a step on a CPU that has a bucket: in larger ones the kernels take the time
@@ -32,80 +30,6 @@ _MAX_FRAMES = 64
 _CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _CUDA_TOKENS = 2048  # the smallest bucket of context lengths, and then four times as much, and so on
 _ALIGNMENT = 64  # bytes; each tensor of a frame begins at a multiple
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInput:
-    """The rows of all sequences of a step, at least one each, one sequence behind the other, on the host.
-
-    `ids_T` int32 (-1 at images), `kinds_T` TokenKind. Rows [start_S, stop_S) of each sequence. `table_SP` int32 by
-    group: the page of every logical page, long enough for the rows after this step, padded with -1. `logit_rows_R`
-    count from the first row of the step. `resumable` (sequence, position) pairs: un-compressed rows before each
-    position are kept too, so that what is in memory after the step suffices to go on from there. `visible_T2` extra
-    keys left and right (`Prompt.visible_T2`); `image_index_T` int32 row of this step's image rows or -1. What no
-    sequence has is None.
-    """
-
-    ids_T: NDArray[np.int32]
-    kinds_T: NDArray[np.int8]
-    start_S: Ints
-    stop_S: Ints
-    table_SP: Mapping[str, NDArray[np.int32]]
-    logit_rows_R: Ints
-    resumable: Sequence[tuple[int, int]] = ()
-    visible_T2: NDArray[np.int32] | None = None
-    image_index_T: NDArray[np.int32] | None = None
-    slot_S: Ints | None = None
-
-
-def sequence_input(
-    ids_T: NDArray[np.int32],
-    kinds_T: NDArray[np.int8],
-    start: int,
-    tables: Mapping[str, NDArray[np.int32]],
-    logit_rows: Sequence[int] | NDArray[np.int64],
-    *,
-    visible_T2: NDArray[np.int32] | None = None,
-    image_index_T: NDArray[np.int32] | None = None,
-    slot: int = 0,
-    resumable: Sequence[int] = (),
-) -> StepInput:
-    """A step of one sequence, rows from position `start` on; `tables` [P] by group, `logit_rows` from its first row."""
-    return StepInput(
-        ids_T=ids_T,
-        kinds_T=kinds_T,
-        start_S=np.array([start], np.int64),
-        stop_S=np.array([start + len(ids_T)], np.int64),
-        table_SP={group: table[None] for group, table in tables.items()},
-        logit_rows_R=np.asarray(logit_rows, np.int64),
-        resumable=[(0, position) for position in resumable],
-        visible_T2=visible_T2,
-        image_index_T=image_index_T,
-        slot_S=slots_of([slot]),
-    )
-
-
-def join_inputs(steps: Sequence[StepInput]) -> StepInput:
-    """The sequences of several steps as one step; image rows are counted over all of them already."""
-    counts = [len(step.ids_T) for step in steps]
-    sequences = [len(step.start_S) for step in steps]
-    first = np.cumsum([0, *counts])
-    first_sequence = np.cumsum([0, *sequences])
-    slots = [
-        slot for s, n in zip(steps, sequences, strict=True) for slot in (s.slot_S if s.slot_S is not None else [0] * n)
-    ]
-    return StepInput(
-        ids_T=np.concatenate([step.ids_T for step in steps]),
-        kinds_T=np.concatenate([step.kinds_T for step in steps]),
-        start_S=np.concatenate([step.start_S for step in steps]),
-        stop_S=np.concatenate([step.stop_S for step in steps]),
-        table_SP={group: _stack([step.table_SP[group] for step in steps]) for group in steps[0].table_SP},
-        logit_rows_R=np.concatenate([step.logit_rows_R + at for step, at in zip(steps, first, strict=False)]),
-        resumable=[(int(n) + q, p) for step, n in zip(steps, first_sequence, strict=False) for q, p in step.resumable],
-        visible_T2=join_parts([step.visible_T2 for step in steps], counts, 0),
-        image_index_T=join_parts([step.image_index_T for step in steps], counts, -1),
-        slot_S=slots_of(slots),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +104,7 @@ class Frames:
     ) -> None:
         self._text, self._page_rows, self._device = text, page_rows, torch.device(device)
         self._capture = capture
-        self._compressors = {
-            layer.compressor.ratio: layer.compressor for layer in text.layers if layer.compressor is not None
-        }
+        self._compressors = compressors_of(text)
         self._topk = {layer.ratio: text.index_topk for layer in text.layers if layer.index_from is not None}
         self._held: OrderedDict[FrameShape, tuple[_Buffers, Frame]] = OrderedDict()
 
@@ -191,13 +113,13 @@ class Frames:
 
         `pages[kind, layer]` [num_pages, page_rows, row_dim] are passed through.
         """
-        values = self._values(step)
+        values = step_values(step, self._text, self._page_rows)
         shape = self._exact_shape(step, values)
         return self._lay_out(values, shape, _Buffers(shape, self._fields(shape), self._device), pages)
 
     def fill(self, step: StepInput, pages: Pages, shape: FrameShape | None = None) -> Frame:
         """The step in the frame of its bucket, or of `shape`, which must hold it; exact if it has no bucket."""
-        values = self._values(step)
+        values = step_values(step, self._text, self._page_rows)
         if shape is None:
             exact = self._exact_shape(step, values)
             shape = self._bucket(step, exact)
@@ -207,13 +129,13 @@ class Frames:
 
     def shape_of(self, step: StepInput) -> FrameShape:
         """The least room that holds the step."""
-        return self._exact_shape(step, self._values(step))
+        return self._exact_shape(step, step_values(step, self._text, self._page_rows))
 
     def padding(self, shape: FrameShape, pages: Pages) -> Frame:
         """The frame of a bucket with padding rows alone: running it changes nothing."""
         return self._reuse({}, shape, pages)
 
-    def _reuse(self, values: _Values, shape: FrameShape, pages: Pages) -> Frame:
+    def _reuse(self, values: StepValues, shape: FrameShape, pages: Pages) -> Frame:
         held = self._held.get(shape)
         if held is None:
             buffers = _Buffers(shape, self._fields(shape), self._device)
@@ -231,7 +153,7 @@ class Frames:
             frame.cache = replace(frame.cache, pages=pages)
         return frame
 
-    def _lay_out(self, values: _Values, shape: FrameShape, buffers: _Buffers, pages: Pages) -> Frame:
+    def _lay_out(self, values: StepValues, shape: FrameShape, buffers: _Buffers, pages: Pages) -> Frame:
         buffers.fill(values)
         tensors = buffers.tensors
         visible = dict(shape.visible)
@@ -304,29 +226,7 @@ class Frames:
                 fields.append(_Field(f"state_write_T {ratio}", np.int64, (T,), -1))
         return fields + [_Field(f"table {group}", np.int32, (S, width), -1) for group, width in shape.table_widths]
 
-    def _values(self, step: StepInput) -> _Values:
-        rows = _rows(step)
-        tables = _Tables(table_SP=step.table_SP, page_rows=self._page_rows)
-        lo_T, hi_T = _window(step, rows, self._text.sliding_window)
-        values: _Values = {
-            "ids_T": step.ids_T,
-            "kinds_T": step.kinds_T,
-            "positions_T": rows.position_T,
-            "seq_T": rows.seq_T,
-            "window_lo_T": lo_T,
-            "window_hi_T": hi_T,
-            "window_write_T": tables.flat("window", rows.seq_T, rows.position_T),
-            "logit_rows_R": step.logit_rows_R,
-        }
-        if step.image_index_T is not None:
-            values["image_index_T"] = step.image_index_T
-        if step.slot_S is not None:
-            values["slot_T"] = step.slot_S[rows.seq_T]
-        for compressor in self._compressors.values():
-            values |= _compression(compressor, rows, tables)
-        return values | {f"table {group}": table for group, table in step.table_SP.items()}
-
-    def _exact_shape(self, step: StepInput, values: _Values) -> FrameShape:
+    def _exact_shape(self, step: StepInput, values: StepValues) -> FrameShape:
         longest = int(step.stop_S.max())
         return FrameShape(
             rows=len(step.ids_T),
@@ -395,9 +295,6 @@ class Frames:
         return max(1, -(-(tokens // int(group.removeprefix("pool"))) // self._page_rows[group]))
 
 
-_Values = dict[str, NDArray[Any]]
-
-
 @dataclass(frozen=True, slots=True)
 class _Field:
     name: str
@@ -432,7 +329,7 @@ class _Buffers:
         first, dtype = self._starts[one.name], _TORCH_DTYPES[one.dtype]
         return block[first : first + int(np.prod(one.dims)) * dtype.itemsize].view(dtype).view(one.dims)
 
-    def fill(self, values: _Values) -> None:
+    def fill(self, values: StepValues) -> None:
         """Write these values and padding behind them."""
         self._turn = (self._turn + 1) % len(self._staging)
         copied = self._copied[self._turn]
@@ -469,149 +366,3 @@ _TORCH_DTYPES: Mapping[type[np.signedinteger[Any]], torch.dtype] = {
     np.int32: torch.int32,
     np.int64: torch.int64,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """All rows of the step, packed: sequence, absolute position, and per sequence first row, start and stop
-    position; `resumable` (sequence, position) pairs."""
-
-    seq_T: Ints
-    position_T: Ints
-    first_S1: Ints
-    start_S: Ints
-    stop_S: Ints
-    resumable: Sequence[tuple[int, int]]
-
-    def before_stops(self, reach: int) -> NDArray[np.bool_] | None:
-        """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T].
-
-        None = all of them: every sequence has one row.
-        """
-        if len(self.seq_T) == len(self.start_S):
-            return None
-        kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
-        for seq, place in self.resumable:
-            offset = self.first_S1[seq] - self.start_S[seq]
-            kept_T[offset + max(self.start_S[seq], place - reach) : offset + place] = True
-        return kept_T
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tables:
-    """Stacked page tables by group, and rows per page by group."""
-
-    table_SP: Mapping[str, NDArray[np.int32]]
-    page_rows: Mapping[str, int]
-
-    def flat(self, group: str, seq: Ints, row: Ints) -> Ints:
-        """Flat page row of logical row `row` of sequence `seq` (CacheView's rule)."""
-        table, rows = self.table_SP[group], self.page_rows[group]
-        if not len(seq):
-            return seq
-        width = table.shape[1]
-        logical, offset = np.divmod(row, rows)
-        page: Ints = table.reshape(-1).take(seq * width + logical % width).astype(np.int64)
-        assert page.min() >= 0, f"a row of group {group} lies in a page that was never given or already taken back"
-        return page * rows + offset
-
-
-def slots_of(slots: Sequence[int]) -> Ints | None:
-    """Adapter slot of each sequence; None when no sequence has an adapter."""
-    return np.array(slots, np.int64) if any(slots) else None
-
-
-def join_parts(
-    parts: Sequence[NDArray[np.int32] | None], counts: Sequence[int], absent: int
-) -> NDArray[np.int32] | None:
-    """Rows of all sequences, `absent` where a sequence has none; None when no sequence has any."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    shape = known[0].shape[1:]
-    return np.concatenate(
-        [np.full((n, *shape), absent, np.int32) if p is None else p for p, n in zip(parts, counts, strict=True)]
-    )
-
-
-def _rows(packed: StepInput) -> _Rows:
-    start_S = packed.start_S
-    first_S1 = np.arange(len(start_S) + 1)
-    if len(packed.ids_T) == len(start_S):  # decoding: one row each
-        seq_T, position_T = first_S1[:-1], start_S
-    else:
-        count_S = packed.stop_S - start_S
-        seq_T = np.repeat(first_S1[:-1], count_S)
-        first_S1[1:] = count_S.cumsum()
-        position_T = np.arange(len(seq_T)) + (start_S - first_S1[:-1])[seq_T]
-    return _Rows(
-        seq_T=seq_T,
-        position_T=position_T,
-        first_S1=first_S1,
-        start_S=start_S,
-        stop_S=packed.stop_S,
-        resumable=packed.resumable,
-    )
-
-
-def _stack(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Tables [S, P] of different widths below one another, padded with -1 (no page)."""
-    width = max(table.shape[1] for table in tables)
-    return np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=-1) for t in tables])
-
-
-def _window(packed: StepInput, rows: _Rows, window: int) -> tuple[Ints, Ints]:
-    """First and last window position each row sees: W - 1 back or to its span's start, right to its span's end."""
-    if packed.visible_T2 is None:
-        return np.maximum(rows.position_T - (window - 1), 0), rows.position_T
-    left_T, right_T = packed.visible_T2.astype(np.int64).T
-    hi_T = rows.position_T + right_T
-    assert (hi_T < rows.stop_S[rows.seq_T]).all(), "a chunk ends inside a span; the scheduler must not cut there"
-    return np.maximum(rows.position_T - np.maximum(left_T, window - 1), 0), hi_T
-
-
-def _compression(compressor: CompressorPlan, rows: _Rows, tables: _Tables) -> _Values:
-    """Groups that close in this step, the rows they read, and which rows must be kept for later groups."""
-    ratio = compressor.ratio
-    open_T, phase_T = np.divmod(rows.position_T, ratio)
-    closes_T = phase_T == ratio - 1
-    row_P = closes_T.nonzero()[0]
-    seq_P, entry_P = rows.seq_T[row_P], open_T[row_P]
-    values = {
-        f"sources_PB {ratio}": _sources(compressor, rows, tables, seq_P, entry_P),
-        f"positions_P {ratio}": entry_P * ratio,
-        f"write_P {ratio}": tables.flat(f"pool{ratio}", seq_P, entry_P),
-        f"phase_T {ratio}": phase_T,
-        f"visible_T {ratio}": open_T + closes_T,
-    }
-    if compressor.gated:
-        values[f"state_write_T {ratio}"] = _state_writes(compressor, rows, tables)
-    return values
-
-
-def _sources(compressor: CompressorPlan, rows: _Rows, tables: _Tables, seq_P: Ints, entry_P: Ints) -> Ints:
-    """`CompressionStep.sources_PB`."""
-    ratio, reach = compressor.ratio, compressor.group_rows
-    if not len(seq_P):
-        return np.empty((0, reach), np.int64)
-    token_PB = (entry_P[:, None] + 1) * ratio - reach + np.arange(reach)
-    start_P1 = rows.start_S[seq_P][:, None]
-    earlier_PB = token_PB < start_P1
-    sources_PB = np.where(earlier_PB, -1, token_PB - start_P1 + rows.first_S1[seq_P][:, None])
-    if compressor.gated:
-        carried = earlier_PB & (token_PB >= 0)
-        seq_PB = np.broadcast_to(seq_P[:, None], token_PB.shape)
-        sources_PB[carried] = -2 - tables.flat(f"state{ratio}", seq_PB[carried], token_PB[carried])
-    else:
-        assert not earlier_PB.any(), "a compressor without state cannot read rows of an earlier step"
-    return sources_PB
-
-
-def _state_writes(compressor: CompressorPlan, rows: _Rows, tables: _Tables) -> Ints:
-    """`CompressionStep.state_write_T`."""
-    group, kept_T = f"state{compressor.ratio}", rows.before_stops(compressor.group_rows)
-    if kept_T is None:
-        return tables.flat(group, rows.seq_T, rows.position_T)
-    state_write_T = np.full(len(kept_T), -1, np.int64)
-    state_write_T[kept_T] = tables.flat(group, rows.seq_T[kept_T], rows.position_T[kept_T])
-    return state_write_T

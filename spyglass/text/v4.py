@@ -53,7 +53,7 @@ class V4Backbone(nn.Module):
         self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self._ropes = make_ropes(text.layers, parts.build.device)
+        self.ropes = make_ropes(text.layers, parts.build.device)
         self._ops = parts.build.ops
 
     def forward(
@@ -61,7 +61,7 @@ class V4Backbone(nn.Module):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden rows [T, C], normed, and the output streams [T, M, C] of the layers in `batch.capture`."""
         captured: dict[int, torch.Tensor] = {}
-        step = make_step(batch, cache, self._ropes, self._plans)
+        step = make_step(batch, cache, self.ropes, self._plans)
         residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, V4Layer)

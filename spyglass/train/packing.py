@@ -20,7 +20,8 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt
-from spyglass.runtime.frame import Frames, StepInput, join_inputs, sequence_input
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 Tables = dict[str, NDArray[np.int32]]
 _FOR_LATER_STEPS = ("state", "index_state")  # a training step is the only one of its sequences

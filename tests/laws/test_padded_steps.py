@@ -11,7 +11,8 @@ import torch
 
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER
-from spyglass.runtime.frame import Frame, Frames, FrameShape, Pages, StepInput
+from spyglass.runtime.frame import Frame, Frames, FrameShape, Pages
+from spyglass.runtime.step_input import StepInput
 from tests.adapter_parts import Small, logits_together, random_adapter, small
 from tests.small_models import ops_of
 from tests.tolerance import assert_law

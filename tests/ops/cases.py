@@ -247,7 +247,7 @@ def add_shared(source: Source) -> Call:
 
 def rms_norm(source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32) -> Call:
     x = source.normal(source.rows, width) if dtype else source.normal(source.rows, 5, width)
-    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 1e-6})
+    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 0.02})
 
 
 def fake_quant(source: Source, spec: FakeQuant, dims: int | None = 160) -> Call:

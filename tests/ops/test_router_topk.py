@@ -76,7 +76,7 @@ def test_the_bias_decides_who_is_chosen() -> None:
 
 
 def test_a_picture_row_uses_its_own_bias_instead_of_the_other() -> None:
-    """Field report 37, by hand: best of score + bias_vl; `bias` neither replaces it nor is added."""
+    """By hand: best of score + bias_vl; `bias` neither replaces it nor is added."""
     rows = Rows()
     bias, bias_vl = torch.randn(7), torch.randn(7)
     picture = torch.tensor([True, False] * 4 + [True])

@@ -8,7 +8,8 @@ import torch
 
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import CompressorPlan, LayerPlan, RopeSpec, Rounding, TextConfig
-from spyglass.runtime.frame import Frames, StepInput, join_inputs, sequence_input
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 WINDOW = 8
 PAGE_ROWS = {"window": 4, "pool4": 3, "state4": 2, "pool16": 5, "state16": 7}

@@ -19,7 +19,8 @@ from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import fp8
 from spyglass.quant.packed import Packed
-from spyglass.runtime.frame import Frames, sequence_input
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import sequence_input
 from spyglass.text.step import Step, make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
@@ -107,7 +108,7 @@ def setting(request: pytest.FixtureRequest) -> Setting:
         mode=mode,
         model=model,
         other=other,
-        step=make_step(batch, cache, text._ropes, config.text.layers),
+        step=make_step(batch, cache, text.ropes, config.text.layers),
         cache=cache,
         streams=streams,
         picture=kinds >= 0,

@@ -156,7 +156,7 @@ def test_packed_weights_without_rounding_are_the_decoded_weights(tmp_path: Path)
 
 
 def test_a_vision_checkpoint_stripped_of_bias_vl_is_refused_by_name(tmp_path: Path) -> None:
-    """Field report 37. Text alone still loads: its rows never use the bias."""
+    """Text alone still loads: its rows never use the bias."""
     write(tmp_path, SMALL, leave_out="bias_vl")
     with pytest.raises(CheckpointError, match=r"layers\.0\.ffn\.gate\.bias_vl"):
         load_model(tmp_path, progress=False)
@@ -165,7 +165,6 @@ def test_a_vision_checkpoint_stripped_of_bias_vl_is_refused_by_name(tmp_path: Pa
 
 
 def test_one_missing_tower_tensor_is_named(tmp_path: Path) -> None:
-    """Field report 1."""
     write(tmp_path, SMALL, leave_out="vision.blocks.0.attn.wo.bias")
     with pytest.raises(CheckpointError, match=r"vision\.blocks\.0\.attn\.wo\.bias"):
         load_model(tmp_path, progress=False)

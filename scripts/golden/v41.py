@@ -1,6 +1,6 @@
 """Cuts the V4.1 test vectors out of the full golden sets; kept to show where each number came from.
 
-    python -m tests.golden.make_v41 FOLDER
+    python -m scripts.golden.v41 FOLDER
 
 FOLDER holds `v41`, `v41-sparse` (goldens.npz) and the weights, which are drawn again by `seeded_v41`.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-DATA = Path(__file__).with_name("data") / "v41"
-COLUMNS = slice(7, None, 32)  # 16 of 512 logits of every row
+from tests.golden_case import COLUMNS
+
+DATA = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "v41"
 
 
 def main(source: Path) -> None:

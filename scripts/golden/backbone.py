@@ -1,6 +1,6 @@
 """Cuts the backbone's test vectors out of the full golden sets; kept to show where each number came from.
 
-    python -m tests.golden.make_backbone FOLDER
+    python -m scripts.golden.backbone FOLDER
 
 FOLDER holds `v4-text`, `v4-vision`, `v4-sparse` (goldens.npz, bf16 weights) and the two packed checkpoints.
 """
@@ -18,10 +18,9 @@ import torch
 from safetensors import safe_open
 
 from spyglass.model import VisionLanguageModel, load_model
-from tests.golden_case import tokens_of
+from tests.golden_case import COLUMNS, tokens_of
 
-DATA = Path(__file__).with_name("data") / "v4"
-COLUMNS = slice(7, None, 32)  # 16 of 512 logits of every row
+DATA = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "v4"
 AS_PATCHES = ("v4-vision.pic0", "v4-vision.pic2")  # the other pictures are kept as rows of the aligner
 SHARD = "model-00001-of-00001.safetensors"
 

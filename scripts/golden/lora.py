@@ -2,7 +2,7 @@
 
 Needs transformers and peft, which the tests do not.
 
-python -m tests.golden.make_lora
+python -m scripts.golden.lora
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from scripts.golden.transformers_logits import state
 from spyglass.lora.write import write_adapter
 from tests.golden.lora_case import COLUMNS, LENGTHS, SEED, SQUARE, config, our_adapter, prompt, values, weights
-from tests.golden.make_transformers import state
 
-TARGET = Path(__file__).with_name("data") / "lora"
+TARGET = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "lora"
 # o_a_proj is block-diagonal: peft merges a pair there, but cannot run it beside the weight
 TARGETS = ["self_attn.q_a_proj", "self_attn.q_b_proj", "o_b_proj", "compressor.kv_proj", "gate_proj", "down_proj"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -1,6 +1,6 @@
 """Mixed load on a live server of its own process: every protocol, pictures, forms, people who leave, files that lie.
 
-`python -m tests.server.soak --seconds 600`. Each answer is known beforehand (temperature 0, asked alone), so a lost or
+`python -m scripts.soak --seconds 600`. Each answer is known beforehand (temperature 0, asked alone), so a lost or
 crossed one shows. At the end nothing is under way, memory is where it was, `/health` says 200, and SIGTERM ends it.
 """
 

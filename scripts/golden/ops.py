@@ -1,6 +1,6 @@
 """Cuts the op vectors out of the full golden sets.
 
-    python -m tests.golden.make_ops FOLDER
+    python -m scripts.golden.ops FOLDER
 
 FOLDER holds gate.npz and index.npz.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-DATA = Path(__file__).with_name("data") / "ops"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "ops"
 ROUTERS = ("0", "1", "3", "4")  # both sizes, with and without a table
 QUERIES = slice(0, 16)
 

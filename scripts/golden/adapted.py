@@ -1,6 +1,6 @@
 """Stored questions for the adapters that come with the models, for `tests/laws/test_shipped_adapters.py`.
 
-`python -m tests.golden.make_adapted` rewrites `data/adapted/`: JPEG pictures and `questions.json`. Of each kind of an
+`python -m scripts.golden.adapted` rewrites `data/adapted/`: JPEG pictures and `questions.json`. Of each kind of an
 adapter's task it takes the first cases of a seed that stay small, that every model with this adapter answers right to
 the letter and without a near tie, and that none answers right without it.
 """
@@ -15,14 +15,14 @@ from typing import Any
 
 from PIL import Image
 
+from scripts.golden.seeing import PARAMS, SEED, fits, jpeg, says
 from spyglass import LLM
 from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
 from spyglass.tiny_world.answers import is_right
 from spyglass.tiny_world.cases import Case, make_case, with_pictures
 from spyglass.tiny_world.words import Variant
-from tests.golden.make_seeing import PARAMS, SEED, fits, jpeg, says
 
-FOLDER = Path(__file__).resolve().parent / "data" / "adapted"
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "adapted"
 PLAN: Mapping[Variant, tuple[str, ...]] = {
     "roman": ("count", "count", "count", "number", "number", "number"),
     "negative": ("colour", "colour", "colour", "colour", "shape", "shape"),

@@ -1,6 +1,6 @@
 """Stored questions about stored pictures, for `tests/laws/test_shipped_models_see.py`.
 
-`python -m tests.golden.make_seeing` rewrites `data/seeing/`: JPEG pictures and `questions.json`. Of each kind it takes
+`python -m scripts.golden.seeing` rewrites `data/seeing/`: JPEG pictures and `questions.json`. Of each kind it takes
 the first cases of a seed that stay small and that every model shipped with the package answers right to the letter,
 thought and boxes included, greedily and without a near tie, so that all of them must go on doing so on any machine.
 """
@@ -20,7 +20,7 @@ from spyglass.config.shipped import shipped_models
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.tiny_world.cases import EFFORT, Case, Split, make_case, with_pictures
 
-FOLDER = Path(__file__).resolve().parent / "data" / "seeing"
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "seeing"
 SEED = 20_261_130
 # kind, split, cases, at least so many pixels a side, with a thought before the answer
 PLAN: tuple[tuple[str, Split, int, int, bool], ...] = (

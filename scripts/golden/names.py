@@ -1,6 +1,6 @@
 """Tensor names and shapes of transformers' own model, for `tests/unit/checkpoint/test_names.py`.
 
-`python tests/golden/make_names.py` in an environment with transformers 5.24 rewrites `data/v4/transformers_names.json`.
+`python -m scripts.golden.names` in an environment with transformers 5.24 rewrites `data/v4/transformers_names.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data"
 
 
 def main() -> None:

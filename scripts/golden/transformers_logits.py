@@ -1,6 +1,6 @@
 """Logits of transformers' `deepseek_v4` for `oracle_case`, fp32. Needs transformers, which the tests do not.
 
-python -m tests.golden.make_transformers
+python -m scripts.golden.transformers_logits
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spyglass.params.hf_names import to_hf, to_stacked
 from spyglass.quant.packed import Packed
 from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, VALUES, prompt, weights
 
-TARGET = Path(__file__).with_name("data") / "v4" / "transformers.npz"
+TARGET = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "v4" / "transformers.npz"
 
 
 def state(found: dict[str, Packed]) -> dict[str, torch.Tensor]:
