@@ -291,10 +291,7 @@ class LLM:
     def new_adapter(
         self, targets: Iterable[str], *, rank: int, alpha: float, rslora: bool = False, seed: int = 0
     ) -> TrainableAdapter:
-        """A fresh adapter beside every module of the groups `targets` (see docs/lora.md), to be trained.
-
-        Its `parameters` want gradients, `save` writes a PEFT folder, `detach` takes it out. The model computes what it
-        did before until they change.
+        """A fresh adapter to train beside every module of the groups `targets`; see `lora.new.TrainableAdapter`.
 
         Raises:
             AdapterError: a group cannot be trained, rank or alpha mean nothing, or the model holds another adapter.
