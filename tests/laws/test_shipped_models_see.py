@@ -1,7 +1,8 @@
 """The models that come with the package answer stored questions about stored pictures, every one, letter for letter:
 the whole of what they say, thoughts and boxes included.
 
-Packed weights, greedy, on the CPU and on a GPU: whatever breaks seeing (a kernel, a cache, a quantiser, a layout) breaks this.
+Packed weights, greedy, on the CPU and on a GPU: whatever breaks seeing (a kernel, a cache, a quantiser, a layout)
+breaks this.
 """
 
 from __future__ import annotations
