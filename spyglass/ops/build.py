@@ -91,6 +91,7 @@ def usable(device_type: str, dtype: str) -> bool:
 
 @cache
 def find_compiler() -> str | None:
+    """The path of g++, else of c++; None without either."""
     return shutil.which("g++") or shutil.which("c++")
 
 
@@ -193,6 +194,11 @@ def prepare() -> bool:
 
 
 def compile_library(isa: str, path: Path) -> None:
+    """Compile the kernels for one instruction set to a shared library at `path`.
+
+    Raises:
+        DeviceError: there is no compiler, or it fails.
+    """
     compiler, runtime = find_compiler(), _openmp_runtime()
     if compiler is None:
         raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")
