@@ -16,11 +16,12 @@ _FEW = 32  # rows that one program multiplies with its weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Few:
-    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row."""
+    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row, weight rows a program."""
 
     warps: int
     steps: int = 4
     ahead: bool = False
+    rows: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Many:
     tokens: int
     warps: int
     stages: int
+    unrolled: int = 1
+    registers: int | None = None
 
 
 def usable(device_type: str, dtype: str) -> bool:

@@ -25,6 +25,11 @@ def options() -> dict[str, Any]:
     return {"launch_pdl": True} if ahead() else {}
 
 
+def registers(most: int | None) -> dict[str, Any]:
+    """How a kernel is launched that may use so many registers a thread."""
+    return {} if most is None else {"maxnreg": most}
+
+
 def multiply(
     x: torch.Tensor,
     weight: Packed,
@@ -83,7 +88,7 @@ def _few(
     data = weight.data.view(torch.int16)
     scale = data if weight.scale is None else weight.scale.view(torch.int16)
     block_n, block_k = weight.format.block or (1, 1)
-    kernels.few_rows[(triton.cdiv(out_features, 16),)](
+    kernels.few_rows[(triton.cdiv(out_features, launch.rows),)](
         x,
         data,
         scale,
@@ -99,7 +104,7 @@ def _few(
         BLOCK_K=block_k,
         ADDEND=addend is not None,
         BIAS=bias is not None,
-        BN=16,
+        BN=launch.rows,
         BM=8 if rows <= 8 else 16 if rows <= 16 else 32,
         NW=launch.warps,
         STEPS=launch.steps,
@@ -146,9 +151,11 @@ def _many(
         BT=launch.tokens,
         NW=launch.warps,
         NS=launch.stages,
+        U=launch.unrolled,
         ASM=not interpreted(),
         num_warps=launch.warps,
         num_stages=launch.stages,
+        **registers(launch.registers),
     )
 
 
