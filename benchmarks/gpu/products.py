@@ -160,12 +160,13 @@ def moe_launches(rows: int) -> Iterator[tuple[str, Any, Any, bool]]:
         wanted |= {((2, 4, True), down, False), ((1, 4, True), (1, 4, True), False)}
         for (warps, steps, ahead), (warps_, steps_, ahead_), in_tiles in sorted(wanted):
             yield (
-                f"{'tiled ' * in_tiles}up w{warps} s{steps}{' ahead' * ahead}, down w{warps_}{' ahead' * ahead_}",
+                f"{'tiled ' * in_tiles}up w{warps}{' ahead' * ahead}, down w{warps_}{' ahead' * ahead_}",
                 few(warps=warps, steps=steps, ahead=ahead),
                 few(warps=warps_, steps=steps_, ahead=ahead_),
                 in_tiles,
             )
         return
+    shapes: list[tuple[int, int, int, int, int, int | None]]
     shapes = [(128, 128, 8, 2, 1, 128), (128, 128, 8, 3, 1, None), (256, 128, 8, 2, 1, None), (128, 128, 4, 2, 1, None)]
     if rows <= 2048:
         shapes = [(128, 64, 8, 2, 2, None), (128, 64, 8, 3, 1, None), (128, 64, 4, 3, 1, None), (128, 64, 4, 2, 2, None),
@@ -215,24 +216,31 @@ def dense_launches(rows: int, format: Format, shape: tuple[int, int]) -> Iterato
                 yield f"w{warps} s{steps}{' ahead' * ahead}", linear.Few(warps=warps, steps=steps, ahead=ahead)
         if rows > 8:
             for warps, steps, ahead in ((1, 4, False), (2, 4, False), (2, 2, True), (4, 4, False), (4, 2, False)):
-                yield f"32 rows w{warps} s{steps}{' ahead' * ahead}", linear.Few(warps=warps, steps=steps, ahead=ahead, rows=32)
+                yield (
+                    f"32 rows w{warps} s{steps}{' ahead' * ahead}",
+                    linear.Few(warps=warps, steps=steps, ahead=ahead, rows=32),
+                )
             for tile in ((64, 32, 4, 4, 1), (128, 32, 8, 4, 1), (64, 32, 4, 3, 2)) if format.name == "fp8" else ():
                 yield (
                     f"{tile[0]}x{tile[1]} w{tile[2]} n{tile[3]} u{tile[4]}",
                     linear.Many(rows=tile[0], tokens=tile[1], warps=tile[2], stages=tile[3], unrolled=tile[4]),
                 )
-    elif rows <= 512:
-        for tile in ((128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (64, 64, 4, 4)):
-            yield (
-                f"{tile[0]}x{tile[1]} w{tile[2]} n{tile[3]}",
-                linear.Many(rows=tile[0], tokens=tile[1], warps=tile[2], stages=tile[3]),
-            )
     else:
-        yield "expanded", None
-        for tile in ((128, 128, 8, 4), (256, 128, 8, 3), (128, 256, 8, 3)):
+        shapes = ((128, 64, 8, 4, 1), (64, 64, 4, 4, 1), (64, 128, 4, 4, 1), (64, 64, 4, 3, 2), (128, 128, 8, 3, 1))
+        if rows > 512:
+            yield "expanded", None
+            shapes = ((128, 128, 8, 3, 1), (128, 128, 8, 2, 2), (128, 256, 8, 3, 1), (128, 256, 8, 2, 2))
+        for rows_, tokens, warps, stages, unrolled in shapes:
             yield (
-                f"{tile[0]}x{tile[1]} w{tile[2]} n{tile[3]}",
-                linear.Many(rows=tile[0], tokens=tile[1], warps=tile[2], stages=tile[3]),
+                f"{rows_}x{tokens} w{warps} n{stages} u{unrolled}",
+                linear.Many(
+                    rows=rows_,
+                    tokens=tokens,
+                    warps=warps,
+                    stages=stages,
+                    unrolled=unrolled,
+                    registers=128 if rows_ == tokens == 128 else None,
+                ),
             )
 
 

@@ -16,7 +16,7 @@ _FEW = 32  # rows that one program multiplies with its weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Few:
-    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row, weight rows a program."""
+    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row, rows of a program."""
 
     warps: int
     steps: int = 4
