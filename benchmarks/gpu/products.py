@@ -167,10 +167,10 @@ def moe_launches(rows: int) -> Iterator[tuple[str, Any, Any, bool]]:
             )
         return
     shapes: list[tuple[int, int, int, int, int, int | None]]
-    shapes = [(128, 128, 8, 2, 1, 128), (128, 128, 8, 3, 1, None), (256, 128, 8, 2, 1, None), (128, 128, 4, 2, 1, None)]
+    shapes = [(128, 128, 8, 2, 1, 128), (128, 128, 8, 3, 1, None), (256, 128, 8, 2, 1, None)]
     if rows <= 2048:
-        shapes = [(128, 64, 8, 2, 2, None), (128, 64, 8, 3, 1, None), (128, 64, 4, 3, 1, None), (128, 64, 4, 2, 2, None),
-                  (256, 64, 8, 3, 1, None), (128, 128, 8, 2, 1, 128), (64, 64, 4, 3, 1, None)]  # fmt: skip
+        shapes = [(128, 64, 8, 2, 2, None), (128, 64, 8, 3, 1, None), (128, 64, 4, 3, 1, None)]
+        shapes += [(256, 64, 8, 3, 1, None), (128, 128, 8, 2, 1, 128), (64, 64, 4, 3, 1, None)]
     else:
         shapes += [(128, 256, 8, 2, 1, None), (256, 128, 8, 3, 1, None)]
     for number, (rows_, tokens, warps, stages, unrolled, registers) in enumerate(shapes):

@@ -300,7 +300,10 @@ def few(
         gate = tl.minimum(acc.to(out.dtype.element_ty).to(tl.float32), limit)
         up = (bcc * FACTOR).to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit) * w
-    tl.store(out + choice[None, :] * N + no[:, None], acc.to(out.dtype.element_ty), mask=kept)
+    to = no
+    if UP and ROUND == 0 and ORDER == 4:
+        to = no // 32 * 32 + no % 4 * 8 + no % 32 // 4
+    tl.store(out + choice[None, :] * N + to[:, None], acc.to(out.dtype.element_ty), mask=kept)
     if UP and ROUND > 0:
         part = tl.program_id(0) * BN // ROUND
         if NW > 1:
@@ -308,9 +311,9 @@ def few(
         done = tl.atomic_add(counters + b * COUNTERS + part, 1, sem="acq_rel", scope="gpu")
         if done == ROUND // BN - 1:
             k = part * ROUND + tl.arange(0, ROUND)
-            to = k
+            end = k
             if ORDER == 4:
-                to = k // 32 * 32 + k % 4 * 8 + k % 32 // 4
+                end = k // 32 * 32 + k % 4 * 8 + k % 32 // 4
             for first in tl.range(0, size if SORT else rows, NW):
                 two = first + tl.arange(0, NW)
                 mine = _choice_of(ids, listed, start, size, two, expert, rows, KC, SORT)[:, None]
@@ -318,7 +321,7 @@ def few(
                 z = tl.load(out + mine * N + k[None, :], mask=held, other=0.0, cache_modifier=".cg").to(tl.float32)
                 z = round_e4m3(z, tl.max(tl.abs(z), 1)[:, None])
                 tl.debug_barrier()
-                tl.store(out + mine * N + to[None, :], z.to(out.dtype.element_ty), mask=held)
+                tl.store(out + mine * N + end[None, :], z.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
