@@ -37,7 +37,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 USABLE = 0.92  # of a device's memory: driver, context and fragmentation take the rest
 STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
-LEAST_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
+MIN_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -132,7 +132,7 @@ def plan_memory(
         room = usable - held - step - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
         context = min(tokens, config.text.max_position_embeddings)
-        fits = room > 0 and context >= LEAST_CONTEXT
+        fits = room > 0 and context >= MIN_CONTEXT
         return Fit(device.name, count, held, usable, context if fits else 0, tables)
 
     here = [fit(machine.ram, 1, "bfloat16")]

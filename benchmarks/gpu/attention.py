@@ -40,19 +40,35 @@ from spyglass.ops.sparse_attention import triton as attention
 from spyglass.ops.sparse_attention.triton import Launch, Turn
 
 START = time.time()
-LIMIT = float(os.environ.get("LIMIT", "130"))
+LIMIT = float(os.environ.get("LIMIT", "160"))
 H, D, R, W, X, PAGE, SCALE = 64, 512, 64, 128, 512, 64, 512**-0.5
 DEV, BF = "cuda", torch.bfloat16
+MARK = Path(os.environ.get("OUT", "/tmp")) / "attention-streams-came-back"
 NAN = float("nan")
 GOALS = {1: 9.0, 8: 14.0, 32: 25.0, 128: 42.0}
 PROTOTYPE = {1: 7.9, 8: 14.3, 32: 27.3, 128: 43.7}
+STREAM, STREAM_PARTS = 12, 6  # warps of the streaming kernel: mark of its launches
 DECODE = {
-    1: [(16, 32, 20, 4, 1), (16, 64, 10, 4, 1), (16, 32, 32, 4, 1), (16, 32, 20, 8, 1), (32, 32, 20, 8, 1)],
-    8: [(64, 64, 10, 8, 1), (16, 64, 4, 4, 2), (16, 32, 5, 4, 2), (32, 32, 10, 8, 1), (64, 32, 10, 8, 3)],
-    32: [(64, 64, 4, 8, 3), (64, 32, 4, 8, 3), (64, 64, 5, 8, 2), (32, 32, 2, 8, 3)],
-    128: [(64, 64, 1, 8, 3), (64, 32, 1, 8, 3), (64, 64, 1, 8, 2), (64, 64, 2, 8, 2)],
+    1: [(16, 32, 20, 4, 1), (16, 32, 20, 8, 1), (32, 32, 20, 8, 1), (64, 64, 10, STREAM, 2)],
+    8: [
+        (64, 64, 10, 8, 1),
+        (32, 64, 10, 8, 1),
+        (32, 64, 8, 4, 1),
+        (16, 64, 8, 4, 1),
+        (16, 64, 10, 4, 1),
+        (64, 64, 10, STREAM, 2),
+    ],
+    32: [
+        (64, 64, 4, 8, 1),
+        (32, 64, 4, 8, 1),
+        (16, 64, 2, 4, 2),
+        (64, 32, 4, 8, 3),
+        (64, 64, 4, STREAM, 2),
+        (64, 64, 2, STREAM, 2),
+    ],
+    128: [(64, 64, 1, 8, 2), (64, 64, 1, STREAM, 2), (64, 64, 2, STREAM, 2)],
 }
-PREFILL = [(64, 64, 1, 8, 3), (64, 64, 1, 8, 2), (64, 32, 1, 8, 3), (64, 32, 1, 8, 4), (64, 128, 1, 8, 1)]
+PREFILL = [(64, 64, 1, 8, 3), (64, 128, 1, 8, 1), (64, 64, 1, STREAM, 2)]
 
 
 def ints(values: Any) -> torch.Tensor:
@@ -61,7 +77,7 @@ def ints(values: Any) -> torch.Tensor:
 
 def launch_of(numbers: tuple[int, ...]) -> Launch:
     heads, keys, splits, warps, stages = numbers
-    return Launch(heads=heads, keys=keys, splits=splits, warps=warps, stages=stages)
+    return Launch(heads=heads, keys=keys, splits=splits, warps=warps, stages=stages, stream=warps == STREAM)
 
 
 def label(launch: Launch) -> str:
@@ -142,7 +158,7 @@ def expected(case: dict[str, Any], turned: bool, pooled: bool, rows: Any = slice
         q = rope_reference.rope_partial(rms_norm(q, None, eps=given.norm_eps, stepwise=given.stepwise), cos, sin)
     pages, table, *lists = case["window"]
     lists = [x[rows] for x in lists]
-    options: dict[str, Any] = {"scale": SCALE, "window_width": int((lists[2] - lists[1]).max()) + 1}
+    options: dict[str, Any] = {"scale": SCALE, "window_width": max(1, int((lists[2] - lists[1]).max()) + 1)}
     if pooled:
         pool, pool_table, visible, picks = case["pool"]
         width = picks.shape[1] if picks is not None else int(visible.max())
@@ -206,6 +222,8 @@ class Report:
 
     def guard(self, name: str, what: str, call: Callable[[], dict[str, Any]]) -> None:
         try:
+            if "streamTrue" in what and not survived():
+                raise RuntimeError("it hung or failed while it was tried on a few rows")
             if time.time() - START > LIMIT:
                 raise TimeoutError("time is up")
             row = {"name": name, "what": what, **call()}
@@ -350,7 +368,7 @@ def selection(report: Report) -> None:
                 scores = scores.to(dtype)
                 visible = ints([length, length - 1, 513 % length, 0, length // 2])
                 scores.masked_fill_(torch.arange(length, device=DEV)[None] >= visible[:, None], -float("inf"))
-                group = 0 if length <= 16384 else max(16, 1 << (-(-length // 16384) - 1).bit_length())
+                group = topk_triton.group_of(length)
                 groups = torch.full((5, -(-length // group) if group else 0), NAN, device=DEV, dtype=dtype)
                 if group:
                     padded = torch.nn.functional.pad(scores, (0, -length % group), value=-float("inf"))
@@ -405,7 +423,7 @@ def index(report: Report) -> None:
             scored = timed(
                 [
                     lambda s=s: topk_triton.score(
-                        s, bound, True, 1 / 90.5, X, None, 0, 16 if bound > 16384 else 0, True
+                        s, bound, True, 1 / 90.5, X, None, 0, topk_triton.group_of(bound), True
                     )
                     for s in sets
                 ],
@@ -420,6 +438,42 @@ def index(report: Report) -> None:
             }
 
         report.guard(f"index {rows} x {most}", f"capacity {capacity or most}", one)
+
+
+CUTS = [(1, 64, 4, 4, 2), (1, 64, 6, 4, 3), (1, 128, 4, 4, 2), (1, 128, 4, 8, 2), (1, 128, 4, 8, 3), (1, 64, 8, 4, 2)]
+MANY_CUTS = [
+    (2, 128, 4, 8, 2),
+    (2, 64, 4, 4, 2),
+    (2, 64, 4, 8, 2),
+    (1, 128, 4, 4, 2),
+    (1, 128, 4, 8, 2),
+    (4, 64, 4, 8, 2),
+]
+
+
+def scoring_of(cut: tuple[int, ...]) -> Any:
+    rows, keys, programs, warps, stages = cut
+    return topk_triton.Scoring(rows=rows, keys=keys, programs=programs, warps=warps, stages=stages)
+
+
+def scoring(report: Report) -> None:
+    """Scores alone, cut in different ways."""
+    keys = fp4(262144 // PAGE * 2, PAGE, 128)
+    for rows, most in ((1, 1024), (8, 32768), (32, 8192), (128, 1024), (4096, 1024), (2048, 8192)):
+        prefill = rows > 128
+        visible = (torch.arange(rows) + most * 4 - rows + 1) // 4 if prefill else torch.full((rows,), most)
+        sets = [
+            index_case(rows, visible, keys, 1 if prefill else rows) for _ in range(1 if prefill else max(2, 64 // rows))
+        ]
+        for cut in MANY_CUTS if prefill else CUTS:
+            how = scoring_of(cut)
+
+            def one(how: Any = how, sets: Any = sets, most: int = most) -> dict[str, Any]:
+                group = topk_triton.group_of(most)
+                calls = [partial(topk_triton.score, s, most, True, 0.01, X, None, 0, group, True, how) for s in sets]
+                return {"us": timed(calls, 5)}
+
+            report.guard(f"score {rows} x {most}", str(cut), one)
 
 
 def blocks(report: Report) -> None:
@@ -517,14 +571,20 @@ def small_ops(report: Report) -> None:
         report.guard(f"cache_write {rows}", "", written)
 
 
+def survived() -> bool:
+    """Whether all streaming launches came back when they were tried."""
+    return all(MARK.with_suffix(f".{part}").exists() for part in range(STREAM_PARTS))
+
+
 def warm(part: int, parts: int) -> None:
-    """Compile this share of the variants by running them on a few rows."""
+    """Compile this share of the variants by running them on a few rows; those that may hang come last."""
     torch.manual_seed(part)
     jobs: list[Callable[[], Any]] = []
     case = edges(2, BF, True)
     lists = [(n, True) for variants in DECODE.values() for n in variants] + [
         (n, p) for n in PREFILL for p in (True, False)
     ]
+    lists = [entry for entry in lists if entry[0][3] != STREAM]
     for numbers, pooled in dict.fromkeys(lists):
         for turned in (True, False):
             jobs.append(lambda n=numbers, p=pooled, t=turned: run(case, launch_of(n), t, p))
@@ -546,12 +606,40 @@ def warm(part: int, parts: int) -> None:
     ):
         given = index_case(rows, torch.full((rows,), most), keys, 1)
         jobs.append(lambda g=given, c=capacity: topk_triton.index_topk(*g, k=X, max_visible=c, stepwise=True))
+    for cut in (*CUTS, *MANY_CUTS):
+        for most in (1024, 8192) if cut in CUTS else (1024,):
+            given = index_case(4, torch.full((4,), 600), keys, 1)
+            group, how = topk_triton.group_of(most), scoring_of(cut)
+            jobs.append(
+                lambda g=given, m=most, n=group, h=how: topk_triton.score(g, m, True, 0.01, 0, None, 0, n, True, h)
+            )
     for job in jobs[part::parts]:
         try:
             job()
             torch.cuda.synchronize()
         except Exception as error:
             print("warm", repr(error)[:200], flush=True)
+
+
+def try_streams(part: int) -> None:
+    """Values of the streaming kernel on a few rows, in a process that may be killed."""
+    torch.manual_seed(part)
+    cases = {(rows, picks): edges(rows, BF, picks) for rows in (3, 150) for picks in (True, False)}
+    kinds = [(p, s, t, True) for p in (True, False) for s in (1, 3) for t in (True, False)]
+    kinds += [(True, s, t, False) for s in (1, 3) for t in (True, False)]
+    good = True
+    for picks, splits, turned, pooled in kinds[part::STREAM_PARTS]:
+        for rows in (3, 150):
+            what = f"stream rows {rows} picks {picks} splits {splits} turned {turned} pooled {pooled}"
+            try:
+                poison()
+                got = run(cases[rows, picks], launch_of((64, 64, splits, STREAM, 2)), turned, pooled)
+                print(what, judge(got, expected(cases[rows, picks], turned, pooled), 2e-2), flush=True)
+            except Exception as error:
+                print(what, repr(error)[:300], flush=True)
+                good = False
+    if good:
+        MARK.with_suffix(f".{part}").touch()
 
 
 def summary(report: Report) -> None:
@@ -570,7 +658,7 @@ def summary(report: Report) -> None:
         found = sorted((r for r in report.rows if r["name"] == name), key=lambda r: -r["tflops"])
         for r in found[:3]:
             print(f"  {name:20s} {r['tflops']:5.0f}, alone {r['plain_tflops']:5.0f}  {r['what']} {r['error']:.0e}")
-    for prefix in ("index", "blocks", "select", "rope", "compress", "cache"):
+    for prefix in ("index", "score", "blocks", "select", "rope", "compress", "cache"):
         for row in report.rows:
             if row["name"].startswith(prefix):
                 rest = " ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("name", "what"))
@@ -584,10 +672,13 @@ def summary(report: Report) -> None:
 
 def main() -> None:
     count = min(12, os.cpu_count() or 1)
+    for part in range(STREAM_PARTS):
+        MARK.with_suffix(f".{part}").unlink(missing_ok=True)
     children = [subprocess.Popen([sys.executable, __file__, "--warm", str(i), str(count)]) for i in range(count)]
+    children += [subprocess.Popen([sys.executable, __file__, "--stream", str(i)]) for i in range(STREAM_PARTS)]
     for child in children:
         try:
-            child.wait(timeout=max(1.0, 60 - (time.time() - START)))
+            child.wait(timeout=max(1.0, 75 - (time.time() - START)))
         except subprocess.TimeoutExpired:
             child.kill()
     print(f"compiled after {time.time() - START:.0f} s", flush=True)
@@ -597,7 +688,7 @@ def main() -> None:
     for part in (attention_decode, attention_prefill):
         part(report, memory)
     del memory
-    for other in (attention_float32, index, selection, blocks, small_ops):
+    for other in (attention_float32, index, selection, blocks, small_ops, scoring):
         other(report)
     summary(report)
 
@@ -605,5 +696,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--warm"]:
         warm(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1:2] == ["--stream"]:
+        try_streams(int(sys.argv[2]))
     else:
         main()

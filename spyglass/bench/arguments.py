@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 
 
 def positive(text: str) -> int:

@@ -25,7 +25,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
 from spyglass.config import VisionConfig
-from spyglass.config.numbers import number
+from spyglass.config.fields import number
 from spyglass.config.presets import released_vision
 from spyglass.families import FAMILIES
 from spyglass.prompt import (
@@ -33,7 +33,7 @@ from spyglass.prompt import (
     contained_size,
     cut,
     normalise,
-    open_picture,
+    open_image,
     patchify,
     plan_image,
     prompt_digest,
@@ -179,7 +179,7 @@ def _plain(data: bytes, vision: VisionConfig) -> torch.Tensor:
 
 
 def _ours(data: bytes, vision: VisionConfig) -> NDArray[np.uint8]:
-    picture = open_picture(data)
+    picture = open_image(data)
     return patchify(picture, plan_image(*picture.size, vision))
 
 

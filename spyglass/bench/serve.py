@@ -30,7 +30,7 @@ from PIL import Image
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import Answer, ask
-from spyglass.config.numbers import integer, number
+from spyglass.config.fields import integer, number
 from spyglass.config.shipped import default_model
 
 _START_SECONDS = 600

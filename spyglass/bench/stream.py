@@ -21,7 +21,7 @@ from typing import Any
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine, save_numbers
 from spyglass.bench.stream_client import ask_all
-from spyglass.config.numbers import number
+from spyglass.config.fields import number
 from spyglass.config.server import ServerConfig
 from spyglass.config.shipped import default_model
 from spyglass.engine.llm import LLM

@@ -19,7 +19,7 @@ from spyglass.cli.options import (
     note_bases,
 )
 from spyglass.config.engine import EngineConfig
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError
 

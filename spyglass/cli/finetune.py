@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from spyglass.config.numbers import integer, number
-from spyglass.config.training import CHOICES, TrainConfig
+from spyglass.config.fields import integer, number
+from spyglass.config.options import choices_of
+from spyglass.config.training import TrainConfig
 
 HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with pictures."
 _NAMED = ("model", "data", "output", "targets")
@@ -64,8 +65,8 @@ def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) ->
     option = "--" + item.name.replace("_", "-")
     if kind is bool:
         parser.add_argument(option, action=argparse.BooleanOptionalAction, default=item.default, help=_help(item))
-    elif item.name in CHOICES:
-        parser.add_argument(option, choices=CHOICES[item.name], default=item.default, help=_help(item))
+    elif item.name in choices_of(TrainConfig):
+        parser.add_argument(option, choices=choices_of(TrainConfig)[item.name], default=item.default, help=_help(item))
     else:
         parse = str if kind is str else integer if kind in (int, int | None) else number
         letter = {str: "NAME", integer: "N", number: "X"}[parse]

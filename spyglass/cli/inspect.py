@@ -10,8 +10,9 @@ from typing import Any
 
 from PIL import Image
 
+from spyglass.cli.inspection_sheet import Inspection, draw_inspection
 from spyglass.config import ModelConfig, VisionConfig, read_model_config
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.presets import config_of
 from spyglass.config.shipped import find_model
 from spyglass.errors import PromptError
@@ -24,13 +25,12 @@ from spyglass.prompt import (
     TokenKind,
     contained_size,
     layout_block,
-    open_picture,
+    open_image,
     oriented_size,
     plan_image,
     resize,
     to_rgb,
 )
-from spyglass.prompt.draw import Inspection, draw_inspection
 
 HELP = "Show what a model gets of a picture: resized size, patches, cells, token order, visibility (writes a PNG)."
 _FAMILIES = {family.short_name: family for family in FAMILIES.values()}
@@ -109,7 +109,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
     rules = CHAT_RULES if rules_name == "chat" else REFERENCE_RULES
-    picture = open_picture(photo, name=str(photo))
+    picture = open_image(photo, name=str(photo))
     form = f"{picture.format} {picture.mode}"
     stored, size = picture.size, oriented_size(picture, rules)
     plan = plan_image(*size, vision)

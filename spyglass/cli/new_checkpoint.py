@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.config.presets import PRESETS
 
 HELP = "Write a seeded random checkpoint in the official file layout, tokenizer included."

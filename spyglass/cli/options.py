@@ -9,14 +9,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from spyglass.config.engine import CHOICES, EngineConfig, read_engine_config
-from spyglass.config.numbers import integer
-from spyglass.config.server import SERVER_CHOICES, ServerConfig, read_server_config
+from spyglass.config.engine import EngineConfig, read_engine_config
+from spyglass.config.fields import integer
+from spyglass.config.options import choices_of
+from spyglass.config.server import ServerConfig, read_server_config
 from spyglass.config.shipped import base_note, default_model, find_adapter, find_model, shipped_adapters, shipped_models
 from spyglass.errors import ConfigError
 from spyglass.lora.use import adapter_name
 
-_CHOICES = {**CHOICES, **SERVER_CHOICES}
 ADAPTER = "lora"  # what the one adapter of a command line is called
 
 
@@ -115,7 +115,7 @@ def stated(args: argparse.Namespace, kind: type[EngineConfig] | type[ServerConfi
 
 
 def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerConfig]) -> None:
-    types = get_type_hints(kind)
+    types, choices = get_type_hints(kind), choices_of(kind)
     for item in fields(kind):
         option = "--" + item.name.replace("_", "-")
         text = item.metadata["help"]
@@ -123,8 +123,8 @@ def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerC
             text += f" (default: {item.default})"
         if types[item.name] is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif item.name in _CHOICES:
-            group.add_argument(option, choices=_CHOICES[item.name], help=text)
+        elif item.name in choices:
+            group.add_argument(option, choices=choices[item.name], help=text)
         elif types[item.name] == tuple[str, ...]:
             group.add_argument(option, action="append", metavar="TEXT", help=text)
         else:

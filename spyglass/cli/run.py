@@ -23,7 +23,7 @@ from spyglass.cli.options import (
 )
 from spyglass.cli.reasoning import Unfolded, answer_of
 from spyglass.config.engine import EngineConfig
-from spyglass.config.numbers import integer, number
+from spyglass.config.fields import integer, number
 from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError, PromptError
 
@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
     """Refuse what can be seen to go wrong before a model is loaded, which may take minutes."""
     from spyglass.config import read_model_config
     from spyglass.prompt.chat import ChatOptions, check_options
-    from spyglass.prompt.decode import open_picture
+    from spyglass.prompt.decode import open_image
 
     options = engine_config(args)
     _check_batch(args)
@@ -128,7 +128,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
             f"--image is given {len(args.image)} times with --images {options.images}; name fewer, or raise --images"
         )
     for image in args.image:
-        open_picture(image, name=str(image))
+        open_image(image, name=str(image))
 
 
 def _check_batch(args: argparse.Namespace) -> None:

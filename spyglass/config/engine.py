@@ -1,40 +1,12 @@
-"""How a model is to be run: device, arithmetic, limits. The only file of Spyglass that reads the environment.
-
-Every field has an environment variable, `SPYGLASS_` and the field's name in capitals; what a caller states wins.
-"""
+"""How a model is to be run: device, arithmetic, limits. Variables are `SPYGLASS_` and the field's name."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal
 
-from spyglass.config.numbers import integer
-from spyglass.errors import ConfigError
-
-PREFIX = "SPYGLASS_"
-SERVER_PREFIX = "SPYGLASS_SERVER_"
-DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16"),
-    "numerics": ("auto", "plain", "reference"),
-    "ops": ("auto", "reference"),
-    "vision_graphs": ("auto", "on", "off"),
-    "engram": ("mmap", "host", "device"),
-    "load": ("files", "dummy"),
-}
-# Page tables have room for every row of a step in every sequence, and a thread takes a stack, before anything runs.
-MOST: Mapping[str, int] = {"max_step_tokens": 1 << 20, "max_sequences": 4096, "threads": 1024}
-_Options = TypeVar("_Options")
-_MAY_BE_NONE = ("max_length", "cache_bytes", "prefix_cache_bytes", "threads")
-_MAY_BE_ZERO = ("images", "prefix_cache_bytes", "image_cache_bytes")
-
-
-def about(text: str) -> dict[str, str]:
-    """The metadata of an option's field."""
-    return {"help": text}
+from spyglass.config.options import PREFIX, about, check_options, read_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +38,11 @@ class EngineConfig:
     expand_weights: bool = field(
         default=False, metadata=about("widen packed FP8 and FP4 weights to the activation dtype when loading")
     )
-    images: int = field(default=600, metadata=about("most pictures in one prompt; 0 leaves the picture tower unloaded"))
-    max_step_tokens: int = field(default=2048, metadata=about("most tokens of all sequences in one step"))
-    max_sequences: int = field(default=64, metadata=about("most sequences running at a time"))
+    images: int = field(
+        default=600, metadata=about("most pictures in one prompt; 0 leaves the picture tower unloaded", least=0)
+    )
+    max_step_tokens: int = field(default=2048, metadata=about("most tokens of all sequences in one step", most=1 << 20))
+    max_sequences: int = field(default=64, metadata=about("most sequences running at a time", most=4096))
     max_length: int | None = field(
         default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
     )
@@ -79,11 +53,12 @@ class EngineConfig:
     prefix_cache_bytes: int | None = field(
         default=None,
         metadata=about(
-            "memory for beginnings of prompts that may come again (default: an eighth of what is free); 0 keeps none"
+            "memory for beginnings of prompts that may come again (default: an eighth of what is free); 0 keeps none",
+            least=0,
         ),
     )
     image_cache_bytes: int = field(
-        default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none")
+        default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none", least=0)
     )
     grammar_seconds: int = field(
         default=1, metadata=about("CPU seconds that a pattern, schema or grammar of an answer may take to compile")
@@ -101,23 +76,14 @@ class EngineConfig:
             "(or a preset's name in place of a folder) is enough"
         ),
     )
-    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)"))
+    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)", most=1024))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, str) or not DEVICES.fullmatch(self.device):
-            raise ConfigError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
-        for name in ("max_step_tokens", "max_sequences", "max_length", "cache_bytes", "threads", *_MAY_BE_ZERO):
-            if name not in _MAY_BE_NONE or getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=0 if name in _MAY_BE_ZERO else 1, most=MOST.get(name))
-        if not isinstance(self.expand_weights, bool):
-            raise ConfigError(f"expand_weights is {self.expand_weights!r}, expected True or False")
+        check_options(self)
 
 
 def read_engine_config(
-    stated: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
+    stated: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> EngineConfig:
     """`stated` fields, then `SPYGLASS_*` variables, then defaults. A stated None means "not stated".
 
@@ -125,59 +91,3 @@ def read_engine_config(
         ConfigError: an unknown field or variable, or a value that means nothing.
     """
     return read_options(EngineConfig, PREFIX, stated, environment)
-
-
-def read_options(
-    kind: type[_Options],
-    prefix: str,
-    stated: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> _Options:
-    """A dataclass of options from `stated`, then variables that begin with `prefix`, then its defaults.
-
-    Variables of the server are none of the engine's, though their names begin alike.
-
-    Raises:
-        ConfigError: an unknown field or variable, or a value that means nothing.
-    """
-    types = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for variable, text in environment.items():
-        if variable.startswith(prefix) and (prefix == SERVER_PREFIX or not variable.startswith(SERVER_PREFIX)):
-            name = variable.removeprefix(prefix).lower()
-            if name not in types:
-                raise ConfigError(f"environment variable {variable} is not known; {_known(types, prefix, str.upper)}")
-            values[name] = _parse(variable, text, types[name])
-    for name, value in (stated or {}).items():
-        if name not in types:
-            raise ConfigError(f"engine option {name!r} is not known; {_known(types, '', str.lower)}")
-        if value is not None:
-            values[name] = value
-    return kind(**values)
-
-
-def require_count(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raises ConfigError unless `value` is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        span = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        raise ConfigError(f"{name} is {value!r}, expected an integer {span}")
-
-
-def _parse(variable: str, text: str, kind: object) -> object:
-    """The value of a variable's text; text fields pass as they are and are checked with the rest."""
-    if kind is bool:
-        if text.lower() not in ("0", "1", "false", "true"):
-            raise ConfigError(f"environment variable {variable} is {text!r}, expected true or false")
-        return text.lower() in ("1", "true")
-    if kind in (int, int | None):
-        try:
-            return integer(text)
-        except ValueError:
-            raise ConfigError(f"environment variable {variable} is {text!r}, expected an integer") from None
-    if kind == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(","))
-    return text
-
-
-def _known(names: Iterable[str], prefix: str, spell: Callable[[str], str]) -> str:
-    return "known are " + ", ".join(prefix + spell(name) for name in names)

@@ -1,4 +1,6 @@
-"""Typed reading of a JSON object's fields; a refusal names the file, the field, what it holds and what was expected.
+"""Typed reading of a JSON object's fields, and of numbers that a person wrote.
+
+A refusal names the file, the field, what it holds and what was expected.
 
 A JSON null counts as absent. `bool` is never an integer here, and an integral float is not one either.
 """
@@ -6,6 +8,8 @@ A JSON null counts as absent. `bool` is never an integer here, and an integral f
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -14,6 +18,9 @@ from spyglass.errors import ConfigError
 
 MAX_INTEGER = 2**31 - 1
 _LEAST_NORMAL, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32, in which models are computed
+# Python's own readers also take "1_0", " 1", "+1" and digits of other scripts: slips or tricks, where a number belongs.
+_INTEGER = re.compile(r"-?[0-9]+")
+_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SHOWN = 80  # characters of an offending value that a message repeats
 
 
@@ -164,3 +171,25 @@ def _as_float(value: object) -> float | None:
     except OverflowError:
         return None
     return number if number == 0 or _LEAST_NORMAL <= abs(number) <= _LARGEST else None
+
+
+def integer(text: str) -> int:
+    """The integer that is written in decimal digits, perhaps behind a minus.
+
+    Raises:
+        ValueError: it is something else, or has thousands of digits.
+    """
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is no integer in decimal digits")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """The finite number that is written in decimal digits, perhaps with a point and an exponent.
+
+    Raises:
+        ValueError: it is something else, or too large.
+    """
+    if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]!r} is no finite number in decimal digits")
+    return value

@@ -7,7 +7,7 @@ indexer, 128 = plain pools, all attended), and the first `num_hash_layers` layer
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spyglass.config.fields import Fields
 from spyglass.config.model import (
@@ -32,10 +32,10 @@ POOLED_CHOSEN = 4  # ratio whose pools overlap and are chosen by an indexer
 DEFAULT_MAX_POSITION = 1 << 20
 REFERENCE_EPS = 1e-6  # what the reference code assumes for norm_eps and hc_eps when its short config leaves them out
 # Bounds of what is built or repeated one by one: far above any model, far below what would keep a machine busy.
-MOST_LAYERS = 1024
-MOST_EXPERTS = 1 << 17  # of all layers together
-MOST_SINKHORN_ROUNDS = 1000
-MOST_WINDOW = 1 << 20
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 17  # of all layers together
+MAX_SINKHORN_ROUNDS = 1000
+MAX_WINDOW = 1 << 20
 SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one picture can take (spec v4 9.5)
 
 # Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
@@ -54,6 +54,19 @@ REFERENCE_NAMES = {
     "num_nextn_predict_layers": "n_mtp_layers",
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_seq_len",
+}
+# Our name of a tower's field -> its name in V4's files and in the reference code's V4.1 file.
+VISION_NAMES = {
+    "num_hidden_layers": "vision_n_layers",
+    "hidden_size": "vision_dim",
+    "num_attention_heads": "vision_n_heads",
+    "intermediate_size": "vision_inter_dim",
+    "patch_size": "vision_patch_size",
+    "rope_theta": "vision_rope_theta",
+    "downsample_ratio": "vision_downsample_ratio",
+    "max_image_tokens": "vision_max_n_token",
+    "min_pixels": "vision_min_pixels",
+    "max_wh_ratio": "vision_max_wh_ratio",
 }
 DRAFT_PREFIX = "dspark_"
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
@@ -142,7 +155,7 @@ def refuse_other_mathematics(fields: Fields) -> None:
 
 def schedule(fields: Fields, known: tuple[int, ...]) -> tuple[int, ...]:
     """The ratio of each layer, one of `known`; entries behind the last layer belong to draft stages."""
-    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     ratios = fields.integers("compress_ratios")
     if len(ratios) < num_layers:
         layers = fields.spelling("num_hidden_layers")
@@ -198,7 +211,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
     num_groups = fields.integer("o_groups")
     if num_heads % num_groups:
         raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
-    most_experts = MOST_EXPERTS // len(wiring.layers)
+    most_experts = MAX_EXPERTS // len(wiring.layers)
     num_experts = fields.integer("n_routed_experts", most=most_experts, limit="num_hidden_layers")
     return TextConfig(
         vocab_size=fields.integer("vocab_size", least=2),
@@ -208,7 +221,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=num_groups,
         o_lora_rank=fields.integer("o_lora_rank"),
-        sliding_window=fields.integer("sliding_window", most=MOST_WINDOW),
+        sliding_window=fields.integer("sliding_window", most=MAX_WINDOW),
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=wiring.index_head_dim,
         index_topk=fields.integer("index_topk"),
@@ -219,7 +232,7 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         swiglu_limit=fields.number("swiglu_limit"),
         hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MOST_SINKHORN_ROUNDS),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MAX_SINKHORN_ROUNDS),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
         q_head_norm=wiring.family.q_head_norm,
@@ -283,31 +296,33 @@ def _rounding(plain_dims: int) -> Rounding:
 
 
 def _vision(fields: Fields) -> VisionConfig | None:
-    """The picture tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
-    num_layers = fields.integer("vision_n_layers", default=0, least=0, most=MOST_LAYERS)
-    if num_layers == 0:
+    """The image tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
+    tower = replace(fields, written=VISION_NAMES)
+    if tower.integer("num_hidden_layers", default=0, least=0, most=MAX_LAYERS) == 0:
         return None
-    if "vision_max_wh_ratio" not in fields.values:
-        raise fields.error("vision_max_wh_ratio", "a number of at least 1, or null for no limit")
-    width = fields.integer("vision_dim")
-    num_heads = fields.integer("vision_n_heads")
+    if tower.spelling("max_wh_ratio") not in fields.values:
+        raise tower.error("max_wh_ratio", "a number of at least 1, or null for no limit")
+    return read_vision(tower, V4, smallest=SMALLEST_BLOCK)
+
+
+def read_vision(tower: Fields, family: Family, *, smallest: int) -> VisionConfig:
+    """The numbers of a tower; `smallest`: tokens of the shortest block that an image can take."""
+    width, num_heads = tower.integer("hidden_size"), tower.integer("num_attention_heads")
     if width % (4 * num_heads):
-        raise fields.error(
-            "vision_n_heads",
-            f"a divisor of vision_dim {width} that leaves a head dimension divisible by 4 (2-D rotation)",
-        )
+        expected = f"a divisor of the width {width} that leaves a head dimension divisible by 4 (2-D rotation)"
+        raise tower.error("num_attention_heads", expected)
     return VisionConfig(
-        num_hidden_layers=num_layers,
+        num_hidden_layers=tower.integer("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=width,
         num_attention_heads=num_heads,
-        intermediate_size=fields.integer("vision_inter_dim"),
-        patch_size=fields.integer("vision_patch_size"),
-        rope_theta=fields.number("vision_rope_theta", above=1),
-        downsample_ratio=fields.integer("vision_downsample_ratio"),
-        max_tokens=fields.integer("vision_max_n_token", least=SMALLEST_BLOCK),
-        min_pixels=fields.integer("vision_min_pixels", least=0),
-        max_wh_ratio=fields.optional_number("vision_max_wh_ratio", least=1),
-        layout=V4.image_layout,
+        intermediate_size=tower.integer("intermediate_size"),
+        patch_size=tower.integer("patch_size"),
+        rope_theta=tower.number("rope_theta", above=1),
+        downsample_ratio=tower.integer("downsample_ratio"),
+        max_tokens=tower.integer("max_image_tokens", least=smallest),
+        min_pixels=tower.integer("min_pixels", least=0),
+        max_wh_ratio=tower.optional_number("max_wh_ratio", least=1),
+        layout=family.image_layout,
     )
 
 

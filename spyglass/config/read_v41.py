@@ -38,18 +38,6 @@ REFERENCE_NAMES = {
     "candidate_source_layer_id": "candidate_source_layer",
     "engram_pad_token_id": "engram_pad_id",
 }
-REFERENCE_VISION_NAMES = {
-    "num_hidden_layers": "vision_n_layers",
-    "hidden_size": "vision_dim",
-    "num_attention_heads": "vision_n_heads",
-    "intermediate_size": "vision_inter_dim",
-    "patch_size": "vision_patch_size",
-    "rope_theta": "vision_rope_theta",
-    "downsample_ratio": "vision_downsample_ratio",
-    "max_image_tokens": "vision_max_n_token",
-    "min_pixels": "vision_min_pixels",
-    "max_wh_ratio": "vision_max_wh_ratio",
-}
 OFFICIAL = read_v4.OFFICIAL
 REFERENCE = read_v4.Defaults(eps=REFERENCE_EPS, bos_token_id=0, eos_token_id=1)
 
@@ -68,7 +56,7 @@ def read_official(fields: Fields) -> ModelConfig:
     if fields.get("vision_config") is not None:
         section = fields.section("vision_config")
         section.optional_choice("model_type", (f"{V41.name}_vision",))
-        vision = _vision(section)
+        vision = read_v4.read_vision(section, V41, smallest=SMALLEST_SPAN)
     fields.fixed("tie_word_embeddings", False)
     return _model(fields, text, yarn, vision, _official_weights(fields), OFFICIAL)
 
@@ -79,8 +67,10 @@ def read_reference(fields: Fields) -> ModelConfig:
     Raises:
         ConfigError: as `read_official`.
     """
-    tower = Fields(file=fields.file, values=fields.values, written=REFERENCE_VISION_NAMES, seen=fields.seen)
-    vision = _vision(tower) if tower.integer("num_hidden_layers", default=0, least=0) else None
+    tower = replace(fields, written=read_v4.VISION_NAMES)
+    vision = None
+    if tower.integer("num_hidden_layers", default=0, least=0):
+        vision = read_v4.read_vision(tower, V41, smallest=SMALLEST_SPAN)
     weights = read_v4.reference_weights(fields, block=(32, 32))
     return _model(fields, fields, read_v4.read_yarn(fields, check_kind=False), vision, weights, REFERENCE)
 
@@ -271,27 +261,6 @@ def _engram(text: Fields, num_layers: int) -> EngramConfig | None:
         head_dim=text.integer("engram_head_dim"),
         pad_token_id=text.integer("engram_pad_token_id", least=0, most=vocab - 1),
         num_classes=text.integer("engram_compressed_vocab_size", most=vocab),
-    )
-
-
-def _vision(tower: Fields) -> VisionConfig:
-    """The tower of spec v41 7; positions are not padded and the span is read row by row."""
-    width, num_heads = tower.integer("hidden_size"), tower.integer("num_attention_heads")
-    if width % (4 * num_heads):
-        expected = f"a divisor of the width {width} that leaves a head dimension divisible by 4 (2-D rotation)"
-        raise tower.error("num_attention_heads", expected)
-    return VisionConfig(
-        num_hidden_layers=tower.integer("num_hidden_layers", most=read_v4.MOST_LAYERS),
-        hidden_size=width,
-        num_attention_heads=num_heads,
-        intermediate_size=tower.integer("intermediate_size"),
-        patch_size=tower.integer("patch_size"),
-        rope_theta=tower.number("rope_theta", least=1),
-        downsample_ratio=tower.integer("downsample_ratio"),
-        max_tokens=tower.integer("max_image_tokens", least=SMALLEST_SPAN),
-        min_pixels=tower.integer("min_pixels", least=0),
-        max_wh_ratio=tower.optional_number("max_wh_ratio", least=1),
-        layout=V41.image_layout,
     )
 
 

@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spyglass.config.engine import SERVER_PREFIX, about, read_options, require_count
+from spyglass.config.options import SERVER_PREFIX, about, check_options, read_options
 from spyglass.errors import ConfigError
-
-SERVER_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "without_vision": ("refuse", "note"),
-    "log_level": ("debug", "info", "warning", "error"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +20,7 @@ class ServerConfig:
     """
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
-    port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one"))
+    port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one", least=0, most=65_535))
     api_key: tuple[str, ...] = field(
         default=(),
         metadata=about(
@@ -37,12 +32,14 @@ class ServerConfig:
         default=(), metadata=about("what clients call the model (default: its folder's name); may be given repeatedly")
     )
     max_waiting: int = field(
-        default=256, metadata=about("answers that may wait beyond those that run; more get status 429")
+        default=256, metadata=about("answers that may wait beyond those that run; more get status 429", least=0)
     )
     max_held_bytes: int = field(
         default=2 << 30, metadata=about("memory for bodies and pictures of requests under way; more get status 429")
     )
-    grace_seconds: int = field(default=30, metadata=about("how long answers may go on when the server is to stop"))
+    grace_seconds: int = field(
+        default=30, metadata=about("how long answers may go on when the server is to stop", least=0)
+    )
     max_body_bytes: int = field(default=48 << 20, metadata=about("largest request body"))
     max_image_bytes: int = field(default=32 << 20, metadata=about("largest picture file"))
     max_total_image_bytes: int = field(default=64 << 20, metadata=about("most bytes of the pictures of a request"))
@@ -75,23 +72,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=about("how much to log"))
 
     def __post_init__(self) -> None:
-        require_count("port", self.port, least=0, most=65_535)
-        for name in ("max_waiting", "grace_seconds"):
-            require_count(name, getattr(self, name), least=0)
-        for name in (
-            "max_held_bytes",
-            "max_body_bytes",
-            "max_image_bytes",
-            "max_total_image_bytes",
-            "max_image_side",
-            "max_image_pixels",
-            "fetch_seconds",
-        ):
-            require_count(name, getattr(self, name), least=1)
-        for name in ("api_key", "model_name", "cors_origin"):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not all(isinstance(value, str) and value.strip() for value in values):
-                raise ConfigError(f"{name} is {values!r}, expected non-empty texts")
+        check_options(self)
         if self.allow_adapter_loading != bool(self.adapter_root) or not Path(self.adapter_root).is_dir():
             raise ConfigError(
                 f"allow_adapter_loading is {self.allow_adapter_loading} with adapter_root {self.adapter_root!r}; "
@@ -99,9 +80,6 @@ class ServerConfig:
             )
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected a name or an address")
-        for name, allowed in SERVER_CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
 
 
 def read_server_config(
@@ -112,6 +90,4 @@ def read_server_config(
     Raises:
         ConfigError: an unknown field or variable, or a value that means nothing.
     """
-    if environment is None:
-        return read_options(ServerConfig, SERVER_PREFIX, stated)
     return read_options(ServerConfig, SERVER_PREFIX, stated, environment)

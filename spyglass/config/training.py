@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from spyglass.config.engine import DEVICES, about, require_count
+from spyglass.config.options import about, check_options
 from spyglass.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 LossOn = Literal["assistant", "all"]
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "schedule": get_args(Schedule),
-    "loss_on": get_args(LossOn),
-    "names": ("official", "hf"),
-    "dtype": ("auto", "float32", "bfloat16"),
-    "numerics": ("auto", "plain", "reference"),
-}
-MOST_FACTOR = 1e12  # of what fp32 values are multiplied with
+MAX_FACTOR = 1e12  # of what fp32 values are multiplied with
 _OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
 
@@ -54,9 +46,9 @@ class TrainConfig:
     lr: float = field(default=2e-4, metadata=about("highest learning rate"))
     weight_decay: float = field(default=0.0, metadata=about("of AdamW"))
     schedule: Schedule = field(default="cosine", metadata=about("how the rate falls: constant, linear or cosine, to 0"))
-    warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all"))
+    warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all", least=0))
     clip: float = field(default=1.0, metadata=about("longest gradient of a step; longer ones are scaled down"))
-    seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout"))
+    seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout", least=0))
     loss_on: LossOn = field(
         default="assistant", metadata=about("what is learnt: the assistant's tokens, or all that are text")
     )
@@ -79,35 +71,21 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
-        if not DEVICES.fullmatch(self.device):
-            raise ConfigError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
-        for name in ("epochs", "batch_tokens", "accumulate", "save_every", "rank"):
-            require_count(name, getattr(self, name), least=1)
+        check_options(self)
         self._check_numbers()
         if self.full:
             self._refuse_adapter_options()
 
     def _check_numbers(self) -> None:
-        require_count("warmup", self.warmup, least=0)
-        require_count("seed", self.seed, least=0)
-        if self.steps is not None:
-            require_count("steps", self.steps, least=1)
-            if self.epochs != 1:
-                raise ConfigError(
-                    f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them"
-                )
+        if self.steps is not None and self.epochs != 1:
+            raise ConfigError(f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them")
         for name in ("lr", "alpha", "clip"):
-            if not 0 < getattr(self, name) <= MOST_FACTOR:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, expected a number above 0, at most {MOST_FACTOR:g}"
-                )
+            if not 0 < getattr(self, name) <= MAX_FACTOR:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0, at most {MAX_FACTOR:g}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}, expected a share from 0 to below 1")
-        if not 0 <= self.weight_decay <= MOST_FACTOR:
-            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number from 0 to {MOST_FACTOR:g}")
+        if not 0 <= self.weight_decay <= MAX_FACTOR:
+            raise ConfigError(f"weight_decay is {self.weight_decay}, expected a number from 0 to {MAX_FACTOR:g}")
         if self.minutes is not None and not self.minutes >= 0:
             raise ConfigError(f"minutes is {self.minutes}, expected a number of at least 0")
 

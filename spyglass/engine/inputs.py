@@ -12,7 +12,7 @@ import torch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import AdapterError, CapacityError, PromptError, SpyglassError
-from spyglass.prompt.build import is_picture
+from spyglass.prompt.build import is_image
 from spyglass.prompt.tokens import Prompt
 
 AdapterNames = str | None | Sequence[str | None]
@@ -43,9 +43,9 @@ def is_ids(prompt: object) -> bool:
 
 def is_one_prompt(prompts: object) -> bool:
     """Text, ids, a `Prompt` or a list with a picture in it, rather than a list of prompts."""
-    if isinstance(prompts, str | Prompt) or is_picture(prompts) or is_ids(prompts):
+    if isinstance(prompts, str | Prompt) or is_image(prompts) or is_ids(prompts):
         return True
-    return isinstance(prompts, Sequence) and any(is_picture(p) and not isinstance(p, str) for p in prompts)
+    return isinstance(prompts, Sequence) and any(is_image(p) and not isinstance(p, str) for p in prompts)
 
 
 def listed(value: object, expected: str) -> list[Any]:

@@ -40,7 +40,7 @@ from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
 from spyglass.model import find_device, load_model, model_folder
 from spyglass.params.declared import AdapterGroup
-from spyglass.prompt.build import Part, build_prompt, is_picture, prompt_from_parts
+from spyglass.prompt.build import Part, build_prompt, is_image, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
 from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
@@ -322,7 +322,7 @@ class LLM:
                 )
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
-        parts = [cast("Part", prompt)] if is_ids(prompt) or is_picture(prompt) else listed(prompt, _PROMPT)
+        parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
         limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
         return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
 

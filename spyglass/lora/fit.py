@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from spyglass.checkpoint.safetensors import list_names
-from spyglass.config.training import MOST_FACTOR
+from spyglass.config.training import MAX_FACTOR
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.params.table import ParamTable
 
 MAX_RANK = 512  # what banks accept; ranks above it are full matrices in disguise
-LEAST_ALPHA, MOST_ALPHA = 1e-12, MOST_FACTOR
+MIN_ALPHA, MAX_ALPHA = 1e-12, MAX_FACTOR
 
 
 def check_trained(rank: int, alpha: float) -> None:
@@ -20,8 +20,8 @@ def check_trained(rank: int, alpha: float) -> None:
     """
     if not 1 <= rank <= MAX_RANK:
         raise AdapterError(f"rank {rank} is outside 1 to {MAX_RANK}")
-    if not LEAST_ALPHA <= alpha <= MOST_ALPHA:
-        raise AdapterError(f"alpha {alpha} is outside {LEAST_ALPHA:g} to {MOST_ALPHA:g}")
+    if not MIN_ALPHA <= alpha <= MAX_ALPHA:
+        raise AdapterError(f"alpha {alpha} is outside {MIN_ALPHA:g} to {MAX_ALPHA:g}")
 
 
 def check_alpha(alpha: float) -> float:
@@ -30,8 +30,8 @@ def check_alpha(alpha: float) -> float:
     Raises:
         AdapterError: it is no number, or adds nothing or no finite numbers.
     """
-    if not LEAST_ALPHA <= abs(alpha) <= MOST_ALPHA:  # a NaN is never within
-        raise AdapterError(f"it is {str(alpha)[:40]}; its size must be from {LEAST_ALPHA:g} to {MOST_ALPHA:g}")
+    if not MIN_ALPHA <= abs(alpha) <= MAX_ALPHA:  # a NaN is never within
+        raise AdapterError(f"it is {str(alpha)[:40]}; its size must be from {MIN_ALPHA:g} to {MAX_ALPHA:g}")
     return float(alpha)
 
 

@@ -36,7 +36,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed
 
-MOST_UNCHANGED = 0.9  # share of values of a group's touched matrices beyond which a merge is no merge
+MAX_UNCHANGED = 0.9  # share of values of a group's touched matrices beyond which a merge is no merge
 _QUANTISATION_FIELDS = ("quantization_config", "expert_dtype")
 
 
@@ -58,7 +58,7 @@ class Loss:
     @property
     def is_lost(self) -> bool:
         """Whether hardly anything of the change would be stored."""
-        return self.unchanged_share > MOST_UNCHANGED
+        return self.unchanged_share > MAX_UNCHANGED
 
     @property
     def relative_error(self) -> float:
@@ -175,7 +175,7 @@ class _Merge:
         lost = [group for group in GROUPS if group in self.report.groups and self.report.groups[group].is_lost]
         if lost and not self._force:
             raise AdapterError(
-                f"more than {MOST_UNCHANGED:.0%} of the values that the adapter touches in {', '.join(lost)} would "
+                f"more than {MAX_UNCHANGED:.0%} of the values that the adapter touches in {', '.join(lost)} would "
                 "stay as they are: its change is smaller than the steps of the stored format; merge to bfloat16 "
                 f"(--format bf16), use the adapter unmerged, or insist (--force).\n{self.report}"
             )

@@ -14,7 +14,7 @@ from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.places import Places, find_places
+from spyglass.lora.modules import LoraTargets, find_targets
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import check_targets
 
@@ -34,7 +34,7 @@ class TrainableAdapter:
     rank: int
     alpha: float
     rslora: bool
-    places: Places
+    places: LoraTargets
     slot: int = TRAINED_SLOT
 
     def set_dropout(self, share: float) -> None:
@@ -96,7 +96,7 @@ def new_adapter(
     """
     groups = check_targets(targets)
     check_trained(rank, alpha)
-    places = find_places(model)
+    places = find_targets(model)
     if any(place.adapter is not None for place in (*places.linears.values(), *places.experts.values())):
         raise AdapterError("the model already holds an adapter; detach it before another is trained")
     empty = [group for group in groups if not places.names(group)]
@@ -118,14 +118,14 @@ def new_adapter(
     return TrainableAdapter(parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, places=places)
 
 
-def _linear(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+def _linear(places: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
     _, inner, outer = places.params[name].map_shape
     rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, places.device(name))
     places.linear_bank(name).put(TRAINED_SLOT, rows)
     return leaves
 
 
-def _experts(places: Places, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+def _experts(places: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
     count = places.experts[name].num_experts
     parts: dict[str, ExpertRows] = {}
     leaves: dict[str, nn.Parameter] = {}
@@ -152,7 +152,7 @@ def _fresh(
     return rows, {f"{name}.lora_A": a_leaf, f"{name}.lora_B": b_leaf}
 
 
-def _native_names(place: str, places: Places) -> list[str]:
+def _native_names(place: str, places: LoraTargets) -> list[str]:
     """The modules whose rank rows a leaf holds, in order."""
     layer, _, matrix = place.rpartition(".")
     if layer not in places.experts:

@@ -18,8 +18,8 @@ from spyglass.errors import AdapterError, CapacityError
 from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.modules import LoraTargets, find_targets
 from spyglass.lora.new import TRAINED_SLOT
-from spyglass.lora.places import Places, find_places
 from spyglass.lora.use import AdapterHandle
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import split_expert
@@ -37,7 +37,7 @@ class AdapterPool:
     """Adapters of one model. Its methods may be called from any thread."""
 
     def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK) -> None:
-        self._places = find_places(model)
+        self._places = find_targets(model)
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
@@ -111,7 +111,7 @@ class AdapterPool:
             self._places.clear(use.slot)
 
 
-def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> None:
+def _fill(places: LoraTargets, slot: int, adapter: AdapterFile, factor: float) -> None:
     """Copy every pair that adds something into the bank of its module.
 
     All was judged before; only memory can be missing. Pairs of zeros, as before the first step of training, are left
@@ -140,7 +140,7 @@ def _fill(places: Places, slot: int, adapter: AdapterFile, factor: float) -> Non
         raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
 
 
-def _shared(pair: LowRank, places: Places, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _shared(pair: LowRank, places: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank rows fp32 A [R, in] and B [R, out]. An A for each group is a shared one whose B is zero in other groups."""
     a_RI = pair.a_RI.to(torch.float32, copy=True)
     b_RO = pair.b_OR.T.to(torch.float32, copy=True).contiguous()

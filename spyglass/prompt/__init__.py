@@ -1,14 +1,14 @@
 """Text and pictures to ids and patches, without torch: usable in a front end, and fuzzed as one."""
 
-from spyglass.prompt.build import PICTURE_ID, Part, build_prompt, prompt_from_parts
-from spyglass.prompt.chat import ChatOptions, PictureRef, RenderedChat, encode_chat, render_chat
+from spyglass.prompt.build import IMAGE_POSITION, Part, build_prompt, prompt_from_parts
+from spyglass.prompt.chat import ChatOptions, ImageRef, RenderedChat, encode_chat, render_chat
 from spyglass.prompt.decode import (
     CHAT_RULES,
     PYTHON_LIMITS,
     REFERENCE_RULES,
     ImageLimits,
-    PictureRules,
-    open_picture,
+    ImageRules,
+    open_image,
     oriented_size,
     to_rgb,
 )
@@ -22,17 +22,17 @@ from spyglass.prompt.visibility import legal_cuts, visible_extra, window_range
 
 __all__ = [
     "CHAT_RULES",
-    "PICTURE_ID",
+    "IMAGE_POSITION",
     "PYTHON_LIMITS",
     "REFERENCE_RULES",
     "ChatOptions",
     "ImageLimits",
     "ImagePlan",
+    "ImageRef",
+    "ImageRules",
     "ImageSpan",
     "Part",
     "Patches",
-    "PictureRef",
-    "PictureRules",
     "Prompt",
     "PromptTokenizer",
     "RenderedChat",
@@ -46,7 +46,7 @@ __all__ = [
     "load_tokenizer",
     "normalisation_table",
     "normalise",
-    "open_picture",
+    "open_image",
     "oriented_size",
     "patchify",
     "plan_image",

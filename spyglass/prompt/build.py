@@ -18,15 +18,15 @@ from PIL import Image
 
 from spyglass.config.model import ModelConfig, VisionConfig
 from spyglass.errors import PromptError
-from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, RenderedChat, encode_chat, render_chat
+from spyglass.prompt.chat import ChatOptions, Effort, ImageRef, RenderedChat, encode_chat, render_chat
 from spyglass.prompt.decode import (
     CHAT_RULES,
     PYTHON_LIMITS,
     REFERENCE_RULES,
+    ImageInput,
     ImageLimits,
-    PictureRules,
-    PictureSource,
-    open_picture,
+    ImageRules,
+    open_image,
     oriented_size,
     read_source,
     to_rgb,
@@ -39,7 +39,7 @@ from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind
 from spyglass.prompt.visibility import visible_extra
 
-PICTURE_ID = -1  # what `Prompt.ids_T` holds at picture positions
+IMAGE_POSITION = -1  # what `Prompt.ids_T` holds at picture positions
 _NUM_ROLES = len(TokenKind) - 1  # all but TEXT
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
 
@@ -57,7 +57,7 @@ class CutPicture(Protocol):
         """(rows, columns) of patches."""
 
 
-Part = Sequence[int] | NDArray[np.integer[Any]] | PictureSource | CutPicture | PictureRef
+Part = Sequence[int] | NDArray[np.integer[Any]] | ImageInput | CutPicture | ImageRef
 
 
 def build_prompt(
@@ -71,7 +71,7 @@ def build_prompt(
     tool_choice: str | Mapping[str, Any] | None = None,
     response_format: Mapping[str, Any] | None = None,
     without_vision: Literal["refuse", "note"] = "refuse",
-    rules: PictureRules = CHAT_RULES,
+    rules: ImageRules = CHAT_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
 ) -> Prompt:
     """Prompt of a chat in OpenAI form; the options are those of `ChatOptions`, pictures follow `rules` and `limits`.
@@ -95,7 +95,7 @@ def prompt_from_chat(
     config: ModelConfig,
     tokenizer: PromptTokenizer | None,
     *,
-    rules: PictureRules = CHAT_RULES,
+    rules: ImageRules = CHAT_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
 ) -> Prompt:
     """Prompt of a rendered conversation.
@@ -115,7 +115,7 @@ def prompt_from_parts(
     parts: Iterable[Part],
     config: ModelConfig,
     *,
-    rules: PictureRules = REFERENCE_RULES,
+    rules: ImageRules = REFERENCE_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
     placeholder: int | None = None,
     with_digests: bool = True,
@@ -134,9 +134,9 @@ def prompt_from_parts(
     if config.vision is not None and placeholder is None:
         placeholder = config.image_token_id
     draft = _Draft(config=config, placeholder=placeholder)
-    num_pictures = sum(is_picture(part) for part in parts)
+    num_pictures = sum(is_image(part) for part in parts)
     pictures = _Pictures(vision=config.vision, rules=rules, limits=limits, count=num_pictures)
-    opened = deque(pictures.open(part) if is_picture(part) else part for part in parts)
+    opened = deque(pictures.open(part) if is_image(part) else part for part in parts)
     for number in range(len(opened)):
         part = opened.popleft()  # an unpacked picture stays in memory no longer than it is needed
         if isinstance(part, _Opened):
@@ -146,12 +146,12 @@ def prompt_from_parts(
     return draft.finish(with_digests=with_digests)
 
 
-def is_picture(part: object) -> bool:
+def is_image(part: object) -> bool:
     """Whether a part is a picture of any form; a str is one here, as a path or data URL."""
     if isinstance(part, list | np.ndarray):
         return False  # ids, by far the most; asking for the protocol's members takes longer than all else here
     sources = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
-    return isinstance(part, PictureRef | CutPicture) or isinstance(part, sources)
+    return isinstance(part, ImageRef | CutPicture) or isinstance(part, sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class _Opened:
 
     name: str
     source: Pixels | Image.Image
-    rules: PictureRules
+    rules: ImageRules
     plan: ImagePlan
 
     def unpack(self) -> Pixels:
@@ -179,7 +179,7 @@ class _Pictures:
     """Opens the pictures of one prompt in order and keeps count of what they will cost together, unpacked."""
 
     vision: VisionConfig | None
-    rules: PictureRules
+    rules: ImageRules
     limits: ImageLimits
     count: int
     number: int = 0
@@ -188,7 +188,7 @@ class _Pictures:
 
     def open(self, part: object) -> _Opened:
         """The next picture, from its header."""
-        source, place = (part.source, part.name) if isinstance(part, PictureRef) else (part, None)
+        source, place = (part.source, part.name) if isinstance(part, ImageRef) else (part, None)
         told = [str(what) for what in (place, source if isinstance(source, os.PathLike) else None) if what is not None]
         name = f"image {self.number}" + (f" ({', '.join(told)})" if told else "")
         if self.vision is None:
@@ -202,14 +202,14 @@ class _Pictures:
         assert isinstance(source, bytes | bytearray | memoryview | str | os.PathLike | Image.Image)
         return self._open(source, self.vision, name)
 
-    def _open(self, source: PictureSource, vision: VisionConfig, name: str) -> _Opened:
+    def _open(self, source: ImageInput, vision: VisionConfig, name: str) -> _Opened:
         data = read_source(source, limits=self.limits, name=name)
         self.total_bytes += len(data) if isinstance(data, bytes) else 0
         if self.total_bytes > self.limits.total_bytes:
             raise PromptError(
                 f"{name}: the pictures together exceed {self.limits.total_bytes} bytes; send smaller files"
             )
-        picture = open_picture(data, limits=self.limits, name=name)
+        picture = open_image(data, limits=self.limits, name=name)
         width, height = size = oriented_size(picture, self.rules)
         if self.count >= self.limits.crowd and max(size) > self.limits.crowded_side:
             raise PromptError(
@@ -284,7 +284,7 @@ class _Draft:
         span = layout_block(plan, self.position, self.config.vision, len(self.spans))
         rows = np.full(span.length, -1, np.int32)
         rows[span.kinds == TokenKind.IMAGE] = span.order + self.num_cells
-        self._append(np.full(span.length, PICTURE_ID, np.int32), span.kinds, rows)
+        self._append(np.full(span.length, IMAGE_POSITION, np.int32), span.kinds, rows)
         self.num_cells += plan.llm_grid[0] * plan.llm_grid[1]
         self.spans.append(span)
         self.pixels.append(pixels)

@@ -2,7 +2,7 @@
 
 What the renderer marks as a special token becomes that token's id, everything else is encoded as text: user text,
 history, reasoning, tool results and tool descriptions cannot spell a special token. Pictures travel as numbered stubs
-and come back as `PictureRef`; only the renderer's own marks count as pictures, never a spelling in a text.
+and come back as `ImageRef`; only the renderer's own marks count as pictures, never a spelling in a text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
 from spyglass.families import FAMILIES
 from spyglass.prompt.data_url import is_data_url
-from spyglass.prompt.decode import PictureSource
+from spyglass.prompt.decode import ImageInput
 from spyglass.prompt.placeholder import SPELLING
 from spyglass.prompt.tokenizer import PromptTokenizer
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = ("minimal", "low", "medium", "high", "xhigh", "max")
-WITHOUT_PICTURE = "[picture left out: this model takes none]"
-PICTURE_ROLES = ("system", "user", "tool")
+IMAGE_LEFT_OUT = "[picture left out: this model takes none]"
+IMAGE_ROLES = ("system", "user", "tool")
 STUB_URL = "data:image/png;base64,"
 _MODEL = "spyglass"
 
@@ -54,10 +54,10 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureRef:
+class ImageRef:
     """A picture of a conversation: what holds it, and where the request had it, for errors."""
 
-    source: PictureSource
+    source: ImageInput
     name: str
 
 
@@ -65,7 +65,7 @@ class PictureRef:
 class RenderedChat:
     """A conversation in the renderer's form: text pieces, special tokens by spelling, pictures."""
 
-    pieces: tuple[str | SpecialPiece | PictureRef, ...]
+    pieces: tuple[str | SpecialPiece | ImageRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
     import deepseek_recipe
 
     check_options(options)
-    stubs = PictureStubs(config, options.without_vision)
+    stubs = ImageStubs(config, options.without_vision)
     given = {
         "reasoning_effort": options.effort,
         "tools": options.tools or None,
@@ -122,7 +122,7 @@ def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.C
 
 
 def render_conversation(
-    conversation: deepseek_recipe.Conversation, pictures: Sequence[PictureRef], config: ModelConfig
+    conversation: deepseek_recipe.Conversation, pictures: Sequence[ImageRef], config: ModelConfig
 ) -> RenderedChat:
     """Render what any of the protocols was converted to; `pictures` are those behind the stubs, by number.
 
@@ -137,7 +137,7 @@ def render_conversation(
     return RenderedChat(_split(rendered.prompt, rendered.special_ranges, order))
 
 
-class PictureStubs:
+class ImageStubs:
     """Pictures taken out of a request, each leaving a numbered stub that the library carries to its place.
 
     `without_vision`: as in `ChatOptions`.
@@ -146,7 +146,7 @@ class PictureStubs:
     def __init__(self, config: ModelConfig, without_vision: Literal["refuse", "note"] = "refuse") -> None:
         self._note = config.vision is None and without_vision == "note"
         self._blind = config.vision is None
-        self.pictures: list[PictureRef] = []
+        self.pictures: list[ImageRef] = []
 
     def take(self, source: object, part: str, field: str = "") -> str | None:
         """The base64 text that stands for a picture, to be sent as a PNG; None = a note goes there instead.
@@ -168,22 +168,22 @@ class PictureStubs:
             )
         if not isinstance(source, str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
             raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL picture)")
-        self.pictures.append(PictureRef(source, where))
+        self.pictures.append(ImageRef(source, where))
         return base64.b64encode(str(len(self.pictures) - 1).encode()).decode()
 
 
-def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | PictureRef]:
+def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | ImageRef]:
     """Ids and pictures of a rendered conversation in prompt order; neighbouring ids are one list.
 
     Raises:
         PromptError: the tokenizer lacks a special token that this conversation needs.
     """
-    parts: list[list[int] | PictureRef] = []
+    parts: list[list[int] | ImageRef] = []
     for piece in rendered.pieces:
-        if isinstance(piece, PictureRef):
+        if isinstance(piece, ImageRef):
             parts.append(piece)
             continue
-        if not parts or isinstance(parts[-1], PictureRef):
+        if not parts or isinstance(parts[-1], ImageRef):
             parts.append([])
         ids = parts[-1]
         assert isinstance(ids, list)
@@ -212,7 +212,7 @@ def check_options(options: ChatOptions) -> None:
         raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
 
 
-def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: PictureStubs) -> list[dict[str, Any]]:
+def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: ImageStubs) -> list[dict[str, Any]]:
     """The messages with every picture replaced by its stub."""
     if not isinstance(messages, list | tuple):
         raise PromptError(f"messages must be a list of messages, not {type(messages).__name__}")
@@ -230,7 +230,7 @@ def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: PictureStubs
     return plain
 
 
-def plain_part(part: object, where: str, role: object, stubs: PictureStubs) -> dict[str, Any]:
+def plain_part(part: object, where: str, role: object, stubs: ImageStubs) -> dict[str, Any]:
     """One content part of an OpenAI message as JSON; a picture is moved to `stubs`.
 
     Raises:
@@ -245,9 +245,9 @@ def plain_part(part: object, where: str, role: object, stubs: PictureStubs) -> d
         return dict(part)
     if kind != "image_url":
         raise PromptError(f"{where} has the unknown type {kind!r}; parts are text or image_url")
-    if role not in PICTURE_ROLES:
+    if role not in IMAGE_ROLES:
         raise PromptError(
-            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(PICTURE_ROLES)}"
+            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(IMAGE_ROLES)}"
         )
     value = part.get("image_url")
     if isinstance(value, Mapping):
@@ -255,7 +255,7 @@ def plain_part(part: object, where: str, role: object, stubs: PictureStubs) -> d
     else:
         stub = stubs.take(value, where, ".image_url")
     if stub is None:
-        return {"type": "text", "text": WITHOUT_PICTURE}
+        return {"type": "text", "text": IMAGE_LEFT_OUT}
     return {"type": "image_url", "image_url": {"url": STUB_URL + stub}}
 
 
@@ -300,9 +300,9 @@ def _as_json(value: object) -> object:
 
 
 def _split(
-    prompt: str, special_ranges: Sequence[tuple[int, int]], order: Sequence[PictureRef]
-) -> tuple[str | SpecialPiece | PictureRef, ...]:
-    pieces: list[str | SpecialPiece | PictureRef] = []
+    prompt: str, special_ranges: Sequence[tuple[int, int]], order: Sequence[ImageRef]
+) -> tuple[str | SpecialPiece | ImageRef, ...]:
+    pieces: list[str | SpecialPiece | ImageRef] = []
     pictures = iter(order)
     done = 0
     for start, stop in special_ranges:

@@ -1,6 +1,6 @@
 """From whatever holds a picture (bytes, a path, a data URL, a PIL picture) to RGB pixels, by stated rules.
 
-`open_picture` reads only the header and refuses what is too large, so nothing is unpacked before its size is known;
+`open_image` reads only the header and refuses what is too large, so nothing is unpacked before its size is known;
 `to_rgb` unpacks. The default rules are the reference's: `convert("RGB")` and nothing else (docs/formats.md,
 "Pictures").
 """
@@ -22,7 +22,7 @@ from spyglass.errors import PromptError
 from spyglass.prompt.data_url import decode_data_url, is_data_url
 from spyglass.prompt.samples import drop_transparency_note, flatten_on_white, refuse_non_finite, scale_samples
 
-PictureSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image
+ImageInput = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image
 
 # What Pillow's decoders raise on damaged or hostile files. Nearly everything, which is why it is a list: a new kind
 # must be seen.
@@ -48,7 +48,7 @@ DECODER_FAULTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureRules:
+class ImageRules:
     """Where the reference and people's wishes part.
 
     `exif`: "stored" leaves pixels as the file has them, "upright" applies the orientation tag. `alpha`: "drop" shows
@@ -61,8 +61,8 @@ class PictureRules:
     samples: Literal["clip", "scale"] = "clip"
 
 
-REFERENCE_RULES = PictureRules()
-CHAT_RULES = PictureRules(exif="upright", samples="scale")
+REFERENCE_RULES = ImageRules()
+CHAT_RULES = ImageRules(exif="upright", samples="scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 def read_source(
-    source: PictureSource, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
+    source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
 ) -> bytes | Image.Image:
     """The encoded bytes behind `source`, or the PIL picture that it is. A str is a data URL or a path.
 
@@ -138,9 +138,7 @@ def read_source(
     return data
 
 
-def open_picture(
-    source: PictureSource, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
-) -> Image.Image:
+def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture") -> Image.Image:
     """Open a picture without unpacking it: its `size` is known and within `limits`, its pixels are not yet read.
 
     Animations stand at their first frame. A PIL picture is taken at the frame it stands at.
@@ -171,13 +169,13 @@ def open_picture(
     return picture
 
 
-def oriented_size(picture: Image.Image, rules: PictureRules = REFERENCE_RULES) -> tuple[int, int]:
+def oriented_size(picture: Image.Image, rules: ImageRules = REFERENCE_RULES) -> tuple[int, int]:
     """(width, height) that `to_rgb` will give, from the header alone."""
     width, height = picture.size
     return (height, width) if _orientation(picture, rules) in _SIDEWAYS else (width, height)
 
 
-def to_rgb(picture: Image.Image, rules: PictureRules = REFERENCE_RULES, *, name: str = "the picture") -> Image.Image:
+def to_rgb(picture: Image.Image, rules: ImageRules = REFERENCE_RULES, *, name: str = "the picture") -> Image.Image:
     """Unpack a picture and make it RGB by `rules`. The input is left as it was; an RGB input may be returned itself.
 
     Raises:
@@ -200,7 +198,7 @@ def to_rgb(picture: Image.Image, rules: PictureRules = REFERENCE_RULES, *, name:
         raise PromptError(f"{name} cannot be decoded: {_reason(error)}") from error
 
 
-def _orientation(picture: Image.Image, rules: PictureRules) -> int:
+def _orientation(picture: Image.Image, rules: ImageRules) -> int:
     """EXIF orientation to undo, 1 = none. Pillow turns TIFF pictures upright by itself, under either rule."""
     if rules.exif == "stored" or picture.format == "TIFF":
         return 1

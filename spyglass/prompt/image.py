@@ -15,10 +15,10 @@ from spyglass.errors import PromptError
 from spyglass.prompt.decode import (
     PYTHON_LIMITS,
     REFERENCE_RULES,
+    ImageInput,
     ImageLimits,
-    PictureRules,
-    PictureSource,
-    open_picture,
+    ImageRules,
+    open_image,
     to_rgb,
 )
 from spyglass.prompt.plan import contained_size
@@ -29,10 +29,10 @@ _CHANNELS = 3
 
 
 def patchify(
-    image: PictureSource,
+    image: ImageInput,
     plan: ImagePlan,
     *,
-    rules: PictureRules = REFERENCE_RULES,
+    rules: ImageRules = REFERENCE_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
     name: str = "the picture",
 ) -> NDArray[np.uint8]:
@@ -42,9 +42,9 @@ def patchify(
     `plan` is that of the picture's own size (`oriented_size` under `rules`).
 
     Raises:
-        PromptError: the picture cannot be read or decoded (see `open_picture`, `to_rgb`), or is too thin for its plan.
+        PromptError: the picture cannot be read or decoded (see `open_image`, `to_rgb`), or is too thin for its plan.
     """
-    return cut(resize(to_rgb(open_picture(image, limits=limits, name=name), rules, name=name), plan, name=name), plan)
+    return cut(resize(to_rgb(open_image(image, limits=limits, name=name), rules, name=name), plan, name=name), plan)
 
 
 def resize(rgb: Image.Image, plan: ImagePlan, *, name: str = "the picture") -> Image.Image:

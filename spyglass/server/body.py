@@ -15,7 +15,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from spyglass.config.json_text import parse_json_text
+from spyglass.config.json_file import parse_json_text
 from spyglass.errors import OverloadedError, PromptError
 from spyglass.server.memory import Reservation
 

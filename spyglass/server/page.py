@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt import contained_size, plan_image
 from spyglass.server.exchange import Served

@@ -13,7 +13,7 @@ from spyglass.errors import ConfigError
 from spyglass.prompt.chat import Effort
 from spyglass.tiny_world.answers import is_right, is_thought
 from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_pictures
-from spyglass.tiny_world.questions import WITHOUT_PICTURE
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT
 from spyglass.tiny_world.words import Variant
 
 Control = Literal["shuffled", "grey"]
@@ -112,7 +112,7 @@ def evaluate(
         raise ConfigError(f"there is no control {control!r}; the controls are {', '.join(CONTROLS)}")
     asked = kinds_of(split, variant) if kinds is None else tuple(kinds)
     if control is not None:
-        asked = tuple(kind for kind in asked if kind not in WITHOUT_PICTURE)
+        asked = tuple(kind for kind in asked if kind not in IMAGE_LEFT_OUT)
     if not asked:
         raise ConfigError("the list of kinds is empty, or holds none with pictures; leave it out for all of them")
     verdicts: list[Verdict] = []

@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "chat": ("then position", "then shape", "then colour"),
     "text": ("sum", "after", "before", "talk"),
 }
-WITHOUT_PICTURE = ("text",)
+IMAGE_LEFT_OUT = ("text",)
 WITHOUT_PAIRS = ("number", "word", "text")  # kinds that know no shapes, so have no unseen combinations
 
 QUESTIONS: dict[str, tuple[str, ...]] = {

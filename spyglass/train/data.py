@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from spyglass.config.json_text import parse_json_text
+from spyglass.config.json_file import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import ConfigError, PromptError
 from spyglass.prompt.build import prompt_from_parts
-from spyglass.prompt.chat import ChatOptions, Effort, PictureRef, RenderedChat, SpecialPiece, encode_chat, render_chat
+from spyglass.prompt.chat import ChatOptions, Effort, ImageRef, RenderedChat, SpecialPiece, encode_chat, render_chat
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import CHAT_RULES, PYTHON_LIMITS
 from spyglass.prompt.placeholder import resolve_placeholder
@@ -55,7 +55,7 @@ class Learner:
         Raises:
             PromptError: malformed messages or pictures, or a chat that does not end with an answer.
         """
-        parts: list[list[int] | PictureRef] = []
+        parts: list[list[int] | ImageRef] = []
         learnt: list[bool] = []
         for piece, wanted in self._pieces(messages, tools):
             for part in encode_chat(RenderedChat((piece,)), self.tokenizer):

@@ -15,8 +15,8 @@ import torch
 
 from spyglass import LLM, Patches
 from tests.golden import seeded_v41
-from tests.golden.make_v41 import COLUMNS
 from tests.golden.seeded import skip_unless
+from tests.golden_case import COLUMNS
 from tests.small_models import HOST_AND_GPU
 from tests.tolerance import GOLDEN_LOGITS, GOLDEN_SPARSE_LOGITS, Tolerance, assert_close
 

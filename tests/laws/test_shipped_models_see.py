@@ -19,7 +19,7 @@ from spyglass.config.shipped import shipped_models
 from spyglass.engine.llm import LLM
 from spyglass.tiny_world.cases import THINKING_KINDS
 from spyglass.tiny_world.evaluate import ask_all
-from spyglass.tiny_world.questions import KINDS, WITHOUT_PICTURE
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS
 from spyglass.tiny_world.words import UNSEEN
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "seeing"
@@ -68,7 +68,7 @@ def test_the_demo_is_answered_right(llm: LLM) -> None:
 
 def test_the_stored_questions_are_of_every_kind_and_of_forty_small_pictures() -> None:
     kinds = Counter(question["kind"] for question in QUESTIONS)
-    assert set(kinds) == set(KINDS) - set(WITHOUT_PICTURE) and min(kinds.values()) >= 2
+    assert set(kinds) == set(KINDS) - set(IMAGE_LEFT_OUT) and min(kinds.values()) >= 2
     named = [name for question in QUESTIONS for name in question["pictures"]]
     files = sorted(path.name for path in FOLDER.glob("*.jpg"))
     assert sorted(named) == files and len(files) == 40

@@ -15,7 +15,11 @@ PACKAGE = ROOT / "spyglass"
 MOST_LINES = 400
 MOST_KERNEL_LINES = 600
 VAGUE_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "base", "misc", "core"}
-READS_ENVIRONMENT = {"config/engine.py", "ops/build.py"}  # the latter only asks where a user's caches go
+READS_ENVIRONMENT = {
+    "config/engine.py",
+    "config/options.py",
+    "ops/build.py",
+}  # the latter only asks where a user's caches go
 # The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {

@@ -23,7 +23,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.errors import NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_parts
-from spyglass.prompt.chat import PictureRef
+from spyglass.prompt.chat import ImageRef
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
@@ -74,9 +74,9 @@ class PlainEndpoint:
         parts: list[Any] = [ids]
         for image in map(str, body.get("images", [])):
             if image.startswith("http") and fetch is not None:
-                parts.append(PictureRef(fetch(image), "images"))
+                parts.append(ImageRef(fetch(image), "images"))
             elif is_data_url(image):
-                parts.append(PictureRef(image, "images"))
+                parts.append(ImageRef(image, "images"))
             else:
                 raise PromptError("images must be data URLs")
         prompt = prompt_from_parts(parts, self.served.config, limits=self.served.limits)

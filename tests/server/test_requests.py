@@ -11,7 +11,7 @@ import pytest
 
 from spyglass.engine.request import Structured
 from spyglass.errors import CapacityError, NotServedError, PromptError
-from spyglass.prompt.chat import WITHOUT_PICTURE
+from spyglass.prompt.chat import IMAGE_LEFT_OUT
 from spyglass.server.protocols.completions import CompletionsEndpoint
 from spyglass.server.protocols.count import Tokenize
 from tests.server.protocol_parts import (
@@ -160,7 +160,7 @@ def test_a_text_only_model_names_the_old_picture_or_notes_it(protocol: ChatProto
     ):
         endpoint_of(protocol, vision=False).parse(body, None)
     call = endpoint_of(protocol, vision=False, without_vision="note").parse(body, None)
-    assert WITHOUT_PICTURE in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.images == 0
+    assert IMAGE_LEFT_OUT in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.images == 0
 
 
 UNKNOWN = {

@@ -16,7 +16,7 @@ from spyglass.errors import ConfigError
 from spyglass.tiny_world import scene as layout
 from spyglass.tiny_world.cases import SPLITS, Case, Split, case_words, kinds_of, make_case
 from spyglass.tiny_world.corpus import all_texts
-from spyglass.tiny_world.questions import ANSWERS, KINDS, QUESTIONS, SAME_ANSWERS, WITHOUT_PICTURE
+from spyglass.tiny_world.questions import ANSWERS, IMAGE_LEFT_OUT, KINDS, QUESTIONS, SAME_ANSWERS
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, PRINTED_WORDS, SHAPES, UNSEEN, VARIANTS
 
 LETTERS = re.compile(r"[a-z]+")
@@ -159,7 +159,7 @@ def test_pictures_come_with_every_question_but_those_of_text() -> None:
     for kind in KINDS:
         for index in range(10):
             case = make_case(0, index, kinds=(kind,))
-            assert (not case.pictures) == (kind in WITHOUT_PICTURE)
+            assert (not case.pictures) == (kind in IMAGE_LEFT_OUT)
             assert len(case.pictures) in ((2, 3) if kind == "compare" else (0, 1))
             assert [message["role"] for message in case.dialogue()][-2:] == ["user", "assistant"]
             assert (case.reasoning is not None) == ("reasoning_content" in case.dialogue()[-1])

@@ -18,7 +18,7 @@ from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
 from spyglass.tiny_world.pictures import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask
-from spyglass.tiny_world.questions import KINDS, WITHOUT_PICTURE
+from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS
 from spyglass.tiny_world.scene import Label, Lettering, Scene, Thing, pick_size
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, POSITIONS, PRINTED_WORDS, SHAPES, SIDES
 from tests.released import V4_VISION, V41_VISION
@@ -309,7 +309,7 @@ def test_nothing_has_the_colour_of_what_is_behind_it(kind: str) -> None:
             for thing in scene.things:
                 assert scene.background not in (thing.colour, thing.outline) and thing.colour != thing.outline
             assert scene.label is None or scene.label.colour != scene.background
-    assert kind in WITHOUT_PICTURE or set(behind) == {*MUTED, "white", "black"}
+    assert kind in IMAGE_LEFT_OUT or set(behind) == {*MUTED, "white", "black"}
 
 
 def test_things_are_turned_and_outlined_only_where_it_stays_plain_what_they_are() -> None:

@@ -1,6 +1,6 @@
 """Prefixes that have been computed before: what they are called, and the snapshots from which a request may go on.
 
-A prefix is named by a chain of keyed hashes over blocks of B tokens (the design, section 8):
+A prefix is named by a chain of keyed hashes over blocks of B tokens:
 
   name_0 = H(text adapter)      name_k+1 = H(name_k, ids, kinds, pictures that begin in the block)
 

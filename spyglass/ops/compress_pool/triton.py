@@ -9,7 +9,7 @@ from spyglass.ops.gpu import learns, usable
 
 __all__ = ["compress_pool", "usable"]
 
-_CHANNELS, _SOURCES = 64, 16  # of one program, and at once
+_ELEMENTS, _SOURCES = 2048, 128  # that a program reads at once; sources among them
 
 
 def compress_pool(
@@ -30,7 +30,8 @@ def compress_pool(
     dim = rows_TE.shape[1] // (4 if overlap else 2)
     out_PD = torch.empty(entries, dim, dtype=out_dtype, device=rows_TE.device)
     if out_PD.numel():
-        channels = min(max(16, 1 << (dim - 1).bit_length()), _CHANNELS)
+        at_once = min(1 << (sources - 1).bit_length(), _SOURCES)
+        channels = min(max(16, 1 << (dim - 1).bit_length()), _ELEMENTS // at_once)
         pool_channels[(entries, -(-dim // channels))](
             rows_TE,
             rows_TE if state_NE is None else state_NE,
@@ -39,7 +40,7 @@ def compress_pool(
             SOURCES=sources,
             DIM=dim,
             OVERLAP=overlap,
-            AT_ONCE=min(1 << (sources - 1).bit_length(), _SOURCES),
+            AT_ONCE=at_once,
             CHANNELS=channels,
             num_warps=4,
         )

@@ -6,6 +6,8 @@ a pool never wrap around. `blocks_TY` must be ascending without repeats, -1 last
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from spyglass.ops.gpu import processors, usable
@@ -14,9 +16,20 @@ from spyglass.ops.index_topk import reference
 __all__ = ["index_topk", "score", "select", "suits", "usable"]
 
 _SCORES_AT_ONCE = 1 << 26
-_SMALL, _LARGE = 4096, 16384  # candidates that one program holds in registers
-_MOST = 1 << 20
+_SHORT, _SMALL, _LARGE = 1024, 4096, 16384  # candidates that one program holds in registers
+_MOST, _MOST_PICKS = 1 << 20, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How scores are cut: rows of a program, keys of a tile, programs a processor, and Triton's two knobs."""
+
+    rows: int
+    keys: int
+    programs: int
+    warps: int
+    stages: int
 
 
 def index_topk(
@@ -34,9 +47,9 @@ def index_topk(
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves a k beyond 1,024 and more than 1,048,576 entries."""
+    """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries."""
     inputs = (q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T)
-    if not suits(q_TNI, keys_NBI, max_visible) or k > _LARGE // 16:
+    if not suits(q_TNI, keys_NBI, max_visible) or k > _MOST_PICKS:
         return reference.index_topk(
             *inputs,
             k=k,
@@ -50,9 +63,7 @@ def index_topk(
     picks_TX = torch.empty(len(q_TNI), width, dtype=torch.int32, device=q_TNI.device)
     few = k if blocks_TY is None else 0
     candidates = max_visible if blocks_TY is None else blocks_TY.shape[1] * block_size
-    group = 0
-    if candidates > _LARGE:
-        group = max(16, 1 << (-(-candidates // _LARGE) - 1).bit_length())
+    group = group_of(candidates)
     step = max(1, _SCORES_AT_ONCE // candidates)
     for t in range(0, len(q_TNI), step):
         part = slice(t, t + step)
@@ -61,6 +72,11 @@ def index_topk(
         scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True)
         select(scores, groups, visible_T[part], picks_TX[part], k, blocks, block_size, group)
     return picks_TX
+
+
+def group_of(candidates: int) -> int:
+    """Neighbours of which only the best is looked at first; 0 for short rows."""
+    return max(8, 1 << (-(-candidates // _LARGE) - 1).bit_length()) if candidates > _SMALL else 0
 
 
 def suits(q_TNI: torch.Tensor, keys_NBI: torch.Tensor, max_visible: int) -> bool:
@@ -84,6 +100,7 @@ def score(
     block_size: int,
     group: int,
     all_scores: bool,
+    how: Scoring | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch with scores [T, candidates] and the best of every `group` of them; what was not asked for is empty."""
     from spyglass.ops.index_topk.triton_kernel import score_entries
@@ -95,11 +112,10 @@ def score(
     scores = torch.empty(num_rows, padded if all_scores else 0, dtype=dtype, device=q_TNI.device)
     groups = torch.empty(num_rows, -(-padded // group) if group else 0, dtype=dtype, device=q_TNI.device)
     heads_padded = max(16, 1 << (heads - 1).bit_length())
-    wide = q_TNI.element_size() > 2
-    together, keys = (1, 64) if wide or num_rows <= 256 or blocks_TY is not None else (2, 128)
-    keys = max(keys, group)
-    tiles, programs = -(-candidates // keys), -(-num_rows // together)
-    shares = max(1, min(tiles, -(-4 * processors(q_TNI.device) // programs)))
+    how = how or scoring(num_rows, q_TNI.element_size(), blocks_TY is not None)
+    keys = max(how.keys, group)
+    tiles, programs = -(-candidates // keys), -(-num_rows // how.rows)
+    shares = max(1, min(tiles, -(-how.programs * processors(q_TNI.device) // programs)))
     score_entries[(programs * shares,)](
         q_TNI.contiguous(),
         weights_TN.contiguous(),
@@ -127,13 +143,20 @@ def score(
         GROUP=group,
         SCORES=all_scores,
         STEPWISE=stepwise and dtype != torch.float32,
-        ROWS=together,
+        ROWS=how.rows,
         KEYS=keys,
-        STAGES=2,
-        num_warps=4 if together == 1 else 8,
-        num_stages=2,
+        STAGES=how.stages,
+        num_warps=how.warps,
+        num_stages=how.stages,
     )
     return scores, groups
+
+
+def scoring(num_rows: int, value_bytes: int, listed: bool) -> Scoring:
+    """The cut for rows of this kind: many rows are of few sequences, and two of them share the keys they read."""
+    if value_bytes > 2 or num_rows <= 256 or listed:
+        return Scoring(rows=1, keys=64, programs=4, warps=4, stages=2)
+    return Scoring(rows=2, keys=128, programs=4, warps=8, stages=2)
 
 
 def select(
@@ -152,9 +175,9 @@ def select(
     from spyglass.ops.index_topk.triton_kernel import select_entries
 
     candidates = scores.shape[1]
-    large = min(max(_SMALL, 1 << (candidates - 1).bit_length()), _LARGE if group else 2 * _LARGE)
-    small = min(_SMALL, large)
-    spare = 1 << (group * k - 1).bit_length() if group else 0
+    short = min(_SHORT, max(16, 1 << (candidates - 1).bit_length()))
+    small = max(short, min(_SMALL if group else 2 * _LARGE, 1 << (candidates - 1).bit_length()))
+    spare = 1 << (2 * k - 1).bit_length() if group else 0
     select_entries[(len(picks_TX),)](
         scores,
         groups,
@@ -172,8 +195,9 @@ def select(
         BLOCK=0 if blocks_TY is None else block_size,
         GROUP=group,
         BITS=16 if scores.dtype == torch.bfloat16 else 32,
+        SHORT=short,
         SMALL=small,
-        LARGE=large,
+        LARGE=max(small, 1 << (-(-candidates // group) - 1).bit_length()) if group else 0,
         SPARE=spare,
-        num_warps=8 if large <= _SMALL else 16,
+        num_warps=4 if small <= 256 else 16,
     )

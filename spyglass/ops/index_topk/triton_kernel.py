@@ -2,8 +2,8 @@
 
 `score_entries` writes the scores of the visible entries, or of the listed candidates, to scratch, and the best score of
 every group of neighbours. `select_entries` finds the k-th best score of a row by bisecting the bits of an integer that
-orders like it, and lists what lies above it, and the first of what equals it, in order. A row too long for registers is
-bisected over the best scores of its groups first: fewer than k groups can hold better ones than the k-th of those.
+orders like it, and lists what lies above it, and the first of what equals it, in order. Of a long row it first chooses
+the groups that can hold what it looks for.
 """
 
 from __future__ import annotations
@@ -130,14 +130,16 @@ def select_entries(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    SHORT: tl.constexpr,
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     SPARE: tl.constexpr,
 ) -> None:
     """The k best of a row, `width` numbers. UNIT entries make one candidate; PINNED: the newest is always listed.
 
-    BLOCK > 0: numbers are places in the list of blocks of that size. SPARE > 0: rows may be longer than LARGE, then
-    `groups` holds the best of every GROUP candidates and `spare` [rows, SPARE] int32 is there to write to.
+    BLOCK > 0: numbers are places in the list of blocks of that size. GROUP > 0: rows may be longer than SMALL; then
+    `groups` holds the best of every GROUP candidates, LARGE of them at most, and `spare` [rows, SPARE] int32 is there
+    to write to, SPARE >= 2 k.
     """
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + row)
@@ -153,140 +155,113 @@ def select_entries(
     if PINNED:
         pinned = limit - 1
     if few:
-        for at in range(0, width, SMALL):
-            i = at + tl.arange(0, SMALL)
+        for at in range(0, width, SHORT):
+            i = at + tl.arange(0, SHORT)
             tl.store(picks_ptr + i, tl.where(i < limit, i, -1), mask=i < width)
     else:
-        if limit <= SMALL:
-            listed = _from_registers(
-                scores_ptr, blocks_ptr, visible, picks_ptr, picks_ptr, limit, pinned, k, BLOCK, BITS, SMALL, False
+        if limit <= SHORT:
+            listed = _choose(
+                scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SHORT, 0
             )
         else:
-            if SPARE == 0:
-                listed = _from_registers(
-                    scores_ptr, blocks_ptr, visible, picks_ptr, picks_ptr, limit, pinned, k, BLOCK, BITS, LARGE, False
+            if GROUP == 0:
+                listed = _choose(
+                    scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SMALL, 0
                 )
             else:
-                if limit <= LARGE:
-                    listed = _from_registers(
-                        scores_ptr,
-                        blocks_ptr,
-                        visible,
-                        picks_ptr,
-                        picks_ptr,
-                        limit,
-                        pinned,
-                        k,
-                        BLOCK,
-                        BITS,
-                        LARGE,
-                        False,
+                if limit <= SMALL:
+                    listed = _choose(
+                        scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SMALL, 0
                     )
                 else:
-                    listed = _from_memory(
-                        scores_ptr,
-                        groups_ptr + row * group_stride,
-                        blocks_ptr,
-                        visible,
-                        spare_ptr + row * SPARE,
-                        picks_ptr,
-                        limit,
-                        k,
-                        BLOCK,
-                        GROUP,
-                        BITS,
-                        SMALL,
-                        LARGE,
-                        SPARE,
-                    )
-        for at in range(0, width, SMALL):
-            i = at + tl.arange(0, SMALL)
-            tl.store(picks_ptr + i, tl.full([SMALL], -1, tl.int32), mask=(i >= listed) & (i < width))
+                    groups_ptr += row * group_stride
+                    spare_ptr += row * SPARE
+                    count = (limit + GROUP - 1) // GROUP
+                    if count <= SMALL:
+                        count = _best_groups(groups_ptr, spare_ptr, count, k, BITS, SMALL)
+                    else:
+                        count = _best_groups(groups_ptr, spare_ptr, count, k, BITS, LARGE)
+                    tl.debug_barrier()
+                    count = count * GROUP
+                    if count <= SMALL:
+                        listed = _choose(
+                            scores_ptr, spare_ptr, blocks_ptr, picks_ptr, count, limit, -1, k, BLOCK, BITS, SMALL, GROUP
+                        )
+                    else:
+                        listed = _choose(
+                            scores_ptr,
+                            spare_ptr,
+                            blocks_ptr,
+                            picks_ptr,
+                            count,
+                            limit,
+                            -1,
+                            k,
+                            BLOCK,
+                            BITS,
+                            SPARE * GROUP,
+                            GROUP,
+                        )
+        for at in range(0, width, SHORT):
+            i = at + tl.arange(0, SHORT)
+            tl.store(picks_ptr + i, tl.full([SHORT], -1, tl.int32), mask=(i >= listed) & (i < width))
 
 
 @triton.jit
-def _from_registers(
+def _choose(
     scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
-    visible: tl.tensor,
-    from_ptr: tl.tensor,
     picks_ptr: tl.tensor,
     limit: tl.tensor,
+    total: tl.tensor,
     pinned: tl.tensor,
     k: tl.tensor,
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    INDIRECT: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Choose among `limit` <= SIZE candidates; returns how many there are. INDIRECT: their numbers stand in `from`."""
+    """The k best of `limit` <= SIZE candidates, in order; returns how many there are. GROUP > 0: candidates are those
+    of the listed groups, as far as they lie below `total`."""
     c = tl.arange(0, SIZE)
     number = c
-    if INDIRECT:
-        number = tl.load(from_ptr + c, mask=c < limit, other=0)
-    key = _key(tl.load(scores_ptr + number, mask=c < limit, other=float("-inf")).to(tl.float32), BITS)
+    there = c < limit
+    if GROUP > 0:
+        number = tl.load(groups_ptr + c // GROUP, mask=there, other=0) * GROUP + c % GROUP
+        there = there & (number < total)
+    key = _key(tl.load(scores_ptr + number, mask=there, other=float("-inf")).to(tl.float32), BITS)
     key = tl.where(number == pinned, tl.full([], (1 << BITS) - 1, tl.uint32), key)
-    bar, quota, above = _bisect(key, k, BITS)
-    equal = key == bar  # absent ones equal a bar of 0, of which none are wanted
+    bar = _bisect(key, k, BITS, SIZE)
     better = key > bar
+    equal = key == bar
+    above = tl.sum(better.to(tl.int32), 0)
+    quota = tl.where(bar > 0, k - above, 0)  # absent candidates equal a bar of 0, of which none are wanted
     place, taken = _places(better, equal, quota)
-    tl.store(picks_ptr + place, _entry(number, blocks_ptr, BLOCK, taken), mask=taken)
+    if BLOCK > 0:
+        number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
+    tl.store(picks_ptr + place, number, mask=taken)
     return above + tl.minimum(quota, tl.sum(equal.to(tl.int32), 0))
 
 
 @triton.jit
-def _from_memory(
-    scores_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    visible: tl.tensor,
-    spare_ptr: tl.tensor,
-    picks_ptr: tl.tensor,
-    limit: tl.tensor,
-    k: tl.tensor,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    SPARE: tl.constexpr,
+def _best_groups(
+    groups_ptr: tl.tensor, spare_ptr: tl.tensor, count: tl.tensor, k: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """As `_from_registers` for up to LARGE x GROUP candidates."""
-    g = tl.arange(0, LARGE)
-    best = tl.load(groups_ptr + g, mask=g * GROUP < limit, other=float("-inf")).to(tl.float32)
-    bar, _, _ = _bisect(_key(best, BITS), k, BITS)
-    # all that is better than the k-th group's best, in order: at most (k - 1) x GROUP
-    above = 0
-    for at in range(0, limit, SMALL):
-        c = at + tl.arange(0, SMALL)
-        better = _key(tl.load(scores_ptr + c, mask=c < limit, other=float("-inf")).to(tl.float32), BITS) > bar
-        rank = tl.cumsum(better.to(tl.int32), 0)
-        tl.store(spare_ptr + above + rank - 1, c, mask=better)
-        above += tl.max(rank, 0)
-    tl.debug_barrier()
-    listed = above
-    if above >= k:
-        listed = _from_registers(
-            scores_ptr, blocks_ptr, visible, spare_ptr, picks_ptr, above, -1, k, BLOCK, BITS, SPARE, True
-        )
-    else:
-        quota = tl.where(bar > 0, k - above, 0)
-        first_better = 0
-        first_equal = 0
-        for at in range(0, limit, SMALL):
-            c = at + tl.arange(0, SMALL)
-            key = _key(tl.load(scores_ptr + c, mask=c < limit, other=float("-inf")).to(tl.float32), BITS)
-            better = key > bar
-            equal = key == bar  # absent ones equal a bar of 0, of which none are wanted
-            num_better = tl.cumsum(better.to(tl.int32), 0) + first_better
-            num_equal = tl.cumsum(equal.to(tl.int32), 0) + first_equal
-            taken = better | (equal & (num_equal <= quota))
-            place = num_better + tl.minimum(num_equal, quota) - 1
-            tl.store(picks_ptr + place, _entry(c, blocks_ptr, BLOCK, taken), mask=taken)
-            first_better = tl.max(num_better, 0)
-            first_equal = tl.max(num_equal, 0)
-        listed = first_better + tl.minimum(first_equal, quota)
-    return listed
+    """Numbers of the groups that hold the k best candidates, in order; returns how many there are, fewer than 2 k.
+
+    What is better than the k-th best group lies in fewer than k groups; of what equals it the first k candidates will
+    do, and every group whose best equals it has one.
+    """
+    g = tl.arange(0, SIZE)
+    key = _key(tl.load(groups_ptr + g, mask=g < count, other=float("-inf")).to(tl.float32), BITS)
+    bar = _bisect(key, k, BITS, SIZE)
+    quota = tl.where(bar > 0, k, 0)
+    better = key > bar
+    equal = key == bar
+    place, taken = _places(better, equal, quota)
+    tl.store(spare_ptr + place, g, mask=taken)
+    return tl.sum(better.to(tl.int32), 0) + tl.minimum(quota, tl.sum(equal.to(tl.int32), 0))
 
 
 @triton.jit
@@ -300,16 +275,25 @@ def _key(score: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _bisect(key: tl.tensor, k: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The k-th largest key (0 where there are fewer than k), how many that equal it belong to the k largest, and how
-    many are larger."""
+def _bisect(key: tl.tensor, k: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """The k-th largest key, 0 where there are fewer than k; some bits at a time, as many as pay."""
+    AT_ONCE: tl.constexpr = 4 if SIZE <= 1024 else 2 if SIZE <= 4096 else 1
     bar = tl.full([], 0, tl.uint32)
-    for step in range(BITS):
-        higher = bar | (tl.full([], 1 << (BITS - 1), tl.uint32) >> step)
-        enough = tl.sum((key >= higher).to(tl.int32), 0) >= k
-        bar = tl.where(enough, higher, bar)
-    above = tl.sum((key > bar).to(tl.int32), 0)
-    return bar, tl.where(bar > 0, k - above, 0), above
+    if AT_ONCE == 1:
+        for step in range(BITS):
+            higher = bar | (tl.full([], 1 << (BITS - 1), tl.uint32) >> step)
+            enough = tl.sum((key >= higher).to(tl.int32), 0) >= k
+            bar = tl.where(enough, higher, bar)
+    else:
+        keys = key[:, None]
+        digit = tl.arange(0, 1 << AT_ONCE).to(tl.uint32)
+        for step in range(BITS // AT_ONCE):
+            shift = BITS - AT_ONCE * (step + 1)
+            higher = bar | (digit << shift.to(tl.uint32))
+            enough = tl.sum((keys >= higher[None, :]).to(tl.int32), 0) >= k
+            # enough of them reach the lowest digit always: at least the bar that is known
+            bar = tl.maximum(bar, tl.max(tl.where(enough, higher, tl.full([], 0, tl.uint32)), 0))
+    return bar
 
 
 @triton.jit
@@ -322,11 +306,3 @@ def _places(better: tl.tensor, equal: tl.tensor, quota: tl.tensor) -> tuple[tl.t
     num_better = both & 0xFFFF
     num_equal = (both >> 16) & 0xFFFF
     return num_better + tl.minimum(num_equal, quota) - 1, better | (equal & (num_equal <= quota))
-
-
-@triton.jit
-def _entry(number: tl.tensor, blocks_ptr: tl.tensor, BLOCK: tl.constexpr, taken: tl.tensor) -> tl.tensor:
-    """The entry a candidate stands for."""
-    if BLOCK > 0:
-        number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
-    return number

@@ -33,13 +33,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a call is cut: heads and keys of a tile, programs that share one row's keys, and Triton's two knobs."""
+    """How a call is cut: heads and keys of a tile, programs that share one row's keys, and Triton's two knobs.
+
+    `stream`: by the kernel of `triton_hopper_kernel.py`, 64 heads of 512 channels in bf16 and tiles of 64 keys.
+    """
 
     heads: int
     keys: int
     splits: int
     warps: int
     stages: int
+    stream: bool = False
 
 
 def sparse_attention(
@@ -132,6 +136,9 @@ def attend(
     """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks."""
     from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
 
+    if launch.stream:
+        from spyglass.ops.sparse_attention.triton_hopper_kernel import attend_stream
+
     rows, heads, dim = q_THD.shape
     window_NBD, table_SP, seq_T, lo_T, hi_T = window
     pool_NBD, pool_table_SP, visible_T, picks_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
@@ -146,43 +153,37 @@ def attend(
     eps = None if turn is None else turn.norm_eps
     norm = 0 if turn is None or eps is None else 2 if turn.stepwise else 1
     pdl = split and q_THD.device.type != "cpu" and generation() >= 90  # the interpreter has none
-    attend_share[(rows * -(-heads // launch.heads) * splits,)](
-        q_THD,
-        window_NBD,
-        table_SP,
-        seq_T,
-        lo_T,
-        hi_T,
-        sink_H,
-        pool_NBD,
-        pool_table_SP,
-        visible_T,
-        lo_T if picks_TX is None else picks_TX,
-        cos,
-        sin,
-        shares,
-        part,
-        scale * _LOG2_E,
-        table_SP.shape[1],
-        pool_table_SP.shape[1],
-        0 if picks_TX is None else picks_TX.shape[1],
-        splits,
-        NUM_HEADS=heads,
-        DIM=dim,
-        TURNED=turned,
-        NORM=norm,
-        EPS=eps or 0.0,
-        WINDOW_PAGE=window_NBD.shape[1],
-        POOL_PAGE=0 if pool is None else pool_NBD.shape[1],
-        PICKS=picks_TX is not None,
-        HEADS=launch.heads,
-        KEYS=launch.keys,
-        SPLIT=split,
-        STAGES=launch.stages,
-        PDL=pdl,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+    inputs = (
+        *(q_THD, window_NBD, table_SP, seq_T, lo_T, hi_T, sink_H, pool_NBD, pool_table_SP, visible_T),
+        *(lo_T if picks_TX is None else picks_TX, cos, sin, shares, part, scale * _LOG2_E),
+        *(table_SP.shape[1], pool_table_SP.shape[1], 0 if picks_TX is None else picks_TX.shape[1], splits),
     )
+    meaning = {
+        "NUM_HEADS": heads,
+        "DIM": dim,
+        "TURNED": turned,
+        "NORM": norm,
+        "EPS": eps or 0.0,
+        "WINDOW_PAGE": window_NBD.shape[1],
+        "POOL_PAGE": 0 if pool is None else pool_NBD.shape[1],
+        "PICKS": picks_TX is not None,
+        "KEYS": launch.keys,
+        "SPLIT": split,
+    }
+    if launch.stream:
+        work = rows * splits
+        programs = min(work, processors(q_THD.device))
+        attend_stream[(programs,)](*inputs, work, **meaning, REGISTERS=168, num_warps=8, maxnreg=168)
+    else:
+        attend_share[(rows * -(-heads // launch.heads) * splits,)](
+            *inputs,
+            **meaning,
+            HEADS=launch.heads,
+            STAGES=launch.stages,
+            PDL=pdl,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
     if split:
         combine_shares[(rows * heads,)](
             shares,
@@ -196,8 +197,8 @@ def attend(
             DIM=dim,
             TURNED=turned,
             SPLITS=1 << (splits - 1).bit_length(),
-            PDL=pdl,
+            PDL=pdl and not launch.stream,
             num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
+            **({"launch_pdl": True} if pdl and not launch.stream else {}),
         )
     return out_THD

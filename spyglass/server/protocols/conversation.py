@@ -16,7 +16,7 @@ import deepseek_recipe
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import CapacityError, NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
-from spyglass.prompt.chat import PictureStubs, convert_request, render_conversation
+from spyglass.prompt.chat import ImageStubs, convert_request, render_conversation
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import TooLongError
@@ -71,7 +71,7 @@ class Images:
     """Takes the images of one request: data URLs and bytes as they are, remote ones through `fetch`."""
 
     def __init__(self, served: Served, fetch: Fetch | None) -> None:
-        self.stubs = PictureStubs(served.config, served.without_vision)
+        self.stubs = ImageStubs(served.config, served.without_vision)
         self._fetch, self._limits, self._num_fetched = fetch, served.limits, 0
 
     def source(self, value: object, where: str) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
-from spyglass.prompt.chat import WITHOUT_PICTURE
+from spyglass.prompt.chat import IMAGE_LEFT_OUT
 from spyglass.server.errors import anthropic_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.conversation import (
@@ -295,7 +295,7 @@ def _image(source: Mapping[str, Any], where: str, role: str, images: Images) -> 
         refuse(f"{where}.source.type", f"is {str(source.get('type'))[:100]!r}; sources are base64 and url")
     stub = images.stubs.take(image, where, field)
     if stub is None:
-        return {"type": "text", "text": WITHOUT_PICTURE}
+        return {"type": "text", "text": IMAGE_LEFT_OUT}
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": stub}}
 
 

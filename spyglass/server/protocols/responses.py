@@ -10,7 +10,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
-from spyglass.prompt.chat import PICTURE_ROLES, STUB_URL, WITHOUT_PICTURE
+from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.conversation import (
@@ -262,11 +262,11 @@ def _part(part: object, where: str, role: str, images: Images, reader: FieldRead
         return {"type": "output_text", "text": text_field(given, "refusal", where)}
     if kind != "input_image":
         return {"type": kind, "text": text_field(given, "text", where)}
-    if role not in (*PICTURE_ROLES, "developer"):
-        refuse(where, f"is a picture in a message of role {role!r}; pictures go to {', '.join(PICTURE_ROLES)}")
+    if role not in (*IMAGE_ROLES, "developer"):
+        refuse(where, f"is a picture in a message of role {role!r}; pictures go to {', '.join(IMAGE_ROLES)}")
     stub = images.stubs.take(images.source(given.get("image_url"), f"{where}.image_url"), where, ".image_url")
     if stub is None:
-        return {"type": "input_text", "text": WITHOUT_PICTURE}
+        return {"type": "input_text", "text": IMAGE_LEFT_OUT}
     return {"type": "input_image", "image_url": STUB_URL + stub}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from spyglass.config.json_text import parse_json_text
-from spyglass.config.numbers import integer
+from spyglass.config.fields import integer
+from spyglass.config.json_file import parse_json_text
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
 from spyglass.server.protocols.events import THINK_END

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spyglass.config.numbers import integer, number
+from spyglass.config.fields import integer, number
 
 NO_NUMBERS = [
     "",

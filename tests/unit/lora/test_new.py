@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spyglass.errors import AdapterError
+from spyglass.lora.modules import find_targets
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.lora.peft import read_adapter
-from spyglass.lora.places import find_places
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import AdapterHandle
 from spyglass.lora.write import write_adapter
@@ -62,7 +62,7 @@ def test_every_leaf_gets_a_gradient_through_its_bank(world: Small) -> None:
     """Linear by linear and expert by expert, without the rest of the model."""
     model = world.model()
     adapter = new_adapter(model, TRAINABLE, rank=2, alpha=4.0)
-    places = find_places(model)
+    places = find_targets(model)
     slots = torch.full((7,), TRAINED_SLOT, dtype=torch.int32)
     with torch.no_grad():
         for leaf in adapter.parameters.values():
@@ -97,7 +97,7 @@ def test_where_it_starts_depends_on_the_seed_and_the_module_alone(world: Small) 
 def test_dropout_is_off_unless_it_is_set_and_keeps_the_mean(world: Small) -> None:
     model = world.model()
     adapter = new_adapter(model, ["aligner"], rank=2, alpha=2.0)
-    linear = find_places(model).linears["aligner.w1"]
+    linear = find_targets(model).linears["aligner.w1"]
     with torch.no_grad():
         adapter.parameters["aligner.w1.lora_B"].normal_()
     x, slots = torch.randn(1, linear.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)

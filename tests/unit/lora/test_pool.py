@@ -15,7 +15,7 @@ from spyglass.layers.build import Build
 from spyglass.layers.linear import GroupedLinear
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.places import find_places
+from spyglass.lora.modules import find_targets
 from spyglass.lora.pool import AdapterPool
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
@@ -42,8 +42,8 @@ def one(world: Small, name: str, rank: int = 2, **options: Any) -> AdapterFile:
 
 
 def touched(model: Any) -> list[str]:
-    """Places with a bank."""
-    places = find_places(model)
+    """LoraTargets with a bank."""
+    places = find_targets(model)
     return [name for name, place in {**places.linears, **places.experts}.items() if place.adapter is not None]
 
 
@@ -165,7 +165,7 @@ def test_the_bytes_of_an_adapter_are_those_of_its_banks(world: Small) -> None:
     adapter = AdapterFile(modules={**adapter.modules, name: per_group})
     model = world.model()
     AdapterPool(model).attach("it", adapter)
-    places = find_places(model)
+    places = find_targets(model)
     rows = [part for place in places.linears.values() if place.adapter for part in place.adapter._parts.values()]
     for place in places.experts.values():
         rows += [part.rows for parts in place.adapter._parts.values() for part in parts.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spyglass.config import ModelConfig
-from spyglass.prompt import ChatOptions, PictureRef, render_chat
+from spyglass.prompt import ChatOptions, ImageRef, render_chat
 from tests.unit.prompt.test_data_url import SPELLINGS
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -37,8 +37,7 @@ def rendered(messages: list[dict[str, Any]], config: ModelConfig, **options: Any
     """The prompt as text, pictures shown as `#`."""
     pieces = render_chat(messages, config, ChatOptions(**options)).pieces
     return "".join(
-        "#" if isinstance(piece, PictureRef) else piece if isinstance(piece, str) else piece.spelling
-        for piece in pieces
+        "#" if isinstance(piece, ImageRef) else piece if isinstance(piece, str) else piece.spelling for piece in pieces
     )
 
 

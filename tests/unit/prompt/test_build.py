@@ -17,10 +17,10 @@ from PIL import Image
 from spyglass.config import ModelConfig
 from spyglass.errors import PromptError
 from spyglass.prompt import (
-    PICTURE_ID,
+    IMAGE_POSITION,
     ImageLimits,
+    ImageRules,
     Patches,
-    PictureRules,
     TokenKind,
     layout_block,
     patchify,
@@ -59,7 +59,7 @@ def test_parts_follow_one_another_and_every_picture_stands_where_it_was_laid_out
         assert (span.image, span.start, span.lead) == (number, position, expected.lead)
         here = slice(position, position + span.length)
         np.testing.assert_array_equal(prompt.kinds_T[here], expected.kinds)
-        assert (prompt.ids_T[here] == PICTURE_ID).all()
+        assert (prompt.ids_T[here] == IMAGE_POSITION).all()
         image_rows = prompt.image_row_T[here]
         np.testing.assert_array_equal(image_rows[expected.kinds == TokenKind.IMAGE], expected.order + rows)
         assert (image_rows[expected.kinds != TokenKind.IMAGE] == -1).all()
@@ -133,7 +133,7 @@ def test_stored_and_upright_are_both_to_be_had(v4: ModelConfig) -> None:
     exif[0x0112] = 8
     photo = encode(noise(640, 480), "PNG", exif=exif)
     assert prompt_from_parts([photo], v4).plans[0].num_tokens == 206
-    assert prompt_from_parts([photo], v4, rules=PictureRules(exif="upright")).plans[0].num_tokens == 210
+    assert prompt_from_parts([photo], v4, rules=ImageRules(exif="upright")).plans[0].num_tokens == 210
 
 
 def test_cut_pictures_keep_their_values(v4: ModelConfig) -> None:
@@ -266,7 +266,7 @@ def test_nothing_is_unpacked_before_all_pictures_are_known_to_fit(
 ) -> None:
     unpacked: list[str] = []
 
-    def noted(picture: Image.Image, rules: PictureRules, *, name: str) -> Image.Image:
+    def noted(picture: Image.Image, rules: ImageRules, *, name: str) -> Image.Image:
         unpacked.append(name)
         return to_rgb(picture, rules, name=name)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spyglass.errors import PromptError
-from spyglass.prompt import ImageLimits, open_picture, to_rgb
+from spyglass.prompt import ImageLimits, open_image, to_rgb
 from spyglass.prompt.data_url import decode_data_url
 from tests.unit.prompt.pictures import encode, noise
 
@@ -38,7 +38,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_the_same_picture(spelling: str) -> None:
-    np.testing.assert_array_equal(to_rgb(open_picture(SPELLINGS[spelling])), PICTURE)
+    np.testing.assert_array_equal(to_rgb(open_image(SPELLINGS[spelling])), PICTURE)
 
 
 def test_the_test_picture_needs_padding_and_both_alphabets() -> None:
@@ -63,17 +63,17 @@ def test_the_test_picture_needs_padding_and_both_alphabets() -> None:
 )
 def test_what_is_broken_is_refused_with_its_field(url: str, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        open_picture(url, name="field")
+        open_image(url, name="field")
 
 
 def test_the_size_limit_holds_before_and_after_decoding() -> None:
     few = ImageLimits(file_bytes=len(DATA) - 1)
     for spelling in ("plain", "percent-encoded bytes", "percent-encoded base64"):
         with pytest.raises(PromptError, match=f"holds {len(DATA)} bytes, one picture may have {len(DATA) - 1}"):
-            open_picture(SPELLINGS[spelling], limits=few)
-        assert open_picture(SPELLINGS[spelling], limits=ImageLimits(file_bytes=len(DATA))).size == (8, 8)
+            open_image(SPELLINGS[spelling], limits=few)
+        assert open_image(SPELLINGS[spelling], limits=ImageLimits(file_bytes=len(DATA))).size == (8, 8)
     with pytest.raises(PromptError, match="more than the 10 bytes"):
-        open_picture(SPELLINGS["plain"], limits=ImageLimits(file_bytes=10))
+        open_image(SPELLINGS["plain"], limits=ImageLimits(file_bytes=10))
 
 
 def test_another_scheme_is_no_data_url() -> None:

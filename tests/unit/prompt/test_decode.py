@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from spyglass.errors import PromptError
-from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, ImageLimits, PictureRules, open_picture, oriented_size, to_rgb
+from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, ImageLimits, ImageRules, open_image, oriented_size, to_rgb
 from tests.unit.prompt.pictures import encode, noise, png, png_chunk
 
-UPRIGHT = PictureRules(exif="upright")
-WHITE = PictureRules(alpha="white")
-SCALE = PictureRules(samples="scale")
+UPRIGHT = ImageRules(exif="upright")
+WHITE = ImageRules(alpha="white")
+SCALE = ImageRules(samples="scale")
 # How an upright picture is stored so that the EXIF orientation turns it back.
 STORED_AS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,8 +41,8 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-def first_pixel(source: object, rules: PictureRules = REFERENCE_RULES) -> tuple[int, ...]:
-    rgb = to_rgb(open_picture(source), rules)
+def first_pixel(source: object, rules: ImageRules = REFERENCE_RULES) -> tuple[int, ...]:
+    rgb = to_rgb(open_image(source), rules)
     assert rgb.mode == "RGB"
     pixel = rgb.getpixel((0, 0))
     assert isinstance(pixel, tuple)
@@ -61,7 +61,7 @@ def test_formats_are_known_by_content(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["PPM", "ICO", "TGA", "PCX", "EPS"])
 def test_other_formats_are_refused_with_the_ones_that_are_read(form: str) -> None:
     with pytest.raises(PromptError, match=r"image 3 is none of JPEG, PNG, WEBP, GIF, BMP, TIFF .* begins with b"):
-        open_picture(encode(Image.new("RGB", (20, 10)), form), name="image 3")
+        open_image(encode(Image.new("RGB", (20, 10)), form), name="image 3")
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF"])
@@ -70,7 +70,7 @@ def test_an_animation_is_its_first_frame(form: str) -> None:
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(frames[0], form, save_all=True, append_images=frames[1:], duration=100, **options)
     assert first_pixel(data) == (255, 0, 0)
-    assert open_picture(data).size == (64, 48)
+    assert open_image(data).size == (64, 48)
 
 
 def test_a_picture_that_stands_at_a_later_frame_is_that_frame() -> None:
@@ -90,23 +90,23 @@ def test_photos_are_turned_upright_where_the_rule_says_so(form: str, orientation
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {"lossless": True} if form == "WEBP" else {"quality": 95}
-    picture = open_picture(encode(stored, form, exif=exif, **options))
+    picture = open_image(encode(stored, form, exif=exif, **options))
     assert picture.size == stored.size
     assert oriented_size(picture, UPRIGHT) == upright.size
     assert oriented_size(picture) == stored.size
     difference = np.subtract(to_rgb(picture, UPRIGHT), upright, dtype=np.int16)
     assert abs(difference).max() <= (60 if form == "JPEG" else 0)
-    assert to_rgb(open_picture(encode(stored, form, exif=exif, **options))).size == stored.size
+    assert to_rgb(open_image(encode(stored, form, exif=exif, **options))).size == stored.size
 
 
-@pytest.mark.parametrize("rules", [PictureRules(), UPRIGHT], ids=["stored", "upright"])
+@pytest.mark.parametrize("rules", [ImageRules(), UPRIGHT], ids=["stored", "upright"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_tiff_is_turned_once_by_pillow_itself_under_either_rule(orientation: int, rules: PictureRules) -> None:
+def test_tiff_is_turned_once_by_pillow_itself_under_either_rule(orientation: int, rules: ImageRules) -> None:
     upright = noise(48, 32)
     turn = STORED_AS.get(orientation)
     stored = upright if turn is None else upright.transpose(turn)
     data = encode(stored, "TIFF", tiffinfo={274: orientation})
-    picture = open_picture(data)
+    picture = open_image(data)
     assert oriented_size(picture, rules) == upright.size
     np.testing.assert_array_equal(to_rgb(picture, rules), upright)
     np.testing.assert_array_equal(to_rgb(picture, rules), upright)  # a second call does not turn it again
@@ -115,7 +115,7 @@ def test_tiff_is_turned_once_by_pillow_itself_under_either_rule(orientation: int
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"", b"\0" * 40])
 def test_unreadable_exif_says_nothing_about_orientation(exif: bytes) -> None:
     image = noise(30, 20)
-    np.testing.assert_array_equal(to_rgb(open_picture(encode(image, "PNG", exif=exif)), UPRIGHT), image)
+    np.testing.assert_array_equal(to_rgb(open_image(encode(image, "PNG", exif=exif)), UPRIGHT), image)
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65_535])
@@ -123,7 +123,7 @@ def test_an_orientation_that_does_not_exist_turns_nothing(orientation: int) -> N
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = noise(30, 20)
-    np.testing.assert_array_equal(to_rgb(open_picture(encode(image, "PNG", exif=exif)), UPRIGHT), image)
+    np.testing.assert_array_equal(to_rgb(open_image(encode(image, "PNG", exif=exif)), UPRIGHT), image)
 
 
 TRANSPARENT = [
@@ -191,7 +191,7 @@ def test_big_endian_samples_are_not_swapped() -> None:
 
 def test_a_sixteen_bit_ramp_has_256_levels_scaled_and_two_clipped() -> None:
     ramp = Image.fromarray(np.tile((np.arange(256) * 257).astype(np.uint16), (4, 1)))
-    levels = [np.unique(np.asarray(to_rgb(ramp, rules))).size for rules in (SCALE, PictureRules())]
+    levels = [np.unique(np.asarray(to_rgb(ramp, rules))).size for rules in (SCALE, ImageRules())]
     assert levels == [256, 2]
     assert np.asarray(to_rgb(ramp, SCALE))[0, :, 0].tolist() == list(range(256))
 
@@ -207,8 +207,8 @@ def test_thirty_two_bit_grey_is_read_as_sixteen_bit_samples() -> None:
 def test_a_transparent_sixteen_bit_value_is_told_apart_before_scaling() -> None:
     rows = b"".join(b"\0" + struct.pack(">2H", 300, 301) for _ in range(2))
     data = png(2, 2, 16, 0, rows, png_chunk(b"tRNS", struct.pack(">H", 301)))
-    both = PictureRules(alpha="white", samples="scale")
-    assert [to_rgb(open_picture(data), both).getpixel((x, 0)) for x in (0, 1)] == [(1, 1, 1), (255, 255, 255)]
+    both = ImageRules(alpha="white", samples="scale")
+    assert [to_rgb(open_image(data), both).getpixel((x, 0)) for x in (0, 1)] == [(1, 1, 1), (255, 255, 255)]
 
 
 def test_sixteen_bit_colour_keeps_the_high_byte() -> None:
@@ -248,25 +248,25 @@ def test_float_samples_are_clipped_to_eight_bits() -> None:
 
 def test_cmyk_jpeg_and_tiff_are_converted() -> None:
     image = noise(16, 16).convert("CMYK")
-    assert to_rgb(open_picture(encode(image, "JPEG"))).mode == "RGB"
-    np.testing.assert_array_equal(to_rgb(open_picture(encode(image, "TIFF"))), image.convert("RGB"))
+    assert to_rgb(open_image(encode(image, "JPEG"))).mode == "RGB"
+    np.testing.assert_array_equal(to_rgb(open_image(encode(image, "TIFF"))), image.convert("RGB"))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 def test_a_file_cut_in_half_is_refused(form: str) -> None:
     data = encode(noise(64, 64), form)
     with pytest.raises(PromptError, match="image 7"):
-        to_rgb(open_picture(data[: len(data) // 2], name="image 7"), name="image 7")
+        to_rgb(open_image(data[: len(data) // 2], name="image 7"), name="image 7")
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 def test_a_cut_file_is_refused_or_was_complete(form: str) -> None:
     image = noise(12, 12)
     data = encode(image, form)
-    whole = np.asarray(to_rgb(open_picture(data)))
+    whole = np.asarray(to_rgb(open_image(data)))
     for stop in range(len(data)):
         try:
-            got = to_rgb(open_picture(data[:stop]))
+            got = to_rgb(open_image(data[:stop]))
         except PromptError:
             continue
         np.testing.assert_array_equal(got, whole)
@@ -277,7 +277,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     header_only = png(20_000, 20_000, 8, 0, b"\0" * 4096)
     tracemalloc.start()
     with pytest.raises(PromptError, match="400000000 pixels"):
-        open_picture(header_only)
+        open_image(header_only)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50 << 20
@@ -286,17 +286,17 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 def test_published_limits_hold_at_their_edge() -> None:
     server = ImageLimits()
     rows = (b"\0" + b"\x80" * 8192) * 10
-    assert open_picture(png(8192, 10, 8, 0, rows), limits=server).size == (8192, 10)
+    assert open_image(png(8192, 10, 8, 0, rows), limits=server).size == (8192, 10)
     for size in ((8193, 10), (10, 8193)):
         with pytest.raises(PromptError, match=f"{size[0]}x{size[1]}, a side may have 8192"):
-            open_picture(png(*size, 8, 0, rows), limits=server)
-        assert open_picture(png(*size, 8, 0, rows)).size == size
+            open_image(png(*size, 8, 0, rows), limits=server)
+        assert open_image(png(*size, 8, 0, rows)).size == size
     with pytest.raises(PromptError, match="900 pixels, the limit is 899"):
-        open_picture(noise(30, 30), limits=ImageLimits(pixels=899))
+        open_image(noise(30, 30), limits=ImageLimits(pixels=899))
     data = encode(noise(10, 10), "BMP")
-    assert open_picture(data, limits=ImageLimits(file_bytes=len(data))).size == (10, 10)
+    assert open_image(data, limits=ImageLimits(file_bytes=len(data))).size == (10, 10)
     with pytest.raises(PromptError, match=f"{len(data)} bytes, the limit is {len(data) - 1}"):
-        open_picture(data, limits=ImageLimits(file_bytes=len(data) - 1))
+        open_image(data, limits=ImageLimits(file_bytes=len(data) - 1))
 
 
 def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
@@ -304,46 +304,46 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(PromptError, match="1099511627776 bytes"):
-        open_picture(path)
+        open_image(path)
 
 
 @pytest.mark.parametrize("address", ["https://example.org/a.png", "HTTP://example.org/a.png"])
 def test_an_address_given_as_a_file_is_told_to_be_one(address: str) -> None:
     with pytest.raises(PromptError, match="it is an address, and pictures are not fetched; save it"):
-        open_picture(Path(address))
+        open_image(Path(address))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"^image 2: .*/nowhere\.png cannot be read: No such file or directory$"):
-        open_picture(tmp_path / "nowhere.png", name="image 2")
+        open_image(tmp_path / "nowhere.png", name="image 2")
     with pytest.raises(PromptError, match=r"^nowhere\.png cannot be read: No such file or directory$"):
-        open_picture(tmp_path / "nowhere.png", name="nowhere.png")
+        open_image(tmp_path / "nowhere.png", name="nowhere.png")
     with pytest.raises(PromptError, match="is not a file"):
-        open_picture(tmp_path)
+        open_image(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PromptError, match="is not a file"):
-        open_picture(tmp_path / "pipe")
+        open_image(tmp_path / "pipe")
     with pytest.raises(PromptError, match="is empty"):
-        open_picture(b"")
+        open_image(b"")
     with pytest.raises(PromptError, match="cannot be read"):
-        open_picture("a\0b.png")
+        open_image("a\0b.png")
 
 
 @pytest.mark.parametrize("source", [7, None, ["a"], {"url": "x"}, 3.5])
 def test_what_is_no_picture_is_refused_by_its_type(source: object) -> None:
     with pytest.raises(PromptError, match=f"is a {type(source).__name__}; a picture is bytes, a path"):
-        open_picture(source)
+        open_image(source)
 
 
 @pytest.mark.parametrize("url", ["http://a.b/c.png", "HTTPS://a.b/c.png"])
 def test_remote_pictures_are_not_fetched(url: str) -> None:
     with pytest.raises(PromptError, match="not fetched"):
-        open_picture(url)
+        open_image(url)
 
 
 def test_a_picture_without_pixels_is_refused() -> None:
     with pytest.raises(PromptError, match="no pixels"):
-        open_picture(Image.new("RGB", (0, 5)))
+        open_image(Image.new("RGB", (0, 5)))
 
 
 def test_a_decoders_own_failure_is_a_prompt_error() -> None:

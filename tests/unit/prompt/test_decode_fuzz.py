@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from spyglass.errors import PromptError
-from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, PictureRules, patchify, plan_image
-from spyglass.prompt.decode import ImageLimits, PictureSource, open_picture, oriented_size
+from spyglass.prompt import CHAT_RULES, REFERENCE_RULES, ImageRules, patchify, plan_image
+from spyglass.prompt.decode import ImageInput, ImageLimits, open_image, oriented_size
 from tests.released import V4_VISION, V41_VISION
 from tests.unit.prompt.pictures import encode, noise
 
 SMALL = ImageLimits(pixels=1 << 16)
-RULES = st.sampled_from([REFERENCE_RULES, CHAT_RULES, PictureRules(alpha="white"), PictureRules(samples="scale")])
+RULES = st.sampled_from([REFERENCE_RULES, CHAT_RULES, ImageRules(alpha="white"), ImageRules(samples="scale")])
 
 
 def files() -> dict[str, bytes]:
@@ -53,11 +53,11 @@ def files() -> dict[str, bytes]:
 FILES = files()
 
 
-def survives(data: PictureSource, rules: PictureRules) -> None:
+def survives(data: ImageInput, rules: ImageRules) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # decoders remark on damage that they read past
         try:
-            picture = open_picture(data, limits=SMALL)
+            picture = open_image(data, limits=SMALL)
             for vision in (V4_VISION, V41_VISION):
                 plan = plan_image(*oriented_size(picture, rules), vision)
                 patches = patchify(picture, plan, rules=rules)
@@ -88,5 +88,5 @@ def test_damaged_files_are_pictures_or_prompt_errors(name: str, data: st.DataObj
 @pytest.mark.parametrize("head", [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"II*\0", b"RIFF"])
 @settings(max_examples=40)
 @given(tail=st.binary(max_size=200), rules=RULES)
-def test_noise_behind_any_signature_is_a_prompt_error(head: bytes, tail: bytes, rules: PictureRules) -> None:
+def test_noise_behind_any_signature_is_a_prompt_error(head: bytes, tail: bytes, rules: ImageRules) -> None:
     survives(head + tail, rules)

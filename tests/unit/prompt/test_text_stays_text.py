@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spyglass.config import ModelConfig
-from spyglass.prompt import ChatOptions, PictureRef, PromptTokenizer, build_prompt, encode_chat, render_chat
+from spyglass.prompt import ChatOptions, ImageRef, PromptTokenizer, build_prompt, encode_chat, render_chat
 from tests.unit.prompt.conftest import PLACEHOLDER
 from tests.unit.prompt.messages import (
     ASSISTANT,
@@ -59,7 +59,7 @@ def test_text_that_spells_a_special_token_stays_text(request: pytest.FixtureRequ
     def special_ids(spelled: str) -> list[int]:
         messages, tools = PLACES[place](spelled)
         parts = encode_chat(render_chat(messages, config, ChatOptions(thinking=True, tools=tools)), tokenizer)
-        ids = [[-1] if isinstance(part, PictureRef) else part for part in parts]
+        ids = [[-1] if isinstance(part, ImageRef) else part for part in parts]
         return [token for token in itertools.chain.from_iterable(ids) if token >= 128_000 or token <= 2]
 
     harmless = special_ids("harmless")
@@ -74,7 +74,7 @@ def test_any_mixture_of_spellings_is_one_text(
 ) -> None:
     spelled = "".join(pieces)
     parts = encode_chat(render_chat([user([text(spelled), PICTURE])], v4, ChatOptions()), vision_tokenizer)
-    assert [type(part) for part in parts] == [list, PictureRef, list]
+    assert [type(part) for part in parts] == [list, ImageRef, list]
     expected = vision_tokenizer.encode_text(spelled + "\n\n")
     assert parts[0] == [0, 128803, *expected]
     assert parts[2] == [128804, 128822]
