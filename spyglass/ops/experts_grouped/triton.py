@@ -122,7 +122,11 @@ def _suits(
         return False
     if format.name not in _BITS or format.scale_dtype == "F32" or width % 128 or hidden % 128:
         return False
-    return format.name == "fp4" or ids_TK.numel() <= _FEW_CHOICES
+    if format.name == "fp4":
+        return True
+    rows, columns = format.block or (1, 1)
+    even = format.name == "bf16" or not any(side % rows or side % (2 * columns) for side in (width, hidden))
+    return even and ids_TK.numel() <= _FEW_CHOICES
 
 
 def tile(weight: Packed) -> Packed:

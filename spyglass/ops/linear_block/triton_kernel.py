@@ -17,6 +17,16 @@ from spyglass.ops.linear_block.triton_decode import (
     weight_words,
 )
 
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))  # below every key
+
+
+@triton.jit
+def _key(v: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """A number that is the larger, the larger v is, NaN the largest, and among equals the smaller its place."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    high = tl.where(v != v, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (high.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
 
 @triton.jit(do_not_specialize=["values"])
 def round_rows(
@@ -108,6 +118,7 @@ def few_rows(
     BLOCK_K: tl.constexpr,
     ADDEND: tl.constexpr,
     BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     NW: tl.constexpr,
@@ -164,11 +175,42 @@ def few_rows(
     t = tl.arange(0, BM)
     kept = (t < rows)[None, :] & (no < N)[:, None]
     place = t[None, :] * N + no[:, None]
-    if BIAS:
-        acc += tl.load(bias + no, mask=no < N, other=0.0).to(tl.float32)[:, None]
-    if ADDEND:
-        acc += tl.load(addend + place, mask=kept, other=0.0)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+    if LARGEST:  # `addend` says which outputs to leave out, `out` [rows, programs] gets a key each
+        left = tl.load(addend + no, mask=no < N, other=1)
+        acc = tl.where((left != 0)[:, None], float("-inf"), acc)
+        keys = tl.where((no < N)[:, None], _key(acc, no[:, None]), LOWEST)
+        tl.store(out + t * tl.num_programs(0) + tl.program_id(0), tl.max(keys, 0), mask=t < rows)
+    else:
+        if BIAS:
+            acc += tl.load(bias + no, mask=no < N, other=0.0).to(tl.float32)[:, None]
+        if ADDEND:
+            acc += tl.load(addend + place, mask=kept, other=0.0)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def largest_of_rows(y: tl.tensor, skip: tl.tensor, keys: tl.tensor, N: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """The key of SIZE outputs of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    left = tl.load(skip + n, mask=n < N, other=1)
+    v = tl.where(left != 0, float("-inf"), tl.load(y + row * N + n, mask=n < N, other=0.0))
+    key = tl.where(n < N, _key(v, n), LOWEST)
+    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(key, 0))
+
+
+@triton.jit
+def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Place and value of the largest of a row's P keys."""
+    row = tl.program_id(0)
+    best = tl.full((SIZE,), LOWEST, tl.int64)
+    for first in tl.range(0, P, SIZE):
+        p = first + tl.arange(0, SIZE)
+        best = tl.maximum(best, tl.load(keys + row * P + p, mask=p < P, other=LOWEST))
+    key = tl.max(best, 0)
+    high = (key >> 32).to(tl.int32)
+    tl.store(places + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
+    tl.store(values + row, (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["rows"])
