@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -42,7 +42,6 @@ class ModelParts(Protocol):
         """Id int64 [R] and value [R] of the largest logit that is not banned; None where `logits` is as quick."""
 
 
-@runtime_checkable
 class CapturableModel(ModelParts, Protocol):
     """A model whose steps read nothing on the host; any other runs op by op."""
 
@@ -56,6 +55,11 @@ class CapturableModel(ModelParts, Protocol):
 
     def held_tensors(self) -> Iterable[torch.Tensor]:
         """Every weight, adapters included."""
+
+
+def _is_capturable(model: ModelParts) -> TypeGuard[CapturableModel]:
+    # from Python 3.12 on, isinstance with a protocol does not see the submodules of an nn.Module
+    return hasattr(model, "capture_backend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class StepRunner:
         self._model, self._banned_V = model, banned_V
         self._frames = Frames(text, page_rows, device)
         if backend is None:
-            backend = model.capture_backend if isinstance(model, CapturableModel) else "eager"
+            backend = model.capture_backend if _is_capturable(model) else "eager"
         self.capture = Capture(backend, device)
         self.seconds = 0.0
 
@@ -128,7 +132,7 @@ class StepRunner:
                     amend(frame.batch)
 
             model = self._model
-            assert isinstance(model, CapturableModel), "only such a model has a back end"
+            assert _is_capturable(model), "only such a model has a back end"
             addresses = tuple([tensor.data_ptr() for tensor in pages.values()])
             self.capture.use((model.weights_version, addresses))
             key = frame.shape, argmax, torch.get_num_threads()
@@ -139,7 +143,7 @@ class StepRunner:
 
     def _known(self, frame: Frame, pages: Pages) -> list[torch.Tensor]:
         """Every tensor that a captured step reads or writes and that outlives it."""
-        assert isinstance(self._model, CapturableModel)
+        assert _is_capturable(self._model)
         batch = frame.batch
         return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self._model.held_tensors()]
 
