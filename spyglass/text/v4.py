@@ -51,7 +51,7 @@ class V4Backbone(nn.Module):
         self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self._ropes = make_ropes(text.layers, parts.build.device)
+        self.ropes = make_ropes(text.layers, parts.build.device)
         recorder = parts.build.ops.recorder
         self._kept = None if recorder is None else KeptSteps(recorder, text, self)
 
@@ -62,9 +62,9 @@ class V4Backbone(nn.Module):
         captured: dict[int, torch.Tensor] = {}
         if self._kept is not None and self.run_layer is run_part and self._kept.fits(batch):
             batch, cache = self._kept.widened(batch, cache)
-            step = make_step(batch, cache, self._ropes, self._plans)
+            step = make_step(batch, cache, self.ropes, self._plans)
             return self._kept.run(self._run_all, streams_TMC, step, cache), captured
-        step = make_step(batch, cache, self._ropes, self._plans)
+        step = make_step(batch, cache, self.ropes, self._plans)
         for index, layer in enumerate(self.layers):
             streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
             if index in batch.capture:
