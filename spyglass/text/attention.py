@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spyglass.batch.types import CacheView, PoolStep
+from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import GroupedLinear, Linear
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self._ops.cache_write(cache.pages[self._window], self._stored(kv_TD), cache.window_write_T)
         if self.compressor is None:
             return
-        pool, tables = cache.pools[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
+        pool, tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
         latent_PD = self.compressor.remember(x_TC, pool, cache, tables, slot_T)
         if self.indexer is not None:
             self.indexer.remember(x_TC, latent_PD, pool, cache, tables, slot_T)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView
     ) -> torch.Tensor:
         batch = step.batch
-        pool = None if self._pool is None else cache.pools[self._plan.ratio]
+        pool = None if self._pool is None else cache.compression[self._plan.ratio]
         if pool is not None and pool.max_visible == 0:
             pool = None
         picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
@@ -95,7 +95,7 @@ class Attention(nn.Module):
             cache.pages[self._window],
             cache.table_SP["window"],
             batch.seq_T,
-            step.lo_T,
+            batch.window_lo_T,
             batch.window_hi_T,
             self.attn_sink.value,
             scale=self._scale,
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         return out_THD
 
     def _picks(
-        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep | None, cache: CacheView
+        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep | None, cache: CacheView
     ) -> torch.Tensor | None:
         source = self._plan.index_from
         if source is None or pool is None:

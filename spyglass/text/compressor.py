@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from spyglass.batch.types import CacheView, PoolStep
+from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import CompressorPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
@@ -60,7 +60,12 @@ class Compressor(nn.Module):
         self._ops = build.ops
 
     def remember(
-        self, x_TC: torch.Tensor, pool: PoolStep, cache: CacheView, tables: Tables | None, slot_T: torch.Tensor | None
+        self,
+        x_TC: torch.Tensor,
+        pool: CompressionStep,
+        cache: CacheView,
+        tables: Tables | None,
+        slot_T: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Write the entries that close in this step, and the rows that later groups need.
 
@@ -78,7 +83,7 @@ class Compressor(nn.Module):
             self._ops.cache_write(state, rows_TE, pool.state_write_T)
         return latent_PD
 
-    def _rows(self, x_TC: torch.Tensor, pool: PoolStep, slot_T: torch.Tensor | None) -> torch.Tensor:
+    def _rows(self, x_TC: torch.Tensor, pool: CompressionStep, slot_T: torch.Tensor | None) -> torch.Tensor:
         """Un-pooled rows: kv and gate side by side in fp32, kv alone in the activation dtype without gate."""
         kv_TE: torch.Tensor = self.wkv(x_TC, slot_T)
         if self.wgate is None:
@@ -87,7 +92,7 @@ class Compressor(nn.Module):
         rows_TE: torch.Tensor = self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
         return rows_TE
 
-    def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: PoolStep) -> torch.Tensor:
+    def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: CompressionStep) -> torch.Tensor:
         """New entries [P, D] in the activation dtype; a group of one row is that row."""
         if self.wgate is None:
             return rows_TE.index_select(0, pool.sources_PB[:, 0])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spyglass.batch.types import CacheView, PoolStep
+from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
@@ -58,7 +58,7 @@ class Indexer(nn.Module):
         self,
         x_TC: torch.Tensor,
         latent_PD: torch.Tensor | None,
-        pool: PoolStep,
+        pool: CompressionStep,
         cache: CacheView,
         tables: Tables | None,
         slot_T: torch.Tensor | None,
@@ -75,7 +75,7 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def picks(
-        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep, cache: CacheView
+        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep, cache: CacheView
     ) -> torch.Tensor | None:
         """Entry numbers int32 [T, X], ascending, -1 = none; None = every visible entry is attended.
 
@@ -109,7 +109,7 @@ class Indexer(nn.Module):
         picks_TX: torch.Tensor = self._ops.index_topk(*scored, k=self._topk, **options, **self._limits(step))
         return picks_TX
 
-    def _ranks_blocks(self, pool: PoolStep) -> bool:
+    def _ranks_blocks(self, pool: CompressionStep) -> bool:
         """Whether this layer's scores decide candidates that leave something out."""
         plan = self._candidates
         return plan is not None and self._plan.makes_candidates and pool.max_visible > plan.num_blocks * plan.block_size

@@ -12,7 +12,6 @@ from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.experts import FeedForward
 from spyglass.text.hyper import HyperConnection, HyperHead
-from spyglass.text.kept import KeptSteps
 from spyglass.text.step import Step, TextBuild, make_ropes, make_step
 
 
@@ -52,27 +51,15 @@ class V4Backbone(nn.Module):
         self.run_layer: RunPart = run_part
         self._plans = text.layers
         self.ropes = make_ropes(text.layers, parts.build.device)
-        recorder = parts.build.ops.recorder
-        self._kept = None if recorder is None else KeptSteps(recorder, text, self)
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden rows [T, C], normed, and the output streams [T, M, C] of the layers in `batch.capture`."""
         captured: dict[int, torch.Tensor] = {}
-        if self._kept is not None and self.run_layer is run_part and self._kept.fits(batch):
-            batch, cache = self._kept.widened(batch, cache)
-            step = make_step(batch, cache, self.ropes, self._plans)
-            return self._kept.run(self._run_all, streams_TMC, step, cache), captured
         step = make_step(batch, cache, self.ropes, self._plans)
         for index, layer in enumerate(self.layers):
             streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
             if index in batch.capture:
                 captured[index] = streams_TMC
         return self.norm(self.hc_head(streams_TMC)), captured
-
-    def _run_all(self, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
-        for layer in self.layers:
-            streams_TMC = layer(streams_TMC, step, cache)
-        out: torch.Tensor = self.norm(self.hc_head(streams_TMC))
-        return out

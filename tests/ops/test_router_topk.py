@@ -120,3 +120,13 @@ def test_bf16_rows_are_scored_in_full_fp32() -> None:
     weight[1, 0] += 2**-10
     ids, _ = router_topk(x, weight, k=1, scale=1.0, bias_E=None)
     assert ids.tolist() == [[1]]
+
+
+def test_padding_rows_go_to_no_expert() -> None:
+    rows = Rows()
+    positions = torch.tensor([0, -1, 2, 3, -1, 5, 6, 7, 8], dtype=torch.int32)
+    ids, weights = rows.route(positions_T=positions)
+    all_ids, all_weights = rows.route()
+    real = positions >= 0
+    assert (ids[~real] == -1).all() and (weights[~real] == 0).all()
+    assert torch.equal(ids[real], all_ids[real]) and torch.equal(weights[real], all_weights[real])

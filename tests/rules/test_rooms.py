@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
+    "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
@@ -34,9 +35,13 @@ ROOMS: dict[str, set[str]] = {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
-    "engine": {"errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
+    "engine": {
+        "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
+        "lora",
+    },
     "train": {
-        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers",
+        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
+        "layers",
         "vision", "model", "lora",
     },
     "vllm_plugin": {

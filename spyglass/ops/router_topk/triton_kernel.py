@@ -129,6 +129,7 @@ def choose(
     picture_T: torch.Tensor | None,
     forced_TK: torch.Tensor | None,
     forced_row_T: torch.Tensor | None,
+    positions_T: torch.Tensor | None,
 ) -> None:
     """Write ids and weights of each row."""
     rows, splits, experts = logits_TSE.shape
@@ -144,6 +145,7 @@ def choose(
         logits_TSE if picture_T is None else picture_T,
         logits_TSE if forced_TK is None else forced_TK,
         logits_TSE if forced_row_T is None else forced_row_T,
+        logits_TSE if positions_T is None else positions_T,
         experts,
         splits,
         scale,
@@ -151,6 +153,7 @@ def choose(
         PICTURES=picture_T is not None,
         FORCED=forced_TK is not None,
         BY_ROW=forced_row_T is not None,
+        PADDED=positions_T is not None,
         K=k,
         K_2=triton.next_power_of_2(k),
         SPLITS=triton.next_power_of_2(splits),
@@ -169,6 +172,7 @@ def _choose(
     picture_ptr: tl.tensor,
     forced_ptr: tl.tensor,
     forced_row_ptr: tl.tensor,
+    position_ptr: tl.tensor,
     experts: tl.tensor,
     splits: tl.tensor,
     scale: tl.tensor,
@@ -176,6 +180,7 @@ def _choose(
     PICTURES: tl.constexpr,
     FORCED: tl.constexpr,
     BY_ROW: tl.constexpr,
+    PADDED: tl.constexpr,
     K: tl.constexpr,
     K_2: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -209,6 +214,9 @@ def _choose(
         ids = tl.where(place == k, best, ids)
         weights = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
     weights = weights / tl.sum(weights, axis=0) * scale
+    if PADDED:
+        in_step = tl.load(position_ptr + row) >= 0
+        ids, weights = tl.where(in_step, ids, -1), tl.where(in_step, weights, 0.0)
     tl.store(ids_ptr + row * K + place, ids, mask=place < K)
     tl.store(weights_ptr + row * K + place, weights, mask=place < K)
 

@@ -17,7 +17,7 @@ from spyglass.model import VisionLanguageModel, find_device, load_model
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed
-from tests.driver import Memory, Part, build_step, prefill, run, text_tokens
+from tests.driver import Memory, Part, build_step, prefill, text_tokens
 from tests.small_models import (
     SMALL,
     build_model,
@@ -87,24 +87,6 @@ def test_captured_layers_are_their_output_streams(model: VisionLanguageModel) ->
         again = model.text.norm(model.text.hc_head(captured[3]))
     assert set(captured) == {1, 3} and captured[1].shape == (11, 3, 48)
     assert torch.equal(hidden, again)
-
-
-def test_window_rows_declared_absent_are_not_read(model: VisionLanguageModel) -> None:
-    """A driver that replays hands over `valid_from_S`: poisoned rows below it must not matter."""
-    tokens = text_tokens(random_text(30))
-    config = small_config(compress_ratios=[0], num_hidden_layers=1)
-    model = small_model(config=config)
-    memory = Memory(text=config.text, dtype=torch.float32, sequences=1, length=30)
-    run(model, memory, [Part(sequence=0, tokens=tokens.cut(0, 25), start=0)])
-    batch, cache, _ = build_step(memory, [Part(sequence=0, tokens=tokens.cut(25, 30), start=25)])
-    whole = model(batch, cache)
-    absent = dataclasses.replace(cache, valid_from_S=torch.tensor([22], dtype=torch.int32))
-    for position in range(22):
-        page = int(cache.table_SP["window"][0, position // 5])
-        cache.pages["window", 0][page, position % 5] = float("nan")
-    part = model(batch, absent)
-    assert torch.isfinite(part).all() and not torch.allclose(part[0], whole[0])
-    assert torch.isnan(model(batch, cache)).any()
 
 
 def test_pictures_are_refused_where_there_is_no_tower() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config import YarnScaling
 from spyglass.layers.rope import rope_frequencies
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import join_inputs, sequence_input
 from spyglass.text.step import make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
@@ -33,14 +34,11 @@ def one_step(model: Any, slots: tuple[int, ...] = (0,), **changes: Any) -> tuple
     text = model.config.text
     memory = Memory(text=text, dtype=torch.float32, sequences=len(slots), length=LENGTH)
     ids, kinds = random_text(LENGTH).astype(np.int32), np.full(LENGTH, -1, np.int8)
-    rows = [
-        SequenceStep(ids_n=ids, kinds_n=kinds, start=0, tables=memory.tables[number], logit_rows=[], slot=slot)
-        for number, slot in enumerate(slots)
-    ]
-    batch, cache = assemble(rows, text, memory.page_rows, memory.pages)
+    rows = [sequence_input(ids, kinds, 0, memory.tables[number], [], slot=slot) for number, slot in enumerate(slots)]
+    frame = Frames(text, memory.page_rows).exact(join_inputs(rows), memory.pages)
     found = small_store(model.config).rows(ids, kinds, np.full(3, -1, np.int32))
     engram = {layer: torch.from_numpy(value).repeat(len(slots), 1) for layer, value in found.items()}
-    return replace(batch, engram_rows=engram, **changes), cache
+    return replace(frame.batch, engram_rows=engram, **changes), frame.cache
 
 
 def test_the_printed_frequencies() -> None:

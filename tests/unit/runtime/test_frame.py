@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from spyglass.batch.assemble import SequenceStep, assemble
+from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import CompressorPlan, LayerPlan, RopeSpec, Rounding, TextConfig
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 WINDOW = 8
 PAGE_ROWS = {"window": 4, "pool4": 3, "state4": 2, "pool16": 5, "state16": 7}
@@ -59,54 +61,59 @@ TEXT = TextConfig(
 )
 
 
-def _step(rng: np.random.Generator, start: int, count: int, visible: np.ndarray | None = None) -> SequenceStep:
+def _step(rng: np.random.Generator, start: int, count: int, visible: np.ndarray | None = None) -> StepInput:
     tables = {
         group: rng.permutation(1000)[: (start + count) // rows + 1].astype(np.int32)
         for group, rows in PAGE_ROWS.items()
     }
     resumable = (start + rng.integers(1, count + 1, rng.integers(0, 3))).tolist() if visible is None else []
-    return SequenceStep(
-        ids_n=rng.integers(0, 32, count).astype(np.int32),
-        kinds_n=np.full(count, -1, np.int8),
-        start=start,
-        tables=tables,
-        logit_rows=[count - 1],
-        visible_n2=visible,
+    return sequence_input(
+        rng.integers(0, 32, count).astype(np.int32),
+        np.full(count, -1, np.int8),
+        start,
+        tables,
+        [count - 1],
+        visible_T2=visible,
         resumable=resumable,
     )
 
 
-def _flat(step: SequenceStep, group: str, row: int) -> int:
+def assemble(steps: list[StepInput]) -> tuple[Batch, CacheView]:
+    frame = Frames(TEXT, PAGE_ROWS).exact(join_inputs(steps), {})
+    return frame.batch, frame.cache
+
+
+def _flat(step: StepInput, group: str, row: int) -> int:
     rows = PAGE_ROWS[group]
-    return int(step.tables[group][row // rows]) * rows + row % rows
+    return int(step.table_SP[group][0, row // rows]) * rows + row % rows
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_index_of_a_step_follows_its_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     steps = [_step(rng, int(rng.integers(0, 70)), int(rng.integers(1, 50))) for _ in range(rng.integers(1, 5))]
-    batch, cache = assemble(steps, TEXT, PAGE_ROWS, {})
+    batch, cache = assemble(steps)
     first = 0
     written = {4: 0, 16: 0}
     for number, step in enumerate(steps):
-        stop = step.start + len(step.ids_n)
-        for offset in range(len(step.ids_n)):
-            t, position = first + offset, step.start + offset
+        start, stop = int(step.start_S[0]), int(step.stop_S[0])
+        for offset in range(stop - start):
+            t, position = first + offset, start + offset
             assert batch.seq_T[t] == number
             assert batch.positions_T[t] == position
             assert batch.window_lo_T[t] == max(0, position - WINDOW + 1)
             assert batch.window_hi_T[t] == position
             assert cache.window_write_T[t] == _flat(step, "window", position)
             for ratio, reach in ((4, 8), (16, 16)):
-                pool = cache.pools[ratio]
+                pool = cache.compression[ratio]
                 assert pool.phase_T[t] == position % ratio
                 assert pool.visible_T[t] == sum((w + 1) * ratio <= position + 1 for w in range(position + 1))
-                kept = any(end - reach <= position < end for end in (stop, *step.resumable))
+                kept = any(end - reach <= position < end for end in (stop, *(place for _, place in step.resumable)))
                 assert pool.state_write_T is not None
                 assert pool.state_write_T[t] == (_flat(step, f"state{ratio}", position) if kept else -1)
         for ratio, reach in ((4, 8), (16, 16)):
-            pool = cache.pools[ratio]
-            for entry in range(step.start // ratio, stop // ratio):
+            pool = cache.compression[ratio]
+            for entry in range(start // ratio, stop // ratio):
                 p = written[ratio]
                 written[ratio] += 1
                 assert pool.positions_P[p] == entry * ratio
@@ -115,13 +122,13 @@ def test_every_index_of_a_step_follows_its_definition(seed: int) -> None:
                     source = int(pool.sources_PB[p, b])
                     if token < 0:
                         assert source == -1
-                    elif token >= step.start:
-                        assert source == first + token - step.start
+                    elif token >= start:
+                        assert source == first + token - start
                     else:
                         assert source == -2 - _flat(step, f"state{ratio}", token)
-        assert batch.logit_rows_R[number] == first + len(step.ids_n) - 1
-        first += len(step.ids_n)
-    assert {ratio: len(pool.write_P) for ratio, pool in cache.pools.items()} == written
+        assert batch.logit_rows_R[number] == first + stop - start - 1
+        first += stop - start
+    assert {ratio: len(pool.write_P) for ratio, pool in cache.compression.items()} == written
     assert batch.window_width == int((batch.window_hi_T - batch.window_lo_T).max()) + 1
 
 
@@ -130,7 +137,7 @@ def test_a_span_sees_its_end_and_the_whole_window_before_it() -> None:
     visible = np.zeros((20, 2), np.int32)
     for i in range(3, 16):
         visible[i] = i - 3, 15 - i
-    batch, _ = assemble([_step(rng, 0, 20, visible)], TEXT, PAGE_ROWS, {})
+    batch, _ = assemble([_step(rng, 0, 20, visible)])
     for i in range(20):
         seen = {j for j in range(20) if 0 <= i - j < WINDOW or (3 <= i <= 15 and 3 <= j <= 15)}
         assert set(range(int(batch.window_lo_T[i]), int(batch.window_hi_T[i]) + 1)) == seen
@@ -138,19 +145,19 @@ def test_a_span_sees_its_end_and_the_whole_window_before_it() -> None:
 
 def test_a_row_in_a_page_already_taken_back_is_our_bug_and_is_caught() -> None:
     step = _step(np.random.default_rng(0), 9, 3)
-    step.tables["window"][:] = -1
+    step.table_SP["window"][:] = -1
     with pytest.raises(AssertionError, match="page"):
-        assemble([step], TEXT, PAGE_ROWS, {})
+        assemble([step])
 
 
 def test_a_chunk_may_not_end_inside_a_span() -> None:
     visible = np.zeros((4, 2), np.int32)
     visible[3] = 0, 1
     with pytest.raises(AssertionError, match="span"):
-        assemble([_step(np.random.default_rng(0), 0, 4, visible)], TEXT, PAGE_ROWS, {})
+        assemble([_step(np.random.default_rng(0), 0, 4, visible)])
 
 
 def test_a_step_without_pictures_or_adapters_says_so() -> None:
-    batch, _ = assemble([_step(np.random.default_rng(0), 0, 4)], TEXT, PAGE_ROWS, {})
-    assert batch.image_index_T is None and batch.slot_T is None and not batch.has_pictures
+    batch, _ = assemble([_step(np.random.default_rng(0), 0, 4)])
+    assert batch.image_index_T is None and batch.slot_T is None and not batch.has_images
     assert batch.positions_T.dtype == torch.int32
