@@ -236,7 +236,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
 
 
 def open_engram_feed(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
-    """The memory tables of a checkpoint that has any, for steps of this model."""
+    """What feeds rows of the memory tables to a model, None for one without."""
     if loaded.config.text.engram is None:
         return None
     return EngramFeed(open_engram(folder, loaded.config), device=loaded.device, dtype=loaded.dtype)
