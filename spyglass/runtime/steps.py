@@ -129,10 +129,12 @@ class StepRunner:
             def padding() -> Iterator[None]:
                 """Inside, the frame holds padding rows alone, so that a run changes nothing."""
                 self._frames.padding(frame.shape, pages)
-                yield
-                self._frames.fill(step, pages, frame.shape)
-                if amend is not None:
-                    amend(frame.batch)
+                try:
+                    yield
+                finally:
+                    self._frames.fill(step, pages, frame.shape)
+                    if amend is not None:
+                        amend(frame.batch)
 
             model = self._model
             assert _is_capturable(model), "only such a model has a back end"

@@ -14,6 +14,7 @@ from PIL import Image
 
 from spyglass import LLM, Patches, SamplingParams
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.lora.low_rank import AdapterFile, LowRank
@@ -335,8 +336,8 @@ def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
 
 def test_box_tags_come_out_as_text(llm: LLM) -> None:
     """The answer's ids decide the text, so an answer with a box is spelled with its tags."""
-    token_bytes = llm.engine._token_bytes
-    assert token_bytes is not None
+    assert llm.tokenizer is not None
+    token_bytes = TokenBytes(llm.tokenizer)
     ids = [129276, *encode(llm, "[[1,2,3,4]]"), 129275, 1]
     assert b"".join(token_bytes[i] for i in ids).decode() == "<｜box｜>[[1,2,3,4]]<｜/box｜>"
 
