@@ -261,7 +261,9 @@ class LLM:
         Raises:
             PromptError: as `chat`.
         """
-        return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._limits)
+        return build_prompt(
+            messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._limits
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
