@@ -123,7 +123,7 @@ class LLM:
             progress=progress,
         )
         self.config: ModelConfig = self.loaded.config
-        self._limits = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
+        self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self.lora = AdapterPool(self.loaded.model)
@@ -262,7 +262,7 @@ class LLM:
             PromptError: as `chat`.
         """
         return build_prompt(
-            messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._limits
+            messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._images
         )
 
     @property
@@ -337,7 +337,7 @@ class LLM:
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
         parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
-        return prompt_from_parts(parts, self.config, limits=self._limits, placeholder=self._placeholder)
+        return prompt_from_parts(parts, self.config, limits=self._images, placeholder=self._placeholder)
 
     def _run(
         self,
