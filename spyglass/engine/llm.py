@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -129,7 +128,10 @@ class LLM:
         self.lora = AdapterPool(self.loaded.model)
         for name, file in files.items():  # before rows take what memory is left
             self.lora.attach(name, file)
-        engram_feed = self._open_engram(path)
+        engram_feed = None
+        if self.config.text.engram is not None:
+            store = open_engram(path, self.config, placement=options.engram)
+            engram_feed = EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
         self.engine = Engine(
             self.loaded.model,
             self.config,
@@ -311,13 +313,6 @@ class LLM:
         if count:
             raise AdapterError(f"the adapter {name!r} is used by {count} answers under way; end them, or wait")
         self.lora.detach(name)
-
-    def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
-        """The tables of a model with engram layers, placed as the options say."""
-        if self.config.text.engram is None:
-            return None
-        store = open_engram(Path(path), self.config, placement=self.options.engram)
-        return EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
 
     def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
         prompts = []
