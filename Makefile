@@ -98,7 +98,7 @@ mutants: setup
 
 # Ten minutes of mixed load on a live server: every answer is known beforehand, memory is watched.
 soak: setup
-	$(TEST_ENV) $(BIN)/python -m tests.server.soak --seconds 600
+	$(TEST_ENV) $(BIN)/python -m scripts.soak --seconds 600
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist spyglass.egg-info

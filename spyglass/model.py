@@ -6,6 +6,7 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,10 +22,10 @@ from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import Build, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
-from spyglass.ops.table import Which, bind_ops
+from spyglass.ops.table import Backend, Which, bind_ops
 from spyglass.params.table import param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild
@@ -87,6 +88,20 @@ class VisionLanguageModel(nn.Module):
         """Every place that a checkpoint tensor fills."""
         return [slot for part in self.children() for slot in weight_slots(part)]
 
+    @property
+    def capture_backend(self) -> Backend:
+        """What captures the steps of this model."""
+        return self.options.build.ops.capture_backend
+
+    @property
+    def weights_version(self) -> int:
+        """Another number whenever weights or adapters are others."""
+        return self.options.build.version.number
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """Every weight, adapters included."""
+        return held_tensors(self)
+
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C] of the activation dtype, picture by picture, cells in reading order.
 
@@ -110,7 +125,7 @@ class VisionLanguageModel(nn.Module):
             PromptError: the step has picture rows and the model has no tower.
         """
         x_TC = self.embedding(batch.ids_T)
-        if batch.has_pictures:
+        if batch.has_images:
             x_TC = self._place_pictures(x_TC, batch, image_rows_IC)
         return x_TC[:, None].expand(-1, self._streams, -1).contiguous()
 

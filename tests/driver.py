@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.cache import cache_plans
 from spyglass.config.model import TextConfig
 from spyglass.model import VisionLanguageModel
 from spyglass.prompt.tokens import TokenKind
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 
 @dataclass(kw_only=True)
@@ -129,6 +130,13 @@ class Part:
 
 def build_step(memory: Memory, parts: Sequence[Part]) -> tuple[Batch, CacheView, torch.Tensor | None]:
     """Batch, cache and image rows of one step; logits of every row are wanted."""
+    step, rows = step_input(memory, parts)
+    frame = Frames(memory.text, memory.page_rows, memory.device).exact(step, memory.pages)
+    return frame.batch, frame.cache, rows
+
+
+def step_input(memory: Memory, parts: Sequence[Part]) -> tuple[StepInput, torch.Tensor | None]:
+    """One step and its image rows; logits of every row are wanted."""
     steps, rows, first = [], [], 0
     for part in parts:
         tokens = part.tokens
@@ -137,18 +145,17 @@ def build_step(memory: Memory, parts: Sequence[Part]) -> tuple[Batch, CacheView,
             rows.append(tokens.image_rows)
             first += len(tokens.image_rows)
         steps.append(
-            SequenceStep(
-                ids_n=tokens.ids_T,
-                kinds_n=tokens.kinds_T,
-                start=part.start,
-                tables=memory.tables[part.sequence],
-                logit_rows=range(len(tokens)),
-                visible_n2=tokens.visible_T2 if tokens.visible_T2.any() else None,
-                image_index_n=index if (index >= 0).any() else None,
+            sequence_input(
+                tokens.ids_T,
+                tokens.kinds_T,
+                part.start,
+                memory.tables[part.sequence],
+                range(len(tokens)),
+                visible_T2=tokens.visible_T2 if tokens.visible_T2.any() else None,
+                image_index_T=index if (index >= 0).any() else None,
             )
         )
-    batch, cache = assemble(steps, memory.text, memory.page_rows, memory.pages, memory.device)
-    return batch, cache, torch.cat(rows).to(memory.device) if rows else None
+    return join_inputs(steps), torch.cat(rows).to(memory.device) if rows else None
 
 
 def run(model: VisionLanguageModel, memory: Memory, parts: Sequence[Part]) -> torch.Tensor:

@@ -15,10 +15,10 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
-from spyglass.engine.runner import ModelParts
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
+from spyglass.runtime.steps import ModelParts
 from tests.small_models import random_text, small_config, small_model
 
 PAGE_ROWS = {"window": 5, "pool4": 3, "state4": 2, "pool128": 1, "state128": 7}

@@ -12,6 +12,8 @@ from spyglass.batch.images import pack_images
 from spyglass.model import VisionLanguageModel
 from tests.driver import Tokens, picture_tokens, text_tokens
 
+COLUMNS = slice(7, None, 32)  # 16 of 512 logits of every row
+
 
 def tokens_of(found: Mapping[str, Any], case: str, model: VisionLanguageModel) -> Tokens:
     """Case `case` of a golden file; pictures go through the model's own tower where patches are given."""

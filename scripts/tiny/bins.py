@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from scripts.tiny.cell_loss import cell_places
-from spyglass.batch.assemble import assemble
-from spyglass.batch.types import Batch, CacheView, PoolStep
+from spyglass.batch.types import Batch, CacheView, CompressionStep
 from spyglass.config.model import EngramConfig, ModelConfig, TextConfig
 from spyglass.engram import hash_constants, row_ids
 from spyglass.prompt.tokens import Prompt, TokenKind
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import join_inputs
 from spyglass.train.loss import IGNORED
 from spyglass.train.packing import Sample, Tables, fresh_pages, sequence_steps
 from spyglass.vision.aligner import cell_index, gather_cells
@@ -104,7 +105,8 @@ def lay_out(
     lengths = np.array([len(sample.prompt) for sample in samples])
     tables, entries = _places(whole, text, capacity.length)
     steps = sequence_steps(samples, tables, text, slot=0)
-    batch, cache = assemble(steps, text, dict.fromkeys(tables[0], 1), {})
+    frame = Frames(text, dict.fromkeys(tables[0], 1)).exact(join_inputs(steps), {})
+    batch, cache = frame.batch, frame.cache
     out: Arrays = {
         "ids_T": batch.ids_T.numpy(),
         "kinds_T": batch.kinds_T.numpy(),
@@ -119,7 +121,7 @@ def lay_out(
         "logit_rows_R": _padded(batch.logit_rows_R.numpy().astype(np.int32), capacity.targets, 0),
         "targets_R": _padded(np.concatenate([s.targets for s in samples]).astype(np.int32), capacity.targets, IGNORED),
     }
-    for ratio, pool in cache.pools.items():
+    for ratio, pool in cache.compression.items():
         count, write_P = capacity.bins * (capacity.length // ratio), pool.write_P.numpy()
         for name, values, default in (
             ("sources_PB", pool.sources_PB.numpy(), 0),
@@ -266,7 +268,7 @@ def device_step(
     for ratio in ratios_of(text):
         count = capacity.bins * (capacity.length // ratio)
         rows[f"pool{ratio}"] = count
-        pools[ratio] = PoolStep(
+        pools[ratio] = CompressionStep(
             ratio=ratio,
             sources_PB=tensors[f"sources_PB{ratio}"],
             positions_P=tensors[f"positions_P{ratio}"],
@@ -282,18 +284,19 @@ def device_step(
         kinds_T=tensors["kinds_T"],
         positions_T=positions_T,
         seq_T=tensors["seq_T"],
-        query_start_S=none,
-        seq_len_S=none,
         window_lo_T=tensors["lo_T"],
         window_hi_T=tensors["hi_T"],
         window_width=capacity.length,
         image_index_T=tensors["image_index_T"] if "patches_U" in tensors else None,
-        has_pictures="patches_U" in tensors,
+        has_images="patches_U" in tensors,
         logit_rows_R=tensors["logit_rows_R"].long(),
     )
     tables = dict.fromkeys(rows, none[None])
     return batch, CacheView(
-        pages=pages, table_SP=tables, window_write_T=torch.arange(capacity.rows, device=ids_T.device), pools=pools
+        pages=pages,
+        table_SP=tables,
+        window_write_T=torch.arange(capacity.rows, device=ids_T.device),
+        compression=pools,
     )
 
 

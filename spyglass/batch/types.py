@@ -39,22 +39,19 @@ class Batch:
     kinds_T: torch.Tensor  # int8, TokenKind; -1 = text
     positions_T: torch.Tensor  # int32, -1 = padding row
     seq_T: torch.Tensor  # int32, row of every table_SP
-    query_start_S: torch.Tensor  # int32 [S + 1]
-    seq_len_S: torch.Tensor  # int32, tokens of the sequence after this step
     window_lo_T: torch.Tensor  # int32
     window_hi_T: torch.Tensor  # int32
     window_width: int
     image_index_T: torch.Tensor | None  # int32 row of image_rows, -1 = none; None = no IMAGE row in this step
-    has_pictures: bool  # any kind >= 0 in this step
+    has_images: bool  # whether a kind may be >= 0 in this step
     logit_rows_R: torch.Tensor  # int64 rows whose logits are wanted
     slot_T: torch.Tensor | None = None  # int32 adapter slot per row, None = no adapters
-    lookback_SL: torch.Tensor | None = None  # int32 ids before the first row, nearest first (-1 start, -2 picture)
     engram_rows: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> gathered rows
     capture: tuple[int, ...] = ()  # layers whose streams are wanted in aux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStep:
+class CompressionStep:
     """What compression does in this step for one ratio; shared by all layers of that ratio.
 
     `sources_PB` int32: the un-pooled rows of each new entry, oldest first: v >= 0 = row v of this step, -1 = absent,
@@ -68,7 +65,7 @@ class PoolStep:
     phase_T: torch.Tensor  # int64, position mod ratio
     state_write_T: torch.Tensor | None  # int64 flat row in the state group, -1 = not kept; None = no state
     visible_T: torch.Tensor  # int32, entries each query may see: (position + 1) // ratio
-    max_visible: int  # host
+    max_visible: int  # host: bound of `visible_T`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +74,10 @@ class CacheView:
 
     Row `n` of sequence s in a group lies in page `table_SP[s, (n // page_rows) % P]` at offset `n % page_rows`; `n`
     counts rows (tokens for window and state, entries for pools). `pages[kind, layer]` is [num_pages, page_rows,
-    row_dim]. `valid_from_S`: window rows below are absent (replay); None = all there.
+    row_dim].
     """
 
     pages: Mapping[tuple[str, int], torch.Tensor]
     table_SP: Mapping[str, torch.Tensor]  # int32 by group
     window_write_T: torch.Tensor  # int64 flat row in the window group, -1 = padding
-    pools: Mapping[int, PoolStep]  # by ratio
-    valid_from_S: torch.Tensor | None = None
+    compression: Mapping[int, CompressionStep]  # by ratio

@@ -33,7 +33,6 @@ from spyglass.bench.model import (
     CHOOSERS,
     CONTEXT,
     PLAIN_READ,
-    TimedParts,
     WeightFormat,
     attended_rows,
     best_seconds,
@@ -110,8 +109,7 @@ def measure(
     loaded: LoadedModel, folder: Path, preset: str, requests: int, steps: int, bounds: Mapping[str, float]
 ) -> Load:
     """Decode `requests` prompts of CONTEXT tokens together; `bounds` in tokens per second, by what sets it."""
-    timed = TimedParts(loaded.model)
-    engine = make_engine(timed, loaded, folder)
+    engine = make_engine(loaded, folder)
     params = SamplingParams(temperature=0, max_tokens=steps + WARM + 8, ignore_eos=True)
     for number in range(requests):
         engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
@@ -121,12 +119,12 @@ def measure(
         engine.step()
     times: list[tuple[float, float, float]] = []
     for _ in range(steps):
-        before, timed.seconds = engine.stats(), 0.0
+        before, in_model = engine.stats(), engine.step_runner.seconds
         started = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - started
         sampling = engine.stats().sampling_seconds - before.sampling_seconds
-        times.append((seconds, sampling, seconds - timed.seconds - sampling))
+        times.append((seconds, sampling, seconds - (engine.step_runner.seconds - in_model) - sampling))
     step, sampling, host = (statistics.median(column) for column in zip(*times, strict=True))
     bound_by = min(bounds, key=bounds.__getitem__)
     bound = bounds[bound_by]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from spyglass.config.model import TextConfig
 from spyglass.config.presets import PRESETS, Preset
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.runner import ModelParts
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.model import LoadedModel, load_model
@@ -171,52 +170,9 @@ def measure(
     return results
 
 
-class TimedParts:
-    """A model whose parts keep count of the seconds they take."""
-
-    def __init__(self, model: ModelParts) -> None:
-        self._model = model
-        self.seconds = 0.0
-
-    def encode_images(self, images: Any) -> torch.Tensor:
-        """As the model's."""
-        return self._model.encode_images(images)
-
-    def embed(self, batch: Any, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
-        """As the model's, timed."""
-        started = time.perf_counter()
-        out = self._model.embed(batch, image_rows_IC)
-        self.seconds += time.perf_counter() - started
-        return out
-
-    def text(self, streams_TMC: torch.Tensor, batch: Any, cache: Any) -> tuple[torch.Tensor, Any]:
-        """As the model's, timed."""
-        started = time.perf_counter()
-        out = self._model.text(streams_TMC, batch, cache)
-        self.seconds += time.perf_counter() - started
-        return out
-
-    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-        """As the model's, timed."""
-        started = time.perf_counter()
-        out = self._model.logits(hidden_TC, rows_R)
-        self.seconds += time.perf_counter() - started
-        return out
-
-    def largest(
-        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As the model's, timed."""
-        started = time.perf_counter()
-        out = self._model.largest(hidden_TC, rows_R, banned_V)
-        self.seconds += time.perf_counter() - started
-        return out
-
-
 def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tuple[float, float]:
     """Tokens per second over `steps` decode steps, and seconds per step outside the model's parts."""
-    timed = TimedParts(loaded.model)
-    engine = make_engine(timed, loaded, folder)
+    engine = make_engine(loaded, folder)
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
     for number in range(batch):
         engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
@@ -225,17 +181,17 @@ def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tu
         drawn = len(engine.step())
     for _ in range(3):
         engine.step()
-    timed.seconds = 0.0
+    before = engine.step_runner.seconds
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
     seconds = time.perf_counter() - started
-    return batch * steps / seconds, (seconds - timed.seconds) / steps
+    return batch * steps / seconds, (seconds - engine.step_runner.seconds + before) / steps
 
 
 def prefill_rate(loaded: LoadedModel, folder: Path, tokens: int) -> float:
     """Prompt tokens per second until the first token."""
-    engine = make_engine(loaded.model, loaded, folder)
+    engine = make_engine(loaded, folder)
     engine.add(make_prompt(loaded, 16, seed=1), SamplingParams(max_tokens=2))
     _run_out(engine)
     engine.add(make_prompt(loaded, tokens, seed=2), SamplingParams(temperature=0, max_tokens=1))
@@ -260,7 +216,7 @@ def report_memory(folder: Path, tokens: str, threads: str) -> None:
     """Run one prompt and print resident bytes before and at the peak; meant for a process of its own (Linux)."""
     torch.set_num_threads(int(threads))
     loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
-    engine = make_engine(loaded.model, loaded, folder)
+    engine = make_engine(loaded, folder)
     prompt = make_prompt(loaded, int(tokens), seed=2)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     before = resident("VmRSS")
@@ -336,13 +292,13 @@ def checkpoint_folder(folder: Path, preset: Preset, weights: WeightFormat) -> Pa
     return path
 
 
-def make_engine(model: ModelParts, loaded: LoadedModel, folder: Path) -> Engine:
+def make_engine(loaded: LoadedModel, folder: Path) -> Engine:
     """An engine without the short position limit of `mini`, so that long prompts run too."""
     config = replace(loaded.config, text=replace(loaded.config.text, max_position_embeddings=1 << 20))
     engram = None
     if config.text.engram is not None:
         engram = EngramFeed(open_engram(folder, config), device=loaded.device, dtype=loaded.dtype)
-    return Engine(model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device, engram=engram)
+    return Engine(loaded.model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device, engram=engram)
 
 
 def _run_out(engine: Engine) -> None:

@@ -61,7 +61,10 @@ class EngineConfig:
         default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none", least=0)
     )
     grammar_seconds: int = field(
-        default=1, metadata=about("CPU seconds that a pattern, schema or grammar of an answer may take to compile")
+        default=10,
+        metadata=about(
+            "CPU seconds that a pattern, schema or grammar of an answer may take to compile; its memory is bounded too"
+        ),
     )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",

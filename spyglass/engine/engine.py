@@ -24,7 +24,7 @@ from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
-from spyglass.engine.runner import ModelParts, Runner, StepOutput
+from spyglass.engine.runner import Runner, StepOutput
 from spyglass.engine.sampler import SampledTokens, SampleInput, draw
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, Request, TokenSequence, matchers_of
@@ -35,10 +35,11 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
+from spyglass.runtime.steps import ModelParts
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
-_LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
+LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
 _Masking = Callable[[], torch.Tensor] | None  # next tokens of rows that follow a grammar, once known
 
 
@@ -100,6 +101,7 @@ class Engine:
             images=self.image_cache,
             engram=engram,
         )
+        self.step_runner = self._runner.steps
         self._grammars, self._masks = grammars, GrammarMasks(config.text.vocab_size, usable, config.eos_token_ids)
         self._sequences: dict[int, TokenSequence] = {}
         self._lost: list[Delta] = []  # last deltas of requests whose step failed, for the next call of `step`
@@ -255,7 +257,7 @@ class Engine:
                 drawing = [chunk.sequence for chunk in chunks if chunk.draws]
                 matchers = [matcher for _, matcher in matchers_of(drawing)]
                 masks = self._masks.begin(matchers) if matchers else None
-                output = self._runner.run(chunks)
+                output = self._runner.run(chunks, argmax=all(sequence.is_greedy for sequence in drawing))
                 self._score(chunks, output)
                 if len(drawing) < len(chunks):
                     closed = [c.sequence for c in chunks if c.stop == c.sequence.length and not c.draws]
@@ -286,7 +288,7 @@ class Engine:
 
     def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""
-        step = max(1, _LOGITS_AT_ONCE // self._config.text.vocab_size)
+        step = max(1, LOGITS_AT_ONCE // self._config.text.vocab_size)
         for chunk, first in zip(chunks, output.first, strict=True):
             sequence = chunk.sequence
             stop = min(chunk.stop, len(sequence.prompt))
@@ -303,8 +305,7 @@ class Engine:
 
     def _draw(self, drawing: Sequence[TokenSequence], output: StepOutput, deltas: list[Delta], masks: _Masking) -> None:
         """A token for every sequence whose tokens are all computed."""
-        plain = all(sequence.is_greedy for sequence in drawing)
-        drawn = (self._runner.argmax(output) if plain else None) or self._sample(drawing, output, masks)
+        drawn = self._runner.argmax(output) or self._sample(drawing, output, masks)
         for sequence, token, logprob, sound in zip(drawing, drawn.ids, drawn.logprobs, drawn.sound, strict=True):
             deltas.append(self._accept_alone(sequence, token, logprob) if sound else self._refuse(sequence))
 

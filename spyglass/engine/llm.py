@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
@@ -35,6 +35,7 @@ from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
+from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
@@ -133,7 +134,7 @@ class LLM:
             with_room(options, self.loaded, engram_feed),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
-            banned=self._never_drawn(),
+            banned=self.banned_tokens(),
             token_bytes=token_bytes,
             grammars=None
             if token_bytes is None
@@ -287,6 +288,16 @@ class LLM:
         file = read_beside(find_adapter(directory, self._path), self.loaded.device)
         self.lora.attach(adapter_name(name), file, factor=factor)
 
+    def new_adapter(
+        self, targets: Iterable[str], *, rank: int, alpha: float, rslora: bool = False, seed: int = 0
+    ) -> TrainableAdapter:
+        """A fresh adapter to train beside every module of the groups `targets`; see `lora.new.TrainableAdapter`.
+
+        Raises:
+            AdapterError: a group cannot be trained, rank or alpha mean nothing, or the model holds another adapter.
+        """
+        return new_adapter(self.loaded.model, targets, rank=rank, alpha=alpha, rslora=rslora, seed=seed)
+
     def remove_adapter(self, name: str) -> None:
         """Give the memory of an adapter back.
 
@@ -379,7 +390,7 @@ class LLM:
         self._deltas.pop(request, None)
         self._users.pop(request, None)
 
-    def _never_drawn(self) -> set[int]:
+    def banned_tokens(self) -> set[int]:
         """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:

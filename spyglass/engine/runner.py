@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import PackedSteps, assemble_packed, join_parts, slots_of
 from spyglass.batch.images import pack_images
-from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache, Key
@@ -23,36 +20,21 @@ from spyglass.engine.sampler import SampledTokens
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
-
-
-class ModelParts(Protocol):
-    """The model as a driver sees it (`spyglass.model.VisionLanguageModel`)."""
-
-    def encode_images(self, images: ImageBatch) -> torch.Tensor:
-        """Image rows [I, C], picture by picture."""
-
-    def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
-        """Residual streams [T, M, C]."""
-
-    def text(self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView) -> tuple[torch.Tensor, Any]:
-        """Hidden states [T, C] and what was captured."""
-
-    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-        """Logits fp32 [R, V]."""
-
-    def largest(
-        self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Id int64 [R] and value [R] of the largest logit that is not banned; None where `logits` is as quick."""
+from spyglass.runtime.step_input import StepInput, join_parts, slots_of
+from spyglass.runtime.steps import ModelParts, StepRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Hidden states of a step's rows; `first` row of each chunk; `draw_rows` int64 rows whose chunks draw a token."""
+    """Hidden states of a step's rows; `first` row of each chunk; `draw_rows` int64 rows whose chunks draw a token.
+
+    `argmax`: id and logit of the best token of each of these, where it was asked for.
+    """
 
     hidden_TC: torch.Tensor
     first: Sequence[int]
     draw_rows: torch.Tensor
+    argmax: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Runner:
@@ -79,8 +61,9 @@ class Runner:
         self._banned_V[banned] = True
         self._model, self._config, self._allocator, self._device = model, config, allocator, device
         self._engram = engram
+        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V)
 
-    def run(self, chunks: Sequence[Chunk]) -> StepOutput:
+    def run(self, chunks: Sequence[Chunk], *, argmax: bool = False) -> StepOutput:
         """One forward pass over all chunks; afterwards their tokens count as computed."""
         engram_rows = self._fetch_engram(chunks)
         pictures = [_pictures(chunk) for chunk in chunks]
@@ -94,8 +77,7 @@ class Runner:
         image_rows, image_index_T = _image_rows(chunks, pictures)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
-        engram = self._config.text.engram
-        packed = PackedSteps(
+        step = StepInput(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
             kinds_T=_kinds(chunks) if any(pictures) else np.full(sum(counts), TokenKind.TEXT, np.int8),
             start_S=start,
@@ -109,14 +91,10 @@ class Runner:
             visible_T2=_visible(chunks, pictures),
             image_index_T=image_index_T,
             slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
-            lookback_SL=None if engram is None else _lookback(chunks, engram.lookback),
         )
-        text = self._config.text
-        batch, cache = assemble_packed(packed, text, self._allocator.page_rows, self._allocator.pages, self._device)
-        if engram_rows is not None:
-            batch = replace(batch, engram_rows=engram_rows())
-        streams = self._model.embed(batch, image_rows)
-        hidden, _ = self._model.text(streams, batch, cache)
+        result = self.steps.run(
+            step, self._allocator.pages, image_rows_IC=image_rows, engram_rows=engram_rows, argmax=argmax
+        )
         for seq, place in resumable:
             self._prefixes.store(chunks[seq].sequence, place)
         self._allocator.release_expired(rows, stop)
@@ -124,7 +102,7 @@ class Runner:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
                 _forget_pictures(chunk)
-        return StepOutput(hidden_TC=hidden, first=first, draw_rows=batch.logit_rows_R)
+        return StepOutput(hidden_TC=result.hidden_TC, first=first, draw_rows=result.logit_rows_R, argmax=result.argmax)
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of rows of a step."""
@@ -135,10 +113,9 @@ class Runner:
 
         None if the model knows no way to it that spares the other logits.
         """
-        found = self._model.largest(output.hidden_TC, output.draw_rows, self._banned_V)
-        if found is None:
+        if output.argmax is None:
             return None
-        ids_S, logits_S = found
+        ids_S, logits_S = output.argmax
         sound = [isfinite(logit) for logit in logits_S.tolist()]
         return SampledTokens(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
 

@@ -23,6 +23,17 @@ def run_part(part: torch.nn.Module, *inputs: Any) -> Any:
     return part(*inputs)
 
 
+@dataclass(slots=True)
+class WeightsVersion:
+    """A number that changes whenever weights or adapters of a model are put, taken out or moved."""
+
+    number: int = 0
+
+    def bump(self) -> None:
+        """Say that they did."""
+        self.number += 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
@@ -35,6 +46,7 @@ class Build:
     dtype: torch.dtype
     expand: bool = False
     params: ParamTable = field(default_factory=dict)
+    version: WeightsVersion = field(default_factory=WeightsVersion)
 
     def hold(self, name: str, weight: Packed) -> Packed:
         """The weight as the model keeps it: on the device, packed as found unless `expand` asks for plain numbers.
@@ -44,6 +56,7 @@ class Build:
         Raises:
             DeviceError: the kernels chosen cannot hold the values of the weight `name`.
         """
+        self.version.bump()
         if self.ops.chosen["linear_block"] == "cpu" and self.dtype == torch.bfloat16 and not self.expand:
             refuse_scales(name, weight)
         scale = None if weight.scale is None else weight.scale.to(self.device)
@@ -60,11 +73,21 @@ class Loadable(Protocol):
     def slots(self) -> list[WeightSlot]: ...
 
 
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """Something beside the weights that a module reads, as a bank of adapters."""
+
+    def tensors(self) -> Iterator[torch.Tensor]: ...
+
+
 def held_tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that a module below `root` holds, packed ones and those in a dict included."""
+    """Every tensor that a module below `root` holds, packed ones, those in a dict and those of adapters included."""
     for module in root.modules():
         for value in vars(module).values():
             for held in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(held, HoldsTensors):
+                    yield from held.tensors()
+                    continue
                 tensors = (held.data, held.scale) if isinstance(held, Packed) else (held,)
                 yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 

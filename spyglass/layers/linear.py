@@ -182,6 +182,7 @@ class Experts(nn.Module):
         """Take over a whole stack [E, out, in] as it is, instead of expert by expert (a trainer's weights)."""
         self._found = f"{self.name}.*.{name}", weight.format
         self.stacks[name] = weight
+        self.build.version.bump()
 
     def forward(
         self,

@@ -6,14 +6,14 @@ Rank rows lie one after another, so adapters of different ranks share a bank, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn.functional import dropout
 
 from spyglass.layers.adapted import ExpertsDelta
+from spyglass.layers.build import Build
 from spyglass.ops.experts_grouped.reference import ExpertPair
 
 MATRICES = ("w1", "w2", "w3")
@@ -38,6 +38,9 @@ class Rows:
     scale_R: torch.Tensor
     slot_R: torch.Tensor
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.a_RI, self.b_RO, self.scale_R, self.slot_R
+
     def select(self, keep_R: torch.Tensor) -> Rows:
         """The rows where `keep_R` (bool) holds."""
         return Rows(self.a_RI[keep_R], self.b_RO[keep_R], self.scale_R[keep_R], self.slot_R[keep_R])
@@ -60,8 +63,9 @@ def _join(parts: Sequence[Rows]) -> Rows:
 class LinearBank:
     """The adapters of one `Linear` or `GroupedLinear` (`layers.linear.Adapter`). `groups` 1 for a dense map."""
 
-    def __init__(self, delta: Callable[..., Any], dropout: Dropout, groups: int = 1) -> None:
-        self._delta, self._dropout, self._groups = delta, dropout, groups
+    def __init__(self, build: Build, dropout: Dropout, groups: int = 1) -> None:
+        self._delta, self._dropout, self._groups = build.ops.lora_delta, dropout, groups
+        self._version = build.version
         self._parts: dict[int, Rows] = {}
         self._rows: Rows | None = None
 
@@ -74,6 +78,7 @@ class LinearBank:
         """Add an adapter. A step that runs meanwhile sees the bank before or after, never between."""
         parts = {**self._parts, slot: rows}
         self._parts, self._rows = parts, _join(list(parts.values()))
+        self._version.bump()
 
     def swap(self, slot: int, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in an adapter's place."""
@@ -83,6 +88,11 @@ class LinearBank:
         """Take one out, if it is there."""
         parts = {number: rows for number, rows in self._parts.items() if number != slot}
         self._parts, self._rows = parts, _join(list(parts.values())) if parts else None
+        self._version.bump()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that a step reads."""
+        return iter(()) if self._rows is None else iter(self._rows.tensors())
 
     def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
         """See `layers.linear.Adapter`. On a GPU nothing is read back, so rows of absent slots are multiplied too."""
@@ -123,8 +133,8 @@ class ExpertRows:
 class ExpertsBank:
     """The adapters of the routed experts of one layer (`layers.adapted.ExpertsAdapter`)."""
 
-    def __init__(self, delta: Callable[..., Any], dropout: Dropout) -> None:
-        self._delta, self._dropout = delta, dropout
+    def __init__(self, build: Build, dropout: Dropout) -> None:
+        self._delta, self._dropout, self._version = build.ops.lora_delta, dropout, build.version
         self._parts: dict[int, Mapping[str, ExpertRows]] = {}
         self._pages: dict[int, Mapping[str, list[Rows]]] = {}
 
@@ -139,6 +149,7 @@ class ExpertsBank:
         if frozen:
             self._pages = {**self._pages, slot: {matrix: part.pages() for matrix, part in parts.items()}}
         self._parts = {**self._parts, slot: parts}
+        self._version.bump()
 
     def swap(self, slot: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in place of those of one matrix of an adapter."""
@@ -149,6 +160,11 @@ class ExpertsBank:
         """Take one out, if it is there."""
         self._parts = {number: parts for number, parts in self._parts.items() if number != slot}
         self._pages = {number: pages for number, pages in self._pages.items() if number != slot}
+        self._version.bump()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that a step reads."""
+        return iter([t for parts in self._parts.values() for part in parts.values() for t in part.rows.tensors()])
 
     def adapted(self, slot_T: torch.Tensor) -> torch.Tensor:
         """See `ExpertsAdapter`."""

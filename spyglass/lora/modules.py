@@ -38,14 +38,14 @@ class LoraTargets:
         """The bank of a linear map, made if there is none."""
         linear = self.linears[name]
         if not isinstance(linear.adapter, LinearBank):
-            linear.adapter = LinearBank(linear.build.ops.lora_delta, self.dropout, linear.groups)
+            linear.adapter = LinearBank(linear.build, self.dropout, linear.groups)
         return linear.adapter
 
     def experts_bank(self, name: str) -> ExpertsBank:
         """The bank of a layer's experts, made if there is none."""
         experts = self.experts[name]
         if not isinstance(experts.adapter, ExpertsBank):
-            experts.adapter = ExpertsBank(experts.build.ops.lora_delta, self.dropout)
+            experts.adapter = ExpertsBank(experts.build, self.dropout)
         return experts.adapter
 
     def clear(self, slot: int) -> None:

@@ -7,9 +7,11 @@ refused (training uses the reference), a strided one is copied. Threads follow `
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ _SIGNATURES = {
     "sg_linear": "pillppiilliiiiippp" + "ii",
     "sg_linear_largest": "pilppiilliiiiippp" + "i",
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
-    "sg_router": "pill" + "pill" + "f" + "ppppp" + "ppi",
+    "sg_router": "pill" + "pill" + "f" + "pppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
     "sg_index_topk": "pipif" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
     "sg_compress_pool": "ppp" + "llli" + "pii",
@@ -58,8 +60,8 @@ _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
 class Kernels:
     """The functions of one library; `isa` is what it was compiled for.
 
-    `replay` makes many calls at once (see `tape.py`), by what `on_tape` knows of each function: the address of the form
-    that takes words, and the letters of its arguments.
+    `replay` makes many calls at once (see `runtime/cpu_graph.py`), by what `on_tape` knows of each function: the
+    address of the form that takes words, and the letters of its arguments.
     """
 
     isa: str
@@ -86,6 +88,30 @@ class Kernels:
     add_shared: Function
 
 
+class _Listener(threading.local):
+    hear: Callable[[str, tuple[Any, ...]], None] | None = None
+
+
+_LISTENER = _Listener()
+
+
+@contextmanager
+def hearing(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, `hear` is told of every kernel call of this thread after it was made: name in `Kernels` and arguments."""
+    assert _LISTENER.hear is None, "one capture at a time"
+    _LISTENER.hear = hear
+    try:
+        yield
+    finally:
+        _LISTENER.hear = None
+
+
+def _call(name: str, function: Function, *arguments: Any) -> None:
+    function(*arguments)
+    if _LISTENER.hear is not None:
+        _LISTENER.hear(name, arguments)
+
+
 @cache
 def kernels_for(isa: str) -> Kernels:
     """The library for one instruction set, built if need be.
@@ -106,11 +132,13 @@ def kernels_for(isa: str) -> Kernels:
         function = library[name]
         function.argtypes = [_CODES[letter] for letter in letters]
         function.restype = None
-        functions[name.removeprefix("sg_")] = function
+        short = name.removeprefix("sg_")
+        functions[short] = function
         if name not in _NOT_ON_TAPE:
+            functions[short] = partial(_call, short, function)
             address_of = ctypes.cast(library[f"{name}_on_tape"], ctypes.c_void_p).value
             assert address_of is not None
-            on_tape[name.removeprefix("sg_")] = address_of, letters
+            on_tape[short] = address_of, letters
     functions.pop("keep_memory")()
     return Kernels(isa, on_tape=on_tape, **functions)
 

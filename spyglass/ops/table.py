@@ -13,14 +13,10 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from spyglass.errors import DeviceError
 from spyglass.ops.build import prepare, usable, why_not
-
-if TYPE_CHECKING:
-    from spyglass.ops.tape import Recorder
 
 OPS = (
     "linear_block",
@@ -56,16 +52,14 @@ OPS = (
 # matrix product.
 _FASTER = {"cpu": ("cpu",), "cuda": ("triton", "cublas", "varlen")}
 Which = Literal["auto", "reference", "training"]
+Backend = Literal["eager", "cpu_graph", "cuda_graph"]
 # Attentions of the picture tower that a CUDA graph can hold; the reference asks the host where pictures end.
 GRAPHABLE_ATTENTION = ("triton", "varlen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each.
-
-    `recorder` hears the calls of the compiled CPU kernels; None where others run.
-    """
+    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each."""
 
     linear_block: Callable[..., Any]
     linear_largest: Callable[..., Any]
@@ -96,7 +90,16 @@ class Ops:
     add_shared: Callable[..., Any]
     vit_attention: Callable[..., Any]
     chosen: Mapping[str, str]
-    recorder: Recorder | None = None
+
+    @property
+    def capture_backend(self) -> Backend:
+        """What can capture these ops; experts without a kernel ask the host which of them have rows."""
+        names = set(self.chosen.values())
+        if "cpu" in names:
+            return "cpu_graph"
+        if "triton" in names and self.chosen["experts_grouped"] == "triton":
+            return "cuda_graph"
+        return "eager"
 
 
 def describe(device_type: str, dtype: str, which: Which = "auto") -> dict[str, str]:
@@ -120,13 +123,7 @@ def bind_ops(device_type: str, dtype: str, which: Which = "auto") -> Ops:
         logging.getLogger(__name__).warning("the slow reference ops run here: %s", why_not() or "the build failed")
     chosen = describe(device_type, dtype, which)
     bound = {op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()}
-    if "cpu" not in chosen.values():
-        return Ops(**bound, chosen=chosen)
-    from spyglass.ops import native, tape  # need torch, which `describe` does without
-
-    recorder = tape.Recorder(native.best())
-    heard = {op: partial(bound[op], kernels=recorder.kernels) for op, name in chosen.items() if name == "cpu"}
-    return Ops(**{**bound, **heard}, chosen=chosen, recorder=recorder)
+    return Ops(**bound, chosen=chosen)
 
 
 def _choose(op: str, device_type: str, dtype: str) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spyglass.batch.types import CacheView, PoolStep
+from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
-from spyglass.text.rounding import RowRounding
+from spyglass.text.rounding import RowFinish
 from spyglass.text.step import Step, TextBuild
 
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.indexer: Indexer | None = None
         if plan.compressor is not None:
             spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="pool", state="state")
-            self.compressor = Compressor(spec, plan.compressor, parts, RowRounding(parts, "pool"))
+            self.compressor = Compressor(spec, plan.compressor, parts, RowFinish(parts, "pool"))
         if plan.index_from == plan.index:
             self.indexer = Indexer(plan, parts)
         self._plan = plan
@@ -49,20 +49,19 @@ class Attention(nn.Module):
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
         self._heads, self._dim, self._groups = text.num_attention_heads, text.head_dim, text.o_groups
         self._scale = text.head_dim**-0.5
-        self._q_head_norm = text.q_head_norm
-        self._eps = text.rms_norm_eps
+        self._q_eps = text.rms_norm_eps if text.q_head_norm else None
         self._stepwise = parts.stepwise
-        self._stored = RowRounding(parts, "window")
+        self._finish = RowFinish(parts, "window")
         self._ops = build.ops
 
     def remember(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> None:
         """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input."""
         plan, slot_T = self._plan, step.batch.slot_T
-        kv_TD = self._ops.rope_partial(self.kv_norm(self.wkv(x_TC, slot_T)), *step.tables[plan.rope])
-        self._ops.cache_write(cache.pages[self._window], self._stored(kv_TD), cache.window_write_T)
+        kv_TD, pages = self.wkv(x_TC, slot_T), cache.pages[self._window]
+        self._finish(kv_TD, step.tables[plan.rope], norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
         if self.compressor is None:
             return
-        pool, tables = cache.pools[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
+        pool, tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
         latent_PD = self.compressor.remember(x_TC, pool, cache, tables, slot_T)
         if self.indexer is not None:
             self.indexer.remember(x_TC, latent_PD, pool, cache, tables, slot_T)
@@ -72,9 +71,7 @@ class Attention(nn.Module):
         slot_T, tables = step.batch.slot_T, step.tables[self._plan.rope]
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
         q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
-        if self._q_head_norm:
-            q_THD = self._ops.rms_norm(q_THD, None, eps=self._eps, stepwise=self._stepwise)
-        q_THD = self._ops.rope_partial(q_THD, *tables)
+        q_THD = self._ops.row_finish(q_THD, *tables, eps=self._q_eps, stepwise=self._stepwise)
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
         out_THD = self._ops.rope_partial(out_THD, *tables, inverse=True)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
@@ -85,7 +82,7 @@ class Attention(nn.Module):
         self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView
     ) -> torch.Tensor:
         batch = step.batch
-        pool = None if self._pool is None else cache.pools[self._plan.ratio]
+        pool = None if self._pool is None else cache.compression[self._plan.ratio]
         if pool is not None and pool.max_visible == 0:
             pool = None
         picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
@@ -95,7 +92,7 @@ class Attention(nn.Module):
             cache.pages[self._window],
             cache.table_SP["window"],
             batch.seq_T,
-            step.lo_T,
+            batch.window_lo_T,
             batch.window_hi_T,
             self.attn_sink.value,
             scale=self._scale,
@@ -109,7 +106,7 @@ class Attention(nn.Module):
         return out_THD
 
     def _picks(
-        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: PoolStep | None, cache: CacheView
+        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep | None, cache: CacheView
     ) -> torch.Tensor | None:
         source = self._plan.index_from
         if source is None or pool is None:

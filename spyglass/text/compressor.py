@@ -7,18 +7,18 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from spyglass.batch.types import CacheView, PoolStep
+from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import CompressorPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
+from spyglass.text.rounding import RowFinish
 from spyglass.text.step import Tables, TextBuild
 
 
@@ -44,7 +44,7 @@ class Compressor(nn.Module):
         spec: CompressorSpec,
         plan: CompressorPlan,
         parts: TextBuild,
-        stored: Callable[[torch.Tensor], torch.Tensor],
+        finish: RowFinish,
     ) -> None:
         super().__init__()
         build = parts.build
@@ -56,29 +56,37 @@ class Compressor(nn.Module):
         self._pool = (spec.pool, spec.layer)
         self._state = (spec.state, spec.layer)
         self._dtype = build.dtype
-        self._stored = stored
+        self._finish = finish
+        self._gives_latent = plan.index_keys == "latent"
         self._ops = build.ops
 
     def remember(
-        self, x_TC: torch.Tensor, pool: PoolStep, cache: CacheView, tables: Tables | None, slot_T: torch.Tensor | None
+        self,
+        x_TC: torch.Tensor,
+        pool: CompressionStep,
+        cache: CacheView,
+        tables: Tables | None,
+        slot_T: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Write the entries that close in this step, and the rows that later groups need.
 
         `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
-        Returns the new entries before rotation, [P, D] in the activation dtype.
+        Returns the new entries before rotation, [P, D] in the activation dtype, where index keys are made of them.
         """
         rows_TE = self._rows(x_TC, pool, slot_T)
         state = cache.pages.get(self._state)
         latent_PD: torch.Tensor | None = None
         if tables is not None:
-            latent_PD = self.norm(self._pooled(rows_TE, state, pool))
-            row_PD = self._stored(self._ops.rope_partial(latent_PD, *tables))
-            self._ops.cache_write(cache.pages[self._pool], row_PD, pool.write_P)
+            row_PD, pages = self._pooled(rows_TE, state, pool), cache.pages[self._pool]
+            if self._gives_latent:
+                row_PD = latent_PD = self.norm(row_PD)
+            norm = None if self._gives_latent else self.norm
+            self._finish(row_PD, tables, norm=norm, pages_NBD=pages, write_T=pool.write_P)
         if state is not None and pool.state_write_T is not None:
             self._ops.cache_write(state, rows_TE, pool.state_write_T)
         return latent_PD
 
-    def _rows(self, x_TC: torch.Tensor, pool: PoolStep, slot_T: torch.Tensor | None) -> torch.Tensor:
+    def _rows(self, x_TC: torch.Tensor, pool: CompressionStep, slot_T: torch.Tensor | None) -> torch.Tensor:
         """Un-pooled rows: kv and gate side by side in fp32, kv alone in the activation dtype without gate."""
         kv_TE: torch.Tensor = self.wkv(x_TC, slot_T)
         if self.wgate is None:
@@ -87,7 +95,7 @@ class Compressor(nn.Module):
         rows_TE: torch.Tensor = self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
         return rows_TE
 
-    def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: PoolStep) -> torch.Tensor:
+    def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: CompressionStep) -> torch.Tensor:
         """New entries [P, D] in the activation dtype; a group of one row is that row."""
         if self.wgate is None:
             return rows_TE.index_select(0, pool.sources_PB[:, 0])

@@ -43,5 +43,6 @@ class Gate(nn.Module):
             picture_T=step.picture_T,
             forced_TK=forced,
             forced_row_T=None if forced is None else step.ids_T,
+            positions_T=step.batch.positions_T,
         )
         return out

@@ -47,9 +47,9 @@ class Choices:
 class Step:
     """One step as all layers see it: the batch, rotary tables by spec, and what follows from ids and kinds.
 
-    `entry_tables` rotate the entries that close in this step, by (ratio, spec). `picture_T` bool, None without
-    pictures. `ids_T` int64, safe to look up everywhere. `lo_T` first window position of each row, replay considered.
-    `choices` is what index sources chose for these rows, written by them and read by the layers above.
+    `entry_tables` rotate the entries that close in this step, by (ratio, spec). `picture_T` bool, None without images.
+    `ids_T` int64, safe to look up everywhere. `choices` is what index sources chose for these rows, written by them and
+    read by the layers above.
     """
 
     batch: Batch
@@ -57,27 +57,22 @@ class Step:
     entry_tables: Mapping[tuple[int, RopeSpec], Tables]
     picture_T: torch.Tensor | None
     ids_T: torch.Tensor
-    lo_T: torch.Tensor
     choices: Choices = field(default_factory=Choices)
 
 
 def make_step(batch: Batch, cache: CacheView, ropes: Mapping[RopeSpec, Rope], layers: Sequence[LayerPlan]) -> Step:
     """Work that would otherwise be repeated in every layer."""
-    lo_T = batch.window_lo_T
-    if cache.valid_from_S is not None:
-        lo_T = torch.maximum(lo_T, cache.valid_from_S[batch.seq_T.long()])
     entries = {(plan.compressor.ratio, plan.rope) for plan in layers if plan.compressor is not None}
     return Step(
         batch=batch,
         tables={spec: rope.tables(batch.positions_T) for spec, rope in ropes.items()},
         entry_tables={
-            (ratio, spec): ropes[spec].tables(cache.pools[ratio].positions_P)
+            (ratio, spec): ropes[spec].tables(cache.compression[ratio].positions_P)
             for ratio, spec in entries
-            if len(cache.pools[ratio].positions_P)
+            if len(cache.compression[ratio].positions_P)
         },
-        picture_T=batch.kinds_T >= 0 if batch.has_pictures else None,
+        picture_T=batch.kinds_T >= 0 if batch.has_images else None,
         ids_T=batch.ids_T.clamp(min=0).long(),
-        lo_T=lo_T,
     )
 
 

@@ -1,26 +1,27 @@
 """From chats to one packed training step: whole, fresh sequences side by side, each counted from its own position 0.
 
 Alignment to groups of 4 and 128 tokens, picture spans and windows are relative to a sequence's own start, so packing
-never shifts them (spec v4 10). All index arithmetic is the serving engine's (`batch.assemble`).
+never shifts them (spec v4 10). All index arithmetic is the serving engine's (`runtime.frame`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.batch.images import pack_images
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.cache import cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import StepInput, join_inputs, sequence_input
 
 Tables = dict[str, NDArray[np.int32]]
 _FOR_LATER_STEPS = ("state", "index_state")  # a training step is the only one of its sequences
@@ -78,12 +79,13 @@ def pack(
     steps = sequence_steps(samples, tables, config.text, slot)
     rows = {group: 1 + max(int(t[group].max(initial=-1)) for t in tables) for group in tables[0]}
     pages = fresh_pages(config.text, rows, device, dtype)
-    batch, cache = assemble(steps, config.text, dict.fromkeys(rows, 1), pages, device)
+    step = join_inputs(steps)
+    frame = Frames(config.text, dict.fromkeys(rows, 1), device).exact(step, pages)
     if engram is not None:
-        batch = replace(batch, engram_rows=_engram_rows(steps, engram))
+        frame.put_engram(_engram_rows(step, engram))
     return PackedStep(
-        batch=batch,
-        cache=cache,
+        batch=frame.batch,
+        cache=frame.cache,
         images=_images(samples, config, device, slot),
         targets_R=torch.from_numpy(np.concatenate([sample.targets for sample in samples])).to(device),
     )
@@ -112,38 +114,30 @@ def fresh_pages(
     }
 
 
-def sequence_steps(
-    samples: Sequence[Sample], tables: Sequence[Tables], text: TextConfig, slot: int
-) -> list[SequenceStep]:
+def sequence_steps(samples: Sequence[Sample], tables: Sequence[Tables], text: TextConfig, slot: int) -> list[StepInput]:
     """Every sample as one step from position 0; picture rows are counted over all samples."""
     steps, cells = [], 0
     for sample, table in zip(samples, tables, strict=True):
         prompt = sample.prompt
-        index_n = np.where(prompt.image_row_T >= 0, prompt.image_row_T + cells, -1).astype(np.int32)
+        index_T = np.where(prompt.image_row_T >= 0, prompt.image_row_T + cells, -1).astype(np.int32)
         cells += sum(plan.llm_grid[0] * plan.llm_grid[1] for plan in prompt.plans)
-        step = SequenceStep(
-            ids_n=prompt.ids_T,
-            kinds_n=prompt.kinds_T,
-            start=0,
-            tables=table,
-            logit_rows=sample.rows.tolist(),
-            visible_n2=prompt.visible_T2 if prompt.spans else None,
-            image_index_n=index_n,
+        step = sequence_input(
+            prompt.ids_T,
+            prompt.kinds_T,
+            0,
+            table,
+            sample.rows,
+            visible_T2=prompt.visible_T2 if prompt.spans else None,
+            image_index_T=index_T,
             slot=slot,
-            lookback_L=None if text.engram is None else np.full(text.engram.lookback, -1, np.int32),
         )
         steps.append(step)
     return steps
 
 
-def _engram_rows(steps: Sequence[SequenceStep], engram: EngramFeed) -> dict[int, torch.Tensor]:
-    lookback = [step.lookback_L for step in steps if step.lookback_L is not None]
-    rows = engram.start(
-        np.concatenate([step.ids_n for step in steps]),
-        np.concatenate([step.kinds_n for step in steps]),
-        np.stack(lookback),
-        np.array([0, *accumulate(len(step.ids_n) for step in steps)], np.int32),
-    )
+def _engram_rows(step: StepInput, engram: EngramFeed) -> dict[int, torch.Tensor]:
+    before = np.full((len(step.stop_S), engram.store.config.lookback), -1, np.int32)
+    rows = engram.start(step.ids_T, step.kinds_T, before, np.cumsum([0, *step.stop_S], dtype=np.int32))
     return rows()
 
 

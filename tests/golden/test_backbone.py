@@ -20,8 +20,7 @@ from spyglass.quant.formats import FP4, fp8
 from spyglass.quant.packed import Packed
 from tests.driver import prefill, text_tokens
 from tests.golden import seeded_v4
-from tests.golden.make_backbone import COLUMNS
-from tests.golden_case import tokens_of
+from tests.golden_case import COLUMNS, tokens_of
 from tests.small_models import HOST_AND_GPU
 from tests.tolerance import (
     GOLDEN_LOGITS,

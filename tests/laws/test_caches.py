@@ -106,7 +106,7 @@ def cut(parts: Sequence[Any], prompt: Prompt, c: int) -> list[Any]:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_a_picture_is_encoded_once_wherever_it_stands(offset: int, world: World) -> None:
-    """On V4 its block is 0 to 3 tokens longer, depending on where it begins (field report 36)."""
+    """On V4 its block is 0 to 3 tokens longer, depending on where it begins."""
     counted = CountedModel(world.model)
     engine = replace(world, model=counted).engine(**BOTH_CACHES)
     lengths = set()
@@ -134,7 +134,7 @@ def test_requests_with_the_same_picture_in_one_step_encode_it_once(world: World)
 
 
 def test_another_picture_of_the_same_size_is_not_taken_for_the_first(world: World) -> None:
-    """A, then B, then A (field reports 49 and 50: B differs in its very last pixel only)."""
+    """A, then B, then A (B differs in its very last pixel only)."""
     pixels = np.random.default_rng(0).integers(0, 256, (36, 3, 4, 4), dtype=np.uint8)
     other = pixels.copy()
     other[-1, -1, -1, -1] ^= 255
@@ -177,7 +177,7 @@ def test_a_prompt_that_ends_with_a_picture_is_run_again_from_before_its_block_wh
 
 
 def test_rows_of_one_adapter_are_never_used_for_another(world: World) -> None:
-    """Field reports 74 to 76: digests cover weights, alpha and scale; the name of an adapter and its slot count not."""
+    """Digests cover weights, alpha and scale; the name of an adapter and its slot count not."""
     engine = world.engine(**BOTH_CACHES)
     prompt = world.prompt([text(20, 1), picture(4, 4, 1), text(20, 2)])
     text_a, text_b = AdapterHandle(text_digest=b"a"), AdapterHandle(text_digest=b"b")
@@ -203,7 +203,7 @@ def test_rows_of_one_adapter_are_never_used_for_another(world: World) -> None:
 
 
 def test_an_edit_near_the_end_of_an_agents_long_context_costs_a_block_at_most(world: World) -> None:
-    """Field report 80 in small: live 556 tokens, new prompt 553, 540 in common."""
+    """Live 556 tokens, new prompt 553, 540 in common."""
     engine = world.engine(step=128, **BOTH_CACHES)
     live = ask(engine, world.prompt([text(552, 1)]))
     assert live.usage.cached_tokens == 0
@@ -214,7 +214,7 @@ def test_an_edit_near_the_end_of_an_agents_long_context_costs_a_block_at_most(wo
 
 
 def test_all_turns_of_many_sessions_go_on_where_they_were(world: World) -> None:
-    """Field report 41 in small: 32 sessions, 5 turns, a shared beginning of 80 tokens with a picture."""
+    """32 sessions, 5 turns, a shared beginning of 80 tokens with a picture."""
     counted = CountedModel(world.model)
     engine = replace(world, model=counted).engine(step=64, **BOTH_CACHES)
     shared = [text(70, 1), picture(3, 3, 1)]

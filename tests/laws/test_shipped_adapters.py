@@ -1,6 +1,6 @@
 """The adapters that come with the models answer stored questions, letter for letter, which the models alone get wrong.
 
-Packed weights, greedy, on the CPU, as in `test_shipped_models_see.py`. `tests.golden.make_adapted` made the questions.
+Packed weights, greedy, on the CPU, as in `test_shipped_models_see.py`. `scripts.golden.adapted` made the questions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The residual mix goes from source to target, in serving and in training (field report 68).
+"""The residual mix goes from source to target, in serving and in training.
 
 A doubly stochastic mix hides its transpose from sums, and a symmetric one from everything. Three streams (a, b, c)
 under the cyclic mix C[0,1] = C[1,2] = C[2,0] = 1 do not: by X'_l = Σ_j C_jl X_j (spec v4 3.2, step 7; spec v41 4.3,

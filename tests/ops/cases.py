@@ -95,6 +95,7 @@ def router_topk(
     images: bool = False,
     forced: str = "",
     bias: bool = True,
+    padding: bool = False,
     sizes: tuple[int, int, int] = (9, 64, 3),
     weight_dtype: torch.dtype | None = None,
 ) -> Call:
@@ -107,6 +108,8 @@ def router_topk(
         options["forced_TK"] = source.choices(experts, k).long()
     if forced == "table":
         options["forced_row_T"] = source.below(source.rows, source.rows).long()
+    if padding:
+        options["positions_T"] = (source.below(4, source.rows) - 1).int()
     args = (source.normal(source.rows, hidden), source.normal(experts, hidden, dtype=weight_dtype, scale=0.3))
     return Call(args=args, options=options)
 
@@ -244,7 +247,7 @@ def add_shared(source: Source) -> Call:
 
 def rms_norm(source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32) -> Call:
     x = source.normal(source.rows, width) if dtype else source.normal(source.rows, 5, width)
-    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 1e-6})
+    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 0.02})
 
 
 def fake_quant(source: Source, spec: FakeQuant, dims: int | None = 160) -> Call:
@@ -302,6 +305,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "router_topk": {
         "text": router_topk,
         "no bias": lambda s: router_topk(s, bias=False),
+        "padding": lambda s: router_topk(s, padding=True),
         "images": lambda s: router_topk(s, images=True),
         "hashed": lambda s: router_topk(s, images=True, forced="rows"),
         "hash table": lambda s: router_topk(s, images=True, forced="table"),

@@ -12,13 +12,13 @@ from tests.ops.call import Call, Source
 def hyper_mix(source: Source, streams: int = 4, width: int = 48, rounds: int = 4) -> Call:
     count = streams * (2 + streams)
     weights = (source.fp32(*shape, scale=0.3) for shape in ((count, streams * width), (3,), (count,)))
-    options = {"norm_eps": 1e-6, "hc_eps": 1e-4, "rounds": rounds}
+    options = {"norm_eps": 0.02, "hc_eps": 0.05, "rounds": rounds}
     return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
 
 
 def hyper_head(source: Source, streams: int = 4, width: int = 48) -> Call:
     weights = (source.fp32(*shape, scale=0.1) for shape in ((streams, streams * width), (1,), (streams,)))
-    options = {"norm_eps": 1e-6, "hc_eps": 1e-4}
+    options = {"norm_eps": 0.02, "hc_eps": 0.05}
     return Call(args=(source.normal(source.rows, streams, width), *weights), options=options)
 
 

@@ -28,3 +28,11 @@ def test_nothing_to_write_is_fine() -> None:
     cache_write(pages, torch.empty(0, 3), torch.empty(0, dtype=torch.int64))
     cache_write(pages, torch.randn(2, 3), torch.tensor([-1, -1]))
     assert pages.abs().sum() == 0
+
+
+def test_the_gradient_of_a_row_comes_from_its_own_place_only() -> None:
+    rows = torch.randn(4, 3, requires_grad=True)
+    pages = torch.zeros(2, 4, 3)
+    cache_write(pages, rows, torch.tensor([-1, 6, -1, 2]))
+    pages.sum().backward()
+    assert rows.grad is not None and torch.equal(rows.grad[:, 0], torch.tensor([0.0, 1.0, 0.0, 1.0]))

@@ -61,32 +61,6 @@ def picks(visible: torch.Tensor, count: int, prefix: bool) -> torch.Tensor:
 
 
 @every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("which", ["window", "pool", "picks", "first picks", "mixed picks"])
-def test_attention_is_the_reference(which: str, dtype: torch.dtype, isa: str) -> None:
-    library = kernels(isa)
-    for lengths, heads, dim in [
-        ([1], 16, 512),
-        ([5, 1, 40], 3, 40),
-        ([70, 33], 16, 64),
-        ([65], 64, 32),
-        ([3, 4], 130, 24),
-    ]:
-        for only_last in (False, True):
-            arguments, options, pool = attention_case(lengths, heads, dim, dtype, only_last=only_last)
-            if which != "window":
-                options |= pool | {"pool_width": int(pool["visible_T"].max())}
-            if "picks" in which:
-                options["picks_TX"] = picks(pool["visible_T"], 6, which == "first picks")
-                options["pool_width"] = 6
-            if which == "mixed picks":
-                options["picks_TX"][::2] = picks(pool["visible_T"], 6, True)[::2]
-            got = attention_cpu.sparse_attention(*arguments, kernels=library, **options)
-            want = attention_reference.sparse_attention(*arguments, **options)
-            assert_close(got, want, tolerance(dtype), f"{lengths} {heads} {dim} {only_last}")
-
-
-@every_isa
 def test_attention_reads_any_mix_of_query_and_page_dtypes(isa: str) -> None:
     for q_dtype, page_dtype in itertools.product(DTYPES, DTYPES):
         (q, pages, *rest), options, _ = attention_case([40], 5, 48, page_dtype)
@@ -112,16 +86,6 @@ def test_scores_that_only_their_scale_makes_small_are_no_less_exact(dtype: torch
     for only_last in (False, True):
         (q, pages, *rest), options, _ = attention_case([20], 4, 32, dtype, only_last=only_last)
         arguments, options = (q * 100, pages, *rest[:-1], rest[-1] - 1e4), options | {"scale": 1e-3}
-        got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
-        assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
-
-
-@every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_window_is_as_wide_as_it_is_said_to_be(dtype: torch.dtype, isa: str) -> None:
-    for only_last in (False, True):
-        arguments, options, _ = attention_case([40, 25], 4, 32, dtype, only_last=only_last)
-        options["window_width"] = 5
         got = attention_cpu.sparse_attention(*arguments, kernels=kernels(isa), **options)
         assert_close(got, attention_reference.sparse_attention(*arguments, **options), tolerance(dtype))
 
@@ -317,15 +281,3 @@ def test_scores_in_steps_are_rounded_at_each(
     for run in (index_reference.index_topk, partial(index_cpu.index_topk, kernels=kernels(isa))):
         picked = [run(*arguments, k=1, max_visible=2, stepwise=stepwise).tolist() for stepwise in (True, False)]
         assert picked == [[[0]], [[1]]], what
-
-
-@every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_choices_stay_in_the_listed_blocks(dtype: torch.dtype, isa: str) -> None:
-    for lengths, k in [([60], 7), ([60], 80), ([200, 90], 20)]:
-        arguments = index_case(lengths, 4, 16, dtype, 50)
-        blocks = torch.stack([torch.randperm(8)[:3] for _ in range(50)]).int()
-        blocks[::5, 1:] = -1
-        options = {"k": k, "max_visible": max(lengths), "stepwise": False, "blocks_TY": blocks, "block_size": 8}
-        got = index_cpu.index_topk(*arguments, kernels=kernels(isa), **options)
-        assert torch.equal(got, index_reference.index_topk(*arguments, **options))

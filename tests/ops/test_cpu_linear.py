@@ -12,8 +12,6 @@ from spyglass.ops.experts_grouped import cpu as experts_cpu
 from spyglass.ops.experts_grouped import reference as experts_reference
 from spyglass.ops.linear_block import cpu as block_cpu
 from spyglass.ops.linear_block import reference as block_reference
-from spyglass.ops.linear_grouped import cpu as grouped_cpu
-from spyglass.ops.linear_grouped import reference as grouped_reference
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
@@ -175,20 +173,6 @@ def test_strided_and_empty_inputs(isa: str) -> None:
         block_cpu.linear_block(x, w, kernels=library), block_reference.linear_block(x, w), tolerance(torch.bfloat16)
     )
     assert block_cpu.linear_block(x[:0], w, kernels=library).shape == (0, 48)
-
-
-@every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp4"])
-def test_a_grouped_map_is_the_reference(name: str, dtype: torch.dtype, isa: str) -> None:
-    library = kernels(isa)
-    for rows, groups in itertools.product(ROWS, (1, 4)):
-        w, x = weight(FORMATS[name], groups * 56, 96), torch.randn(rows, groups, 96).to(dtype)
-        addend = torch.randn(rows, groups, 56)
-        got = grouped_cpu.linear_grouped(x, w, addend_TGO=addend, kernels=library)
-        assert_close(
-            got, grouped_reference.linear_grouped(x, w, addend_TGO=addend), tolerance(dtype), f"{rows} {groups}"
-        )
 
 
 def experts(format: Format, count: int, width: int, hidden: int) -> list[Packed]:

@@ -24,7 +24,7 @@ def test_it_is_its_formula(shape: tuple[int, ...]) -> None:
 
 
 def test_a_zero_row_stays_zero_with_the_released_eps() -> None:
-    """Field report 2: 1e-20 is a normal float32; a kernel that loses it gives NaN."""
+    """1e-20 is a normal float32; a kernel that loses it gives NaN."""
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(
             rms_norm(torch.zeros(2, 8, dtype=dtype), torch.ones(8), eps=1e-20), torch.zeros(2, 8, dtype=dtype)
@@ -32,7 +32,7 @@ def test_a_zero_row_stays_zero_with_the_released_eps() -> None:
 
 
 def test_eps_is_added_to_the_mean_square() -> None:
-    """Field report 2: mean square 1e-16 beside eps 1e-20, and beside the older eps 1e-6."""
+    """Mean square 1e-16 beside eps 1e-20, and beside the older eps 1e-6."""
     x = torch.full((1, 8), 1e-8)
     assert_close(rms_norm(x, torch.ones(8), eps=1e-20), np.full((1, 8), (1 + 1e-4) ** -0.5), OP_FLOAT32)
     assert float(rms_norm(x, torch.ones(8), eps=1e-20)[0, 0]) == pytest.approx(0.99995, abs=1e-6)

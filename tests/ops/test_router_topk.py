@@ -76,7 +76,7 @@ def test_the_bias_decides_who_is_chosen() -> None:
 
 
 def test_a_picture_row_uses_its_own_bias_instead_of_the_other() -> None:
-    """Field report 37, by hand: best of score + bias_vl; `bias` neither replaces it nor is added."""
+    """By hand: best of score + bias_vl; `bias` neither replaces it nor is added."""
     rows = Rows()
     bias, bias_vl = torch.randn(7), torch.randn(7)
     picture = torch.tensor([True, False] * 4 + [True])
@@ -120,3 +120,13 @@ def test_bf16_rows_are_scored_in_full_fp32() -> None:
     weight[1, 0] += 2**-10
     ids, _ = router_topk(x, weight, k=1, scale=1.0, bias_E=None)
     assert ids.tolist() == [[1]]
+
+
+def test_padding_rows_go_to_no_expert() -> None:
+    rows = Rows()
+    positions = torch.tensor([0, -1, 2, 3, -1, 5, 6, 7, 8], dtype=torch.int32)
+    ids, weights = rows.route(positions_T=positions)
+    all_ids, all_weights = rows.route()
+    real = positions >= 0
+    assert (ids[~real] == -1).all() and (weights[~real] == 0).all()
+    assert torch.equal(ids[real], all_ids[real]) and torch.equal(weights[real], all_weights[real])

@@ -23,10 +23,11 @@ ROOMS: dict[str, set[str]] = {
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "families", "config"},
     "checkpoint": {"errors", "families", "params", "config", "quant"},
-    "engram": {"errors", "config", "quant", "checkpoint"},
+    "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
+    "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
     "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
@@ -34,9 +35,13 @@ ROOMS: dict[str, set[str]] = {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
-    "engine": {"errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "model", "lora"},
+    "engine": {
+        "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
+        "lora",
+    },
     "train": {
-        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "layers",
+        "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
+        "layers",
         "vision", "model", "lora",
     },
     "vllm_plugin": {
@@ -49,7 +54,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine", "config", "train"},
+    "__init__": {"engine", "config", "lora", "train"},
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}

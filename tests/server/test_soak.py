@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.soak import MOST_GROWTH, growth, soak
+from scripts.soak import MOST_GROWTH, growth, soak
 
 SECONDS = 60.0
 

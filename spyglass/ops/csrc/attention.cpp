@@ -81,7 +81,7 @@ struct Attention {
   }
 };
 
-// Consecutive queries of one sequence: window positions base .. base + width - 1, then `pooled` compressed rows.
+// Consecutive queries of one sequence, padding rows apart: window positions base .. base + width - 1, then `pooled` compressed rows.
 struct Block {
   i64 first, n, base, width, pooled;
 };
@@ -92,6 +92,7 @@ i64 cut_blocks(const Attention& a, Block* blocks) {
     Block b{t, 0, 0, 0, 0};
     for (; t < a.T && b.n < QUERIES && a.seq[t] == a.seq[b.first]; t++, b.n++) {
       i64 lo = a.lo[t], hi = a.last(t);
+      if (b.n && (lo <= hi) != (b.width > 0)) break;
       if (lo <= hi) {
         i64 base = b.width ? std::min(b.base, lo) : lo, stop = b.width ? std::max(b.base + b.width, hi + 1) : hi + 1;
         if (b.width && stop - base > a.window_width + QUERIES) break;  // ranges that do not overlap share nothing

@@ -449,9 +449,10 @@ INLINE V root_of_softplus(V z) {
 }
 
 // s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or row `row[t]` of `forced`, row t without `row`), weights [T, K] = scale * s / sum s.
+// A padding row (position[t] < 0) gets ids -1 and weights 0.
 extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* weight, int weight_dtype, i64 E, i64 K, float scale,
-                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, const i64* row, i32* ids,
-                          float* weights, int threads) {
+                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, const i64* row,
+                          const i32* position, i32* ids, float* weights, int threads) {
   SCRATCH(memory);
   float* scores = memory.get<float>(T * E);
   Weight w{(const u8*)weight, nullptr, E, C, weight_dtype == FLOAT32 ? F32 : BF16, NO_SCALE, 1, 1};
@@ -460,6 +461,10 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
     SCRATCH(rank_memory);
     float* rank = rank_memory.get<float>(E);
     for (i64 t = first; t < stop; t++) {
+      if (position && position[t] < 0) {
+        for (i64 k = 0; k < K; k++) ids[t * K + k] = -1, weights[t * K + k] = 0;
+        continue;
+      }
       float* s = scores + t * E;
       bool is_image = picture && picture[t];
       const float* add = is_image ? picture_bias : bias;

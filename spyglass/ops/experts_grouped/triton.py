@@ -24,6 +24,7 @@ class Few:
 
     warps: int
     steps: int = 4
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class Many:
     tokens: int
     warps: int = 8
     stages: int = 3
+    unrolled: int = 1
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ def experts_grouped(
     limit: float,
     rounding: FakeQuant | None = None,
     launches: Tuning | None = None,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
     if not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
@@ -98,6 +102,7 @@ def experts_grouped(
         limit=limit,
         block=0 if rounding is None else rounding.block,
         bits=_BITS[w1.format.name],
+        tiled=tiled,
     )
     if isinstance(launches.up, Few) and isinstance(launches.down, Few):
         return triton_launch.few_rows(call, launches.up, launches.down)
@@ -117,4 +122,28 @@ def _suits(
         return False
     if format.name not in _BITS or format.scale_dtype == "F32" or width % 128 or hidden % 128:
         return False
-    return format.name == "fp4" or ids_TK.numel() <= _FEW_CHOICES
+    if format.name == "fp4":
+        return True
+    rows, columns = format.block or (1, 1)
+    even = format.name == "bf16" or not any(side % rows or side % (2 * columns) for side in (width, hidden))
+    return even and ids_TK.numel() <= _FEW_CHOICES
+
+
+def tile(weight: Packed) -> Packed:
+    """FP4 stacks in the order in which `few` reads them, as many bytes: tiles of 16 rows and 128 inputs, a row's 64
+    bytes after the other. Four values a 16-bit element (see `decode_fp4_tiled`), four steps of 128 a scale word.
+
+    Rows must be a multiple of 16, inputs of 512.
+    """
+    assert weight.scale is not None
+    code = torch.stack([weight.data & 15, weight.data >> 4], -1).flatten(-2)  # [.., N, K]
+    v0, v1, v2, v3 = code.unflatten(-1, (-1, 4, 8)).to(torch.int32).unbind(-2)
+    word = (v0 & 8) << 12 | (v0 & 7) << 6 | (v1 & 8) << 9 | (v1 & 7) << 3 | (v2 & 8) << 6 | (v2 & 7)
+    word = word | (v3 & 8) << 11 | (v3 & 4) << 11 | (v3 & 3) << 10
+    data = _tiles(word.to(torch.int16).flatten(-2), 32).view(torch.uint8).view(weight.data.shape)
+    scale = weight.scale.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).flatten(-3)
+    return Packed(weight.format, data, _tiles(scale, 16).view(weight.scale.shape), weight.shape)
+
+
+def _tiles(values: torch.Tensor, width: int) -> torch.Tensor:
+    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, 16)).transpose(-2, -3).contiguous()

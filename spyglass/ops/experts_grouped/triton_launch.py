@@ -11,7 +11,7 @@ import triton
 from spyglass.ops.experts_grouped import triton_kernel as kernels
 from spyglass.ops.gpu import interpreted
 from spyglass.ops.linear_block.triton_kernel import round_rows
-from spyglass.ops.linear_block.triton_launch import ahead, options
+from spyglass.ops.linear_block.triton_launch import ahead, options, registers
 from spyglass.quant.packed import Packed
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Call:
     limit: float
     block: int
     bits: int
+    tiled: bool
 
     def words(self, weight: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Data in 16-bit elements, scales in what one load takes."""
@@ -80,7 +81,7 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
         BM=_BLOCK,
         BLOCK=call.block,
-        ORDER=call.bits,
+        ORDER=0 if call.tiled else call.bits,
         SORT=sort,
         SLICE=part,
         COUNTERS=counters,
@@ -97,7 +98,8 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "ROUND": call.block,
-        "ORDER": call.bits,
+        "ORDER": 0 if call.tiled else call.bits,
+        "TILED": call.tiled,
         "SORT": sort,
         "BN": 16,
         "BM": _BLOCK,
@@ -110,11 +112,11 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
     }
     kernels.few[(width // 16, blocks)](
         rounded_TC, w1, s1, w3, s3, call.weights_TK, call.ids_TK, *lists, h_NF, choices, rows, call.limit,
-        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, num_warps=up.warps, **shared,
+        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, AHEAD=up.ahead, num_warps=up.warps, **shared,
     )  # fmt: skip
     kernels.few[(hidden // 16, blocks)](
         h_NF, w2, s2, w2, s2, call.weights_TK, call.ids_TK, *lists, y_NC, choices, rows, call.limit,
-        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, num_warps=down.warps, **shared,
+        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, AHEAD=down.ahead, num_warps=down.warps, **shared,
     )  # fmt: skip
     _combine(call, y_NC, order, out_TC)
     return out_TC
@@ -169,26 +171,52 @@ def many_rows(call: Call, up: Many, down: Many) -> torch.Tensor:
     (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
     lists = (listed, expert_B, first_B, size_B)
     _round(call, call.x_TC, rounded_TC)
-    kernels.many[(width // (up.rows // 2), blocks[0])](
-        rounded_TC, w1, s1, w3, s3, call.weights_TK, *lists, h_NF, call.limit,
-        N=width, K=hidden, KC=chosen, UP=True, BM=up.rows, BT=up.tokens, NW=up.warps, NS=up.stages,
-        ASM=not interpreted(),
-        num_warps=up.warps, num_stages=up.stages,
-    )  # fmt: skip
+    _many(call, up, rounded_TC, (w1, s1, w3, s3), lists, h_NF, blocks[0])
     again_NF = torch.empty_like(h_NF)
     _round(call, h_NF, again_NF)
-    kernels.many[(hidden // down.rows, blocks[1])](
-        again_NF, w2, s2, w2, s2, call.weights_TK, *lists, y_NC, call.limit,
-        N=hidden, K=width, KC=chosen, UP=False, BM=down.rows, BT=down.tokens, NW=down.warps, NS=down.stages,
-        ASM=not interpreted(),
-        num_warps=down.warps, num_stages=down.stages,
-    )  # fmt: skip
+    _many(call, down, again_NF, (w2, s2), lists, y_NC, blocks[1])
     _combine(call, y_NC, order, out_TC)
     return out_TC
+
+
+def _many(
+    call: Call,
+    tile: Many,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    lists: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    blocks: int,
+) -> None:
+    """One product of `many`; four tensors of weights and scales are gate and up, two are down."""
+    up = len(weights) == 4
+    kernels.many[(triton.cdiv(out.shape[1], tile.rows // 2 if up else tile.rows), blocks)](
+        x,
+        *weights,
+        *(() if up else weights),
+        call.weights_TK,
+        *lists,
+        out,
+        call.limit,
+        N=out.shape[1],
+        K=x.shape[1],
+        KC=call.ids_TK.shape[1],
+        UP=up,
+        BM=tile.rows,
+        BT=tile.tokens,
+        NW=tile.warps,
+        NS=tile.stages,
+        U=tile.unrolled,
+        TILED=call.tiled,
+        ASM=not interpreted(),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **registers(tile.registers),
+    )
 
 
 def _round(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     values = x.numel()
     round_rows[(triton.cdiv(values, 4096),)](
-        x, out, values, BLOCK=call.block, SIZE=4096, ORDER=40, PDL=False, num_warps=8
+        x, out, values, BLOCK=call.block, SIZE=4096, ORDER=41 if call.tiled else 40, PDL=False, num_warps=8
     )

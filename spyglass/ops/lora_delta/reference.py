@@ -1,4 +1,4 @@
-"""What adapters add to a linear map: a low-rank product per row, each row by the adapter in its own slot (design 7)."""
+"""What adapters add to a linear map: a low-rank product per row, each row by the adapter in its own slot."""
 
 from __future__ import annotations
 

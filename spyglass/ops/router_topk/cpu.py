@@ -22,6 +22,7 @@ def router_topk(
     picture_T: torch.Tensor | None = None,
     forced_TK: torch.Tensor | None = None,
     forced_row_T: torch.Tensor | None = None,
+    positions_T: torch.Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.py`. Raises DeviceError for an input that wants a gradient or a dtype without kernel."""
@@ -35,6 +36,7 @@ def router_topk(
     picture_T = None if picture_T is None else picture_T.contiguous()
     forced_TK = None if forced_TK is None else native.int32(forced_TK)
     forced_row_T = None if forced_row_T is None else forced_row_T.to(torch.int64).contiguous()
+    positions_T = None if positions_T is None else native.int32(positions_T)
     ids_TK = torch.empty((rows, k), dtype=torch.int32)
     weights_TK = torch.empty((rows, k))
     (kernels or native.best()).router(
@@ -52,6 +54,7 @@ def router_topk(
         native.address(picture_T),
         native.address(forced_TK),
         native.address(forced_row_T),
+        native.address(positions_T),
         ids_TK.data_ptr(),
         weights_TK.data_ptr(),
         torch.get_num_threads(),

@@ -16,12 +16,14 @@ def router_topk(
     picture_T: torch.Tensor | None = None,
     forced_TK: torch.Tensor | None = None,
     forced_row_T: torch.Tensor | None = None,
+    positions_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s_TE = sqrt(softplus(x · Wᵀ)) in full fp32; ids_TK int32 = top-k of s + bias; weights_TK fp32 = scale · s / Σ s.
 
     Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
     take `forced_TK` when it is given (hash layers), or row `forced_row_T` (int64) of it where it is a table; weights
-    come from s in every case. Ties go to the lowest expert id.
+    come from s in every case. Ties go to the lowest expert id. Padding rows (`positions_T` int32 is -1) get ids
+    -1 and weights 0.
     """
     square_TE = torch.nn.functional.softplus(x_TC.float() @ weight_EC.float().mT)
     # the root has no gradient at 0, where a very negative product underflows to
@@ -36,4 +38,8 @@ def router_topk(
         ids_TK = forced_TK if picture_T is None else torch.where(picture_T[:, None], ids_TK, forced_TK)
     weights_TK = scores_TE.gather(1, ids_TK)
     weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True) * scale
-    return ids_TK.to(torch.int32), weights_TK
+    ids_TK = ids_TK.to(torch.int32)
+    if positions_T is not None:
+        padding_T1 = positions_T[:, None] < 0
+        ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
+    return ids_TK, weights_TK

@@ -21,6 +21,7 @@ def router_topk(
     picture_T: torch.Tensor | None = None,
     forced_TK: torch.Tensor | None = None,
     forced_row_T: torch.Tensor | None = None,
+    positions_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.py`, which also serves gradients and float64."""
     if learns(x_TC, weight_EC, bias_E) or x_TC.dtype == torch.float64:
@@ -34,6 +35,7 @@ def router_topk(
             picture_T=picture_T,
             forced_TK=forced_TK,
             forced_row_T=forced_row_T,
+            positions_T=positions_T,
         )
     from spyglass.ops.router_topk.triton_kernel import choose, project
 
@@ -51,5 +53,6 @@ def router_topk(
         picture_T=picture_T,
         forced_TK=None if forced_TK is None else forced_TK.contiguous(),
         forced_row_T=forced_row_T,
+        positions_T=positions_T,
     )
     return ids_TK, weights_TK

@@ -72,7 +72,7 @@ def test_cells_are_padded_to_whole_ones(grid: tuple[int, int], cells: int) -> No
     assert num_cells(grid, 3) == cells
 
 
-# Field report 25: 448x448, 640x480 and 1x1 on V4.1 make 1521 + 1610 + 1521 patches and 169 + 192 + 169 image positions.
+# 448x448, 640x480 and 1x1 on V4.1 make 1521 + 1610 + 1521 patches and 169 + 192 + 169 image positions.
 REPORT = dataclasses.replace(V4, layout="reading", max_tokens=1024)
 GRIDS = [(39, 39), (35, 46), (39, 39)]
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import fp8
 from spyglass.quant.packed import Packed
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import sequence_input
 from spyglass.text.step import Step, make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
@@ -93,8 +94,9 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     kinds[PICTURE] = 2
     ids = np.where(kinds >= 0, -1, random_text(LENGTH)).astype(np.int32)
     memory = Memory(text=config.text, dtype=dtype, sequences=1, length=LENGTH)
-    rows = SequenceStep(ids_n=ids, kinds_n=kinds, start=0, tables=memory.tables[0], logit_rows=[])
-    batch, cache = assemble([rows], config.text, memory.page_rows, memory.pages)
+    rows = sequence_input(ids, kinds, 0, memory.tables[0], [])
+    frame = Frames(config.text, memory.page_rows).exact(rows, memory.pages)
+    batch, cache = frame.batch, frame.cache
     engram = {
         layer: torch.from_numpy(found).to(torch.bfloat16).to(dtype)
         for layer, found in small_store(config).rows(ids, kinds, np.full(3, -1, np.int32)).items()
@@ -106,7 +108,7 @@ def setting(request: pytest.FixtureRequest) -> Setting:
         mode=mode,
         model=model,
         other=other,
-        step=make_step(batch, cache, text._ropes, config.text.layers),
+        step=make_step(batch, cache, text.ropes, config.text.layers),
         cache=cache,
         streams=streams,
         picture=kinds >= 0,
@@ -150,7 +152,7 @@ def test_every_layer_agrees_given_the_same_inputs(setting: Setting, ran: Ran) ->
 def test_the_head_agrees(setting: Setting, ran: Ran) -> None:
     streams, pre = ran.ours[-1]
     with torch.inference_mode():
-        normed = setting.model.text.norm(setting.model.text._collapse(streams, pre))
+        normed = setting.model.text.norm(setting.model.options.build.ops.hyper_collapse(streams, pre))
         logits = setting.model.logits(normed, torch.arange(LENGTH))
     setting.same(logits, setting.other.logits(streams.double().numpy(), pre.double().numpy()), "logits")
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from spyglass.batch.assemble import SequenceStep, assemble
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config import YarnScaling
 from spyglass.layers.rope import rope_frequencies
+from spyglass.runtime.frame import Frames
+from spyglass.runtime.step_input import join_inputs, sequence_input
 from spyglass.text.step import make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
@@ -33,14 +34,11 @@ def one_step(model: Any, slots: tuple[int, ...] = (0,), **changes: Any) -> tuple
     text = model.config.text
     memory = Memory(text=text, dtype=torch.float32, sequences=len(slots), length=LENGTH)
     ids, kinds = random_text(LENGTH).astype(np.int32), np.full(LENGTH, -1, np.int8)
-    rows = [
-        SequenceStep(ids_n=ids, kinds_n=kinds, start=0, tables=memory.tables[number], logit_rows=[], slot=slot)
-        for number, slot in enumerate(slots)
-    ]
-    batch, cache = assemble(rows, text, memory.page_rows, memory.pages)
+    rows = [sequence_input(ids, kinds, 0, memory.tables[number], [], slot=slot) for number, slot in enumerate(slots)]
+    frame = Frames(text, memory.page_rows).exact(join_inputs(rows), memory.pages)
     found = small_store(model.config).rows(ids, kinds, np.full(3, -1, np.int32))
     engram = {layer: torch.from_numpy(value).repeat(len(slots), 1) for layer, value in found.items()}
-    return replace(batch, engram_rows=engram, **changes), cache
+    return replace(frame.batch, engram_rows=engram, **changes), frame.cache
 
 
 def test_the_printed_frequencies() -> None:
@@ -60,7 +58,7 @@ def test_captured_streams_are_those_that_enter_a_layer_with_its_memory_added(mod
     with torch.inference_mode():
         _, captured = model.text(streams, batch, cache)
     assert sorted(captured) == [0, 4, 8] and torch.equal(captured[0], streams)
-    step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+    step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
     state, pre = streams, torch.zeros(LENGTH, 3)
     pre[:, 0] = 1
     with torch.inference_mode():
@@ -77,7 +75,7 @@ def test_a_memory_that_nothing_asks_for_comes_in_by_the_least_gate_and_has_a_gra
     """Spec v41 5.4: streams of zeros give d = 0, so the gate is σ(sqrt(1e-6)); the root alone has no slope there."""
     batch, cache = one_step(model)
     layer = model.text.layers[1]
-    step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+    step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
     streams = torch.zeros(LENGTH, 3, model.config.text.hidden_size, requires_grad=True)
     out = layer.recall(streams, step)
     value = layer.engram.wkv(batch.engram_rows[1])[:, -model.config.text.hidden_size :].float()
@@ -142,7 +140,7 @@ def test_a_reindex_layer_has_index_weights_of_its_own(model: Any) -> None:
     batch, cache = one_step(model)
 
     def picks() -> dict[int, Any]:
-        step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+        step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
         state, pre = model.embed(batch), torch.zeros(LENGTH, 3)
         pre[:, 0] = 1
         with torch.inference_mode():

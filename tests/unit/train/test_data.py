@@ -92,7 +92,7 @@ def test_tool_calls_are_learnt_and_their_results_are_not(learner: Learner) -> No
 
 
 def test_all_text_may_be_learnt_but_never_a_picture_or_the_first_token(learner: Learner) -> None:
-    """Field report 73: positions of pictures are no targets."""
+    """Positions of pictures are no targets."""
     messages = [shown(picture()), ANSWER]
     sample = Learner(learner.config, learner.tokenizer, loss_on="all").sample(messages)
     is_text = sample.prompt.ids_T >= 0

@@ -167,7 +167,6 @@ def test_what_is_computed_again_is_not_kept() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_adapter_that_has_not_been_trained_changes_no_bit(name: str) -> None:
-    """Field report 69."""
     model, feed = family(name), feed_of(name)
     samples = samples_for(model)
     before = step_logits(model, pack(samples, model.config, dtype=torch.float32, engram=feed))

@@ -78,7 +78,7 @@ def served_logits(model: VisionLanguageModel, name: str, samples: list[Sample], 
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_trained_is_what_is_served(name: str, released: bool, tmp_path: Path) -> None:
-    """Field report 69: after 20 steps, log-probabilities of 64 prompts in the trainer, eight packed in a step, and of
+    """After 20 steps, log-probabilities of 64 prompts in the trainer, eight packed in a step, and of
     an engine with the adapter loaded. In float32 they differ by rounding of sums; as released, in bfloat16 on packed
     weights, nearly all are the same bits: where a sum rounds to another bf16, a code or the choice of an expert turns.
     """

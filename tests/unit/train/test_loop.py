@@ -118,7 +118,7 @@ def test_a_time_limit_saves_and_stops(tmp_path: Path) -> None:
 
 
 def test_two_micro_batches_are_one_batch_of_their_targets(tmp_path: Path) -> None:
-    """Field report 73: 10 and 30 targets in two micro-batches, or 40 in one, are the same step."""
+    """10 and 30 targets in two micro-batches, or 40 in one, are the same step."""
     cut, whole = Toy(counts=(10, 30)), Toy(counts=(40,))
     cut.drop = whole.drop = 0.0
     assert [cut.loss(number).targets for number in (0, 1)] == [10, 30]

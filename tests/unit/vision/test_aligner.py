@@ -46,7 +46,7 @@ def aligner(width: int, first: np.ndarray, second: np.ndarray, bias: tuple[float
 
 
 def report_rows() -> torch.Tensor:
-    """Field report 27: value 1000 · row + 10 · column + channel on a 3 x 3 grid with 2 channels."""
+    """Value 1000 · row + 10 · column + channel on a 3 x 3 grid with 2 channels."""
     return torch.tensor([[1000.0 * y + 10 * x + c for c in range(2)] for y in range(3) for x in range(3)])
 
 
