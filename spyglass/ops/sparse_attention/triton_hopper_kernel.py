@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 # its name since Triton 3.8, and the one before
-_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
