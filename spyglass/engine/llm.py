@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
@@ -35,6 +35,7 @@ from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
+from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
@@ -286,6 +287,16 @@ class LLM:
         """
         file = read_beside(find_adapter(directory, self._path), self.loaded.device)
         self.lora.attach(adapter_name(name), file, factor=factor)
+
+    def new_adapter(
+        self, targets: Iterable[str], *, rank: int, alpha: float, rslora: bool = False, seed: int = 0
+    ) -> TrainableAdapter:
+        """A fresh adapter to train beside every module of the groups `targets`; see `lora.new.TrainableAdapter`.
+
+        Raises:
+            AdapterError: a group cannot be trained, rank or alpha mean nothing, or the model holds another adapter.
+        """
+        return new_adapter(self.loaded.model, targets, rank=rank, alpha=alpha, rslora=rslora, seed=seed)
 
     def remove_adapter(self, name: str) -> None:
         """Give the memory of an adapter back.
