@@ -39,7 +39,7 @@ STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
 MIN_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +289,9 @@ def host_memory() -> Device:
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     ):
-        limit, used = (_read_number(_CGROUP / file) for file in (limit_file, used_file))
+        limit, used = (_read_number(CGROUP / file) for file in (limit_file, used_file))
         if limit is not None and limit < total:
-            held = (used or 0) - _cached_files((_CGROUP / used_file).with_name("memory.stat"), cached)
+            held = (used or 0) - _cached_files((CGROUP / used_file).with_name("memory.stat"), cached)
             total, free = limit, min(free, max(limit - held, 0))
     return Device("this machine's memory", total, free)
 

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         return run_file(llm, args.batch, output)
     if args.question and os.path.isfile(args.question):
         _note(f"the question is the name of a file; to show it as a picture: --image {args.question}")
-    talk = _Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
+    talk = Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
     for turn, question in enumerate(questions):
         talk.ask(question, args.image if turn == 0 else ())
     return 0
@@ -156,7 +156,7 @@ def _adapters(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     return {ADAPTER: args.lora[0]} if args.lora else {}
 
 
-class _Talk:
+class Talk:
     """A conversation so far, and how it is answered."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, thinking: bool, effort: Any, stream: bool) -> None:

@@ -39,7 +39,7 @@ from spyglass.runtime.steps import ModelParts
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
-_LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
+LOGITS_AT_ONCE = 1 << 24  # elements of one block of logits when every row is wanted
 _Masking = Callable[[], torch.Tensor] | None  # next tokens of rows that follow a grammar, once known
 
 
@@ -288,7 +288,7 @@ class Engine:
 
     def _score(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Logits of all rows of those who want them, in blocks so that no second [T, V] exists."""
-        step = max(1, _LOGITS_AT_ONCE // self._config.text.vocab_size)
+        step = max(1, LOGITS_AT_ONCE // self._config.text.vocab_size)
         for chunk, first in zip(chunks, output.first, strict=True):
             sequence = chunk.sequence
             stop = min(chunk.stop, len(sequence.prompt))

@@ -133,7 +133,7 @@ class LLM:
             with_room(options, self.loaded, engram_feed),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
-            banned=self._never_drawn(),
+            banned=self.banned_tokens(),
             token_bytes=token_bytes,
             grammars=None
             if token_bytes is None
@@ -379,7 +379,7 @@ class LLM:
         self._deltas.pop(request, None)
         self._users.pop(request, None)
 
-    def _never_drawn(self) -> set[int]:
+    def banned_tokens(self) -> set[int]:
         """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:

@@ -35,7 +35,7 @@ from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.errors import CapacityError, SpyglassError
 
-_GROWTH = 64  # tokens; steps that all can take before memory may be short again
+GROWTH = 64  # tokens; steps that all can take before memory may be short again
 _PASSING = 16  # how many behind the head may be asked whether they fit
 
 
@@ -51,11 +51,11 @@ class Scheduler:
     """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens."""
 
     def __init__(self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache) -> None:
-        self._allocator, self._prefixes = allocator, prefixes
+        self.allocator, self._prefixes = allocator, prefixes
         self._step_tokens = step_tokens
         self._step = 0
-        self._waiting: list[TokenSequence] = []
-        self._running: list[TokenSequence] = []
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
         self._changed = False  # somebody came or went; until then the memory for others only shrinks
         self._jumped = False  # a long piece went first in the last step
         self.preemptions = 0
@@ -63,12 +63,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without memory yet."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold memory."""
-        return len(self._running)
+        return len(self.running)
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence.
@@ -82,8 +82,8 @@ class Scheduler:
                 f"a picture of this prompt takes {piece} tokens in one piece, a step has max_step_tokens "
                 f"{self._step_tokens}; raise it to at least {piece}"
             )
-        self._allocator.refuse_if_never(sequence.length + sequence.limit)
-        self._waiting.append(sequence)
+        self.allocator.refuse_if_never(sequence.length + sequence.limit)
+        self.waiting.append(sequence)
         self._changed = True
 
     def schedule(self) -> list[Chunk]:
@@ -94,16 +94,16 @@ class Scheduler:
         """
         self._step += 1
         self._admit()
-        for sequence in self._running:
+        for sequence in self.running:
             if sequence.pending > 1:
                 self._prefixes.resume(sequence)
-        if done := [sequence for sequence in self._running if sequence.pending < 1]:
+        if done := [sequence for sequence in self.running if sequence.pending < 1]:
             raise StuckError(done, "nothing of this request is left to run, and it has not ended")
         chunks: list[Chunk] = []
         while not chunks and (shares := self._share()):
             chunks = self._with_memory(shares)
-        if not chunks and (self._running or self._waiting):
-            raise StuckError(self._running or [self._waiting[0]], "no step can be made for this request")
+        if not chunks and (self.running or self.waiting):
+            raise StuckError(self.running or [self.waiting[0]], "no step can be made for this request")
         for chunk in chunks:
             chunk.sequence.served = self._step
         return chunks
@@ -112,10 +112,10 @@ class Scheduler:
         """Forget a sequence, wherever it is, and free its memory."""
         self._changed = True
         if sequence.row is None:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             return
-        self._running.remove(sequence)
-        self._allocator.release(sequence.row)
+        self.running.remove(sequence)
+        self.allocator.release(sequence.row)
         sequence.row = None
         sequence.image_rows.clear()
 
@@ -123,42 +123,42 @@ class Scheduler:
         if not self._changed:
             return
         self._changed = False
-        while self._waiting and self._admit_head(self._waiting[0]):
+        while self.waiting and self._admit_head(self.waiting[0]):
             pass
-        for sequence in self._waiting[1 : 1 + _PASSING]:
+        for sequence in self.waiting[1 : 1 + _PASSING]:
             if self._fits(sequence):
                 self._start(sequence)
 
     def _admit_head(self, head: TokenSequence) -> bool:
         """Admit the first of the queue, if it fits once all younger ones have given way; whether it did."""
-        older = sum(s.request_id < head.request_id for s in self._running)
+        older = sum(s.request_id < head.request_id for s in self.running)
         if not self._fits(head, beside=older):
             return False
         while not self._fits(head):
-            assert self._running[-1].request_id > head.request_id, "only guests give way, or two would in turn for ever"
+            assert self.running[-1].request_id > head.request_id, "only guests give way, or two would in turn for ever"
             self._preempt()
         self._start(head)
         return True
 
     def _fits(self, sequence: TokenSequence, beside: int | None = None) -> bool:
         """Whether there are a row and memory for it beside so many of the oldest that run (None = all of them)."""
-        others = self._running[:beside]
-        lengths = [s.length + _GROWTH for s in (*others, sequence)]
-        rows = self._allocator.num_free_rows + len(self._running) - len(others)
-        return rows > 0 and (not others or self._allocator.has_room(lengths))
+        others = self.running[:beside]
+        lengths = [s.length + GROWTH for s in (*others, sequence)]
+        rows = self.allocator.num_free_rows + len(self.running) - len(others)
+        return rows > 0 and (not others or self.allocator.has_room(lengths))
 
     def _start(self, sequence: TokenSequence) -> None:
-        self._waiting.remove(sequence)
-        sequence.row = self._allocator.admit()
+        self.waiting.remove(sequence)
+        sequence.row = self.allocator.admit()
         sequence.served = self._step - 1
-        insort(self._running, sequence, key=_age)
+        insort(self.running, sequence, key=_age)
 
     def _share(self) -> list[Chunk]:
         """Who gets how many tokens, as if memory were no matter; oldest first."""
-        if len(self._running) <= self._step_tokens and all(s.pending == 1 for s in self._running):
+        if len(self.running) <= self._step_tokens and all(s.pending == 1 for s in self.running):
             self._jumped = False
-            return [Chunk(s, s.computed, s.length) for s in self._running]
-        prompts = sum(s.pending > 1 for s in self._running)
+            return [Chunk(s, s.computed, s.length) for s in self.running]
+        prompts = sum(s.pending > 1 for s in self.running)
         quantum = max(1, self._step_tokens // (2 * max(1, prompts)))
         left = self._step_tokens
         stops: dict[int, int] = {}
@@ -168,7 +168,7 @@ class Scheduler:
             stops[sequence.request_id] = stop
             left -= stop - sequence.computed
         chunks = []
-        for sequence in self._running:
+        for sequence in self.running:
             before = stops[sequence.request_id]
             stop = sequence.cut_at_most(min(before + left, sequence.length)) if left else before
             left -= stop - before
@@ -180,7 +180,7 @@ class Scheduler:
         """The order in which the running take their quantum or their next piece."""
         easy: list[TokenSequence] = []
         hard: list[TokenSequence] = []
-        for sequence in sorted(self._running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
+        for sequence in sorted(self.running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
             (easy if sequence.next_piece() <= quantum else hard).append(sequence)
         taken = sum(min(quantum, sequence.pending) for sequence in easy)
         crowded = bool(hard) and taken + hard[0].next_piece() > self._step_tokens
@@ -194,23 +194,23 @@ class Scheduler:
         for chunk in chunks:
             while chunk.sequence.row is not None and not self._reserve([chunk]):
                 if not self._prefixes.evict_one():
-                    if len(self._running) == 1:
-                        raise StuckError(self._running, "the memory of this request was promised and is not there")
+                    if len(self.running) == 1:
+                        raise StuckError(self.running, "the memory of this request was promised and is not there")
                     self._preempt()
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
-        return self._allocator.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
+        return self.allocator.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
 
     def _preempt(self) -> None:
         """Send the youngest running sequence back into the queue."""
-        sequence = self._running.pop()
+        sequence = self.running.pop()
         assert sequence.row is not None
         self._prefixes.store(sequence, sequence.computed)
-        self._allocator.release(sequence.row)
+        self.allocator.release(sequence.row)
         sequence.restart()
-        insort(self._waiting, sequence, key=_age)
+        insort(self.waiting, sequence, key=_age)
         self.preemptions += 1
         self._changed = True
 

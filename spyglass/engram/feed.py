@@ -65,9 +65,9 @@ class EngramFeed:
         query_start_S: NDArray[np.int32],
     ) -> Rows:
         wanted = self.store.row_ids(ids_T, kinds_T, lookback_SL, query_start_S)
-        return {layer: self._values(layer, rows_TJ).view(len(ids_T), -1) for layer, rows_TJ in wanted.items()}
+        return {layer: self.values_of(layer, rows_TJ).view(len(ids_T), -1) for layer, rows_TJ in wanted.items()}
 
-    def _values(self, layer: int, rows_TJ: NDArray[np.int64]) -> torch.Tensor:
+    def values_of(self, layer: int, rows_TJ: NDArray[np.int64]) -> torch.Tensor:
         """Decoded rows [T * J, head_dim]; what crosses to the device are the stored bytes."""
         table = self._tables.get(layer)
         if table is None:

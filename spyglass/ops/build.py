@@ -41,9 +41,9 @@ _X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
 }
 PLAIN = "plain"  # no flags: 16-byte vectors, which every 64-bit processor has
-_SOURCES = Path(__file__).with_name("csrc")
+SOURCES = Path(__file__).with_name("csrc")
 _UNFINISHED = ".unfinished-"  # in the name of a folder, behind that of the library that is built in it
-_WORD_EVERY, _LOOK_EVERY = 15.0, 0.2  # seconds
+WORD_EVERY, _LOOK_EVERY = 15.0, 0.2  # seconds
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w")
 
@@ -72,7 +72,7 @@ def why_not() -> str | None:
     """
     if sys.platform != "linux":
         return f"the CPU kernels are built on Linux only, this is {sys.platform}"
-    if _compiler() is None:
+    if find_compiler() is None:
         return "no C++ compiler was found (g++); install one, then run python -m spyglass.ops.build"
     path = library_path(isas()[0])
     note = _failure_note(path)
@@ -90,15 +90,15 @@ def usable(device_type: str, dtype: str) -> bool:
 
 
 @cache
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
 def library_path(isa: str) -> Path:
     """Where the library for `isa` lies once it is built."""
-    compiler = Path(_compiler() or "none").resolve()
+    compiler = Path(find_compiler() or "none").resolve()
     parts = [
-        path.name.encode() + path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.suffix in (".h", ".cpp")
+        path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp")
     ]
     stamp = compiler.stat().st_mtime_ns if compiler.exists() else 0
     parts.append(repr((str(compiler), stamp, _FLAGS, _flags_of(isa), _openmp_runtime())).encode())
@@ -146,7 +146,7 @@ def build(isa: str) -> Path:
         with path.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)
             if not path.exists():
-                _compile(isa, path)
+                compile_library(isa, path)
     except OSError as error:
         raise DeviceError(
             f"the CPU kernels could not be stored in {path.parent}: {error}; use ops='reference'"
@@ -176,7 +176,7 @@ def _wait_for(lock: TextIO) -> None:
     began = told = time.monotonic()
     while not _take(lock):
         time.sleep(_LOOK_EVERY)
-        if time.monotonic() - told >= _WORD_EVERY:
+        if time.monotonic() - told >= WORD_EVERY:
             told = time.monotonic()
             _LOG.warning("another process builds the CPU kernels; waited for it for %.0f s", told - began)
 
@@ -192,12 +192,12 @@ def prepare() -> bool:
     return True
 
 
-def _compile(isa: str, path: Path) -> None:
-    compiler, runtime = _compiler(), _openmp_runtime()
+def compile_library(isa: str, path: Path) -> None:
+    compiler, runtime = find_compiler(), _openmp_runtime()
     if compiler is None:
         raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")
     with tempfile.TemporaryDirectory(prefix=path.stem + _UNFINISHED, dir=path.parent) as folder:
-        sources = sorted(_SOURCES.glob("*.cpp"))
+        sources = sorted(SOURCES.glob("*.cpp"))
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         commands = [
             [compiler, *_FLAGS, *_flags_of(isa), "-c", str(source), "-o", target]
@@ -220,7 +220,7 @@ def _compile(isa: str, path: Path) -> None:
 def _results(runs: Sequence[Future[subprocess.CompletedProcess[str]]]) -> list[subprocess.CompletedProcess[str]]:
     """What compilers said, in order; from time to time a line tells how many of them are done."""
     began = time.monotonic()
-    while not_done := wait(runs, timeout=_WORD_EVERY).not_done:
+    while not_done := wait(runs, timeout=WORD_EVERY).not_done:
         done, spent = len(runs) - len(not_done), time.monotonic() - began
         _LOG.warning("building the CPU kernels: %d of %d files after %.0f s", done, len(runs), spent)
     return [run.result() for run in runs]

@@ -16,7 +16,7 @@ from spyglass.quant.packed import Packed
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-_VALUES_AT_ONCE = 1 << 18  # temporaries that stay in a processor's cache
+VALUES_AT_ONCE = 1 << 18  # temporaries that stay in a processor's cache
 _VALUES_AT_ONCE_ON_GPU = 1 << 26  # few launches, temporaries small beside the model
 
 
@@ -61,7 +61,7 @@ def decode(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out_features, in_features = packed.shape[-2:]
     # stacked matrices whose rows fill their last scale block are one tall matrix
     height = len(data) if out_features % rows == 0 else out_features
-    at_once = _VALUES_AT_ONCE if data.device.type == "cpu" else _VALUES_AT_ONCE_ON_GPU
+    at_once = VALUES_AT_ONCE if data.device.type == "cpu" else _VALUES_AT_ONCE_ON_GPU
     chunk = max(at_once // max(in_features, 1) // rows, 1) * rows
     result = torch.empty((len(data), in_features), dtype=dtype, device=data.device)
     for first in range(0, len(data), max(height, 1)):

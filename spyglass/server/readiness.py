@@ -19,7 +19,7 @@ from spyglass.errors import OverloadedError, SpyglassError
 from spyglass.prompt.build import Part, prompt_from_parts
 
 STALL_S = 120.0  # a step that takes longer is taken for stuck
-_AGAIN_S = 0.5  # between trials while the server is full
+AGAIN_S = 0.5  # between trials while the server is full
 _OK = "ok"
 _STARTING = "not tried yet"
 _LOG = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Readiness:
             try:
                 return await self._draw(trial)
             except OverloadedError:  # clients took all places first, which says nothing of the feature
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
             except SpyglassError as error:
                 return str(error)
             except Exception as error:  # a task's top frame: whatever broke must show

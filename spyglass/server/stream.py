@@ -19,8 +19,8 @@ from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint
 from spyglass.server.log import Record
 
-_QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
-_UNREAD_S = 300.0  # a reader that takes nothing for so long has gone without a word
+QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
+UNREAD_S = 300.0  # a reader that takes nothing for so long has gone without a word
 _ALIVE = b": alive\n\n"
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -111,7 +111,7 @@ async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: M
 async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
     while True:
         try:
-            async with asyncio.timeout(_QUIET_S):
+            async with asyncio.timeout(QUIET_S):
                 return await submission.deltas()
         except TimeoutError:
             await _send_body(_ALIVE, send)
@@ -122,7 +122,7 @@ async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
     if not chunk and more:
         return
     try:
-        async with asyncio.timeout(_UNREAD_S):
+        async with asyncio.timeout(UNREAD_S):
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
     except TimeoutError:
         raise ClientDisconnect from None

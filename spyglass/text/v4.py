@@ -50,14 +50,14 @@ class V4Backbone(nn.Module):
         self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self._ropes = make_ropes(text.layers, parts.build.device)
+        self.ropes = make_ropes(text.layers, parts.build.device)
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden rows [T, C], normed, and the output streams [T, M, C] of the layers in `batch.capture`."""
         captured: dict[int, torch.Tensor] = {}
-        step = make_step(batch, cache, self._ropes, self._plans)
+        step = make_step(batch, cache, self.ropes, self._plans)
         for index, layer in enumerate(self.layers):
             streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
             if index in batch.capture:

@@ -61,14 +61,14 @@ class V41Backbone(nn.Module):
         self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self._ropes = make_ropes(text.layers, parts.build.device)
-        self._collapse = parts.build.ops.hyper_collapse
+        self.ropes = make_ropes(text.layers, parts.build.device)
+        self.collapse = parts.build.ops.hyper_collapse
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Hidden rows [T, C], normed, and the streams [T, M, C] that enter the layers in `batch.capture`."""
-        step = make_step(batch, cache, self._ropes, self._plans)
+        step = make_step(batch, cache, self.ropes, self._plans)
         captured: dict[int, torch.Tensor] = {}
         pre_TM = torch.zeros(streams_TMC.shape[:2], dtype=torch.float32, device=streams_TMC.device)
         pre_TM[:, 0] = 1.0
@@ -78,4 +78,4 @@ class V41Backbone(nn.Module):
             if index in batch.capture:
                 captured[index] = streams_TMC
             streams_TMC, pre_TM = self.run_layer(layer, streams_TMC, pre_TM, step, cache)
-        return self.norm(self._collapse(streams_TMC, pre_TM)), captured
+        return self.norm(self.collapse(streams_TMC, pre_TM)), captured

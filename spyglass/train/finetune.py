@@ -215,7 +215,7 @@ def _learner(config: TrainConfig) -> Learner:
 
 
 def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.Tensor], feed: Feed) -> Task:
-    engram = _open_engram(config.model, loaded)
+    engram = open_engram_feed(config.model, loaded)
     of_pictures = [leaf for name, leaf in leaves.items() if group_of(name.rpartition(".")[0]) in VISION_GROUPS]
 
     def loss(number: int) -> MicroLoss:
@@ -235,7 +235,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
     return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model, feed))
 
 
-def _open_engram(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
+def open_engram_feed(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
     if loaded.config.text.engram is None:
         return None
     return EngramFeed(open_engram(folder, loaded.config), device=loaded.device, dtype=loaded.dtype)

@@ -52,7 +52,7 @@ def save_state(folder: Path, state: State) -> Path:
             (partial / f"part-{number:04d}.safetensors").write_bytes(safetensors.torch.save(part))
         facts = {"step": state.step, "shapes": shapes, "facts": dict(state.facts)}
         (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        _to_disk(partial)
+        to_disk(partial)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
     except OSError as error:
@@ -153,7 +153,7 @@ def _joined(pieces: Mapping[str, torch.Tensor], name: str, shape: list[int]) -> 
     return torch.cat(parts).view(shape)
 
 
-def _to_disk(folder: Path) -> None:
+def to_disk(folder: Path) -> None:
     """Make the files survive a loss of power before the folder gets its name."""
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)

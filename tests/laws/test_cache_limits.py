@@ -21,7 +21,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 def test_a_preempted_request_goes_on_from_what_the_cache_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
+    monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     world = make_world("v4")
     params = replace(SHOWN, max_tokens=30)
     prompts = [world.prompt([text(140, number)]) for number in (1, 2)]

@@ -131,7 +131,7 @@ def test_any_interleaving_of_50_requests_gives_each_what_it_gets_alone(
     caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With caches or without, and with caches that give way to requests for lack of memory."""
-    monkeypatch.setattr("spyglass.engine.scheduler._GROWTH", 0)  # memory runs out in the middle of answers
+    monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     engine = world.family.engine(world.model, step=43, cache_bytes=world.family.cache_bytes, **caches)
     done = play(engine, world.requests, np.random.default_rng(8))
     assert sorted(done) == list(range(REQUESTS))

@@ -31,7 +31,7 @@ exit 0
 PROGRAM = """
 import sys
 from spyglass.ops import build
-build._compiler = lambda: sys.argv[1]
+build.find_compiler = lambda: sys.argv[1]
 build.build(build.PLAIN)
 """
 
@@ -91,7 +91,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 def build_with(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build, "_compiler", lambda: str(compiler))
+    monkeypatch.setattr(build, "find_compiler", lambda: str(compiler))
     return build.build(build.PLAIN)
 
 
@@ -123,10 +123,10 @@ def test_a_build_under_way_keeps_its_folder_while_another_library_is_built(
 def test_who_wants_a_library_that_another_process_builds_waits_for_it_and_says_so(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "_WORD_EVERY", 0.01)
+    monkeypatch.setattr(build, "WORD_EVERY", 0.01)
     under_way = desk.start(desk.compiler("slow", waits=True))
     folders, compiled = desk.unfinished(), list[str]()
-    monkeypatch.setattr(build, "_compile", lambda isa, path: compiled.append(isa))
+    monkeypatch.setattr(build, "compile_library", lambda isa, path: compiled.append(isa))
 
     words = "another process builds the CPU kernels; waited for it for"
     helper = threading.Thread(target=desk.release_when, args=("slow", lambda: words in caplog.text))
@@ -141,8 +141,8 @@ def test_a_build_says_how_far_it_is(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(build, "_WORD_EVERY", 0.01)
-    total = len(list(build._SOURCES.glob("*.cpp")))
+    monkeypatch.setattr(build, "WORD_EVERY", 0.01)
+    total = len(list(build.SOURCES.glob("*.cpp")))
 
     words = f"building the CPU kernels: 0 of {total} files after 0 s"
     helper = threading.Thread(target=desk.release_when, args=("slow", lambda: words in caplog.text))

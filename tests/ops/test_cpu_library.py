@@ -23,7 +23,7 @@ from tests.ops.cpu_kernels import kernels
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without compiler and with an empty cache."""
-    monkeypatch.setattr(build, "_compiler", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -82,7 +82,7 @@ def test_a_failing_compiler_is_remembered_and_told(
     script = tmp_path / "g++"
     script.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setattr(build, "_compiler", lambda: str(script))
+    monkeypatch.setattr(build, "find_compiler", lambda: str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     isa = build.isas()[0]
     assert build.usable("cpu", "float32"), "nothing is compiled to answer this"

@@ -136,5 +136,5 @@ def test_blocks_of_queries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     _, keys, seq, visible, q, w = case()
     arguments = q, w, keys.pages, keys.table, ints(seq), ints(visible)
     whole = index_topk(*arguments, k=4, max_visible=23, stepwise=False)
-    monkeypatch.setattr("spyglass.ops.index_topk.reference._SCORES_AT_ONCE", 3 * 23 * 3)
+    monkeypatch.setattr("spyglass.ops.index_topk.reference.SCORES_AT_ONCE", 3 * 23 * 3)
     assert torch.equal(index_topk(*arguments, k=4, max_visible=23, stepwise=False), whole)

@@ -114,8 +114,8 @@ ONE_OR_MANY = [(1, 1 << 14), (2, 1 << 14), (8, 1 << 14), (8, 20)]  # experts in 
 
 def at_once(monkeypatch: pytest.MonkeyPatch, most: int, rows: int) -> None:
     """Let chunks be as on a GPU."""
-    monkeypatch.setattr(experts, "_experts_at_once", lambda *_: most)
-    monkeypatch.setattr(experts, "_ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(experts, "experts_at_once", lambda *_: most)
+    monkeypatch.setattr(experts, "ROWS_AT_ONCE", rows)
 
 
 @pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
@@ -295,8 +295,8 @@ def test_the_gradient_of_attention_is_that_of_the_reference(
     pool: bool, picks: str, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one part per sequence and in many, alone and several in a block."""
-    monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", logits_at_once)
-    monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(attention, "block_limit", lambda _: block_logits)
     # every row sees something: the reference has no gradient for one that does not
     call = sparse_attention(Source(torch.float32, padding=False), pool=pool, picks=picks)
     q, window, *places, sink = call.args
@@ -319,12 +319,12 @@ def test_a_block_of_attention_has_every_sequence_once_and_every_row_comes_once(
     block_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two parts of one sequence would add to the same rows of pages, in any order."""
-    monkeypatch.setattr(attention, "_LOGITS_AT_ONCE", 150)
-    monkeypatch.setattr(attention, "_block_limit", lambda _: block_logits)
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 150)
+    monkeypatch.setattr(attention, "block_limit", lambda _: block_logits)
     call = sparse_attention(Source(torch.float32), pool=True)
     _, _, table, seq, lo, hi, _ = call.args
     options = {key: call.options[key] for key in ("pool_table_SP", "visible_T")}
-    blocks = list(attention._blocks(attention._Places(table, seq, lo, hi, picks_TX=None, **options), 3))
+    blocks = list(attention.blocks_of(attention.KeyRows(table, seq, lo, hi, picks_TX=None, **options), 3))
     for block in blocks:
         sequences = [int(seq[part.first]) for part in block]
         assert len(set(sequences)) == len(sequences)

@@ -127,7 +127,7 @@ def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
 
 
 def test_a_reader_who_never_reads_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_UNREAD_S", 0.3)
+    monkeypatch.setattr(stream, "UNREAD_S", 0.3)
     engine = ScriptedEngine(lambda prompt, params: ["x" * 1000] * (params.max_tokens or 0))
     with scripted(llm, engine) as server:
         raw = ask(server, {"max_tokens": 8000, "stream": True})
@@ -344,7 +344,7 @@ def test_a_fault_in_the_middle_of_a_stream_becomes_its_last_event(
 
 
 def test_a_stream_that_is_silent_says_that_it_lives(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spyglass.server.stream._QUIET_S", 0.05)
+    monkeypatch.setattr("spyglass.server.stream.QUIET_S", 0.05)
     with scripted(llm, ScriptedEngine(pause_s=0.3)) as server:
         answer = server.post({"max_tokens": 2, "stream": True})
         assert answer.text.count(": alive\n\n") >= 4

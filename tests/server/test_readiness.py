@@ -91,7 +91,7 @@ def test_a_feature_that_ends_without_a_token_is_not_ready(llm: LLM) -> None:
 
 
 def test_a_server_that_is_full_while_it_starts_tries_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spyglass.server.readiness._AGAIN_S", 0.01)
+    monkeypatch.setattr("spyglass.server.readiness.AGAIN_S", 0.01)
     worker = EngineWorker(ScriptedEngine(), max_live=100)
     submit, refused = worker.submit, []
 

@@ -153,7 +153,7 @@ def test_a_container_has_its_limit_and_gets_cached_files_back(
     (folder / limit).write_text("1000\n")
     (folder / used).write_text("900\n")
     (folder / "memory.stat").write_text(f"anon 200\n{prefix}active_file 300\n{prefix}inactive_file 400\nslab 9\n")
-    monkeypatch.setattr(plan, "_CGROUP", tmp_path)
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
     assert (plan.host_memory().total, plan.host_memory().free) == (1000, 800)
     (folder / "memory.stat").unlink()
     assert plan.host_memory().free == 100

@@ -99,14 +99,14 @@ class PrefixCache:
     def __init__(self, allocator: CacheAllocator, limit_bytes: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self._allocator, self._limit, self._block = allocator, limit_bytes, block_tokens
         self._secret = secrets.token_bytes(_DIGEST_BYTES)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self.entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._tails: dict[bytes, dict[int, int]] = {}  # parent -> length of a tail -> entries
         self._held = {name: np.zeros(0, np.int32) for name in allocator.pools}  # entries per page
         self._bytes = 0
         self._queried = self._found = self._evictions = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def counts(self) -> PrefixCounts:
@@ -134,11 +134,11 @@ class PrefixCache:
             self._queried += sequence.length
         known = sequence.cached
         for name in self._matches(sequence):
-            entry = self._entries[name]
-            self._entries.move_to_end(name)
+            entry = self.entries[name]
+            self.entries.move_to_end(name)
             while not self._allocator.has_page_for(entry.snapshot) and self.evict_one():
                 pass
-            if name in self._entries and self._allocator.has_page_for(entry.snapshot):
+            if name in self.entries and self._allocator.has_page_for(entry.snapshot):
                 self._allocator.restore(sequence.row, entry.snapshot)
                 sequence.resume_from(entry.snapshot.tokens)
                 self._found += sequence.cached - known
@@ -167,21 +167,21 @@ class PrefixCache:
             parent=names.block(number),
             tail=tokens - number * self._block,
         )
-        self._entries[names.prefix(tokens)] = entry
+        self.entries[names.prefix(tokens)] = entry
         tails = self._tails.setdefault(entry.parent, {})
         tails[entry.tail] = tails.get(entry.tail, 0) + 1
         self._count(entry.snapshot, 1)
         while self._bytes > self._limit:
-            self._evict(next(iter(self._entries)))
+            self._evict(next(iter(self.entries)))
 
     def evict_one(self) -> bool:
         """Forget one snapshot so that pages become free, now or when more go; False when all are in use by sequences.
 
         Of those whose end alone can go, the least recently used: what it shares with shorter ones stays.
         """
-        name = next((name for name, entry in self._entries.items() if self._frees_pages(entry.snapshot)), None)
+        name = next((name for name, entry in self.entries.items() if self._frees_pages(entry.snapshot)), None)
         if name is None:
-            name = next((name for name, entry in self._entries.items() if self._has_spare(entry.snapshot)), None)
+            name = next((name for name, entry in self.entries.items() if self._has_spare(entry.snapshot)), None)
         if name is not None:
             self._evict(name)
         return name is not None
@@ -199,7 +199,7 @@ class PrefixCache:
         self._forget(name)
 
     def _forget(self, name: bytes) -> None:
-        entry = self._entries.pop(name)
+        entry = self.entries.pop(name)
         tails = self._tails[entry.parent]
         tails[entry.tail] -= 1
         if not tails[entry.tail]:
@@ -211,7 +211,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; that is no eviction, since room was not what was wanted."""
-        for name in list(self._entries):
+        for name in list(self.entries):
             self._forget(name)
 
     def _matches(self, sequence: TokenSequence) -> Iterator[bytes]:
@@ -221,15 +221,15 @@ class PrefixCache:
             for tail in sorted(self._tails.get(names.block(number), ()), reverse=True):
                 tokens = number * self._block + tail
                 name = names.prefix(tokens) if sequence.computed < tokens < sequence.length else b""
-                if name in self._entries:
+                if name in self.entries:
                     yield name
 
     def _touch(self, sequence: TokenSequence, tokens: int) -> bool:
         """Whether a prefix is known; if so it counts as used now."""
         name = self._names(sequence).prefix(tokens)
-        if name not in self._entries:
+        if name not in self.entries:
             return False
-        self._entries.move_to_end(name)
+        self.entries.move_to_end(name)
         return True
 
     def _names(self, sequence: TokenSequence) -> PrefixHashes:

@@ -29,7 +29,7 @@ from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 
-_KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
+KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
 MAX_GRAMMAR_CHARS = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
 
 
@@ -120,7 +120,7 @@ class GrammarCompiler:
     def _forget(self) -> None:
         """Keep what was asked for last, within the bounds."""
         while len(self._compiled) > 1 and (
-            len(self._compiled) > _KEPT or sum(seconds for _, seconds in self._compiled.values()) > _KEPT_SECONDS
+            len(self._compiled) > KEPT or sum(seconds for _, seconds in self._compiled.values()) > _KEPT_SECONDS
         ):
             self._compiled.popitem(last=False)
 

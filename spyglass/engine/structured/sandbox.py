@@ -13,8 +13,8 @@ from pathlib import Path
 from spyglass.engine.structured.compile import Words
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
-_KEPT = 2  # processes that wait for the next form, some 100 MB each
-_LONG = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
+KEPT = 2  # processes that wait for the next form, some 100 MB each
+LONG_SECONDS = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
 _WALL_SECONDS = 20.0  # on a machine that is too busy to give it that
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
@@ -29,7 +29,7 @@ class GrammarSandbox:
     def __init__(self, words: Words, *, cpu_seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
         self._words, self._limits = words, (cpu_seconds, wall_seconds)
         self._lock = threading.Lock()
-        self._waiting: list[_Process] = []
+        self.waiting: list[_Process] = []
 
     def seconds(self, kind: str, request: str) -> float:
         """CPU time that a form takes to compile. `request` is the JSON of its kind and value.
@@ -40,14 +40,14 @@ class GrammarSandbox:
             SpyglassError: no process can be started.
         """
         with self._lock:
-            process = self._waiting.pop() if self._waiting else None
+            process = self.waiting.pop() if self.waiting else None
         if process is None or process.ended:  # the system may end what waits, for its memory
             process = _Process(self._words, self._limits)
         wrong, seconds = process.ask(kind, request)
         with self._lock:
-            keeps = seconds < _LONG and len(self._waiting) < _KEPT
+            keeps = seconds < LONG_SECONDS and len(self.waiting) < KEPT
             if keeps:
-                self._waiting.append(process)
+                self.waiting.append(process)
         if not keeps:
             process.end()
         if wrong is not None:
@@ -71,17 +71,17 @@ class _Process:
             )
         except OSError as error:
             raise SpyglassError(f"the process that tries forms of answers cannot be started: {error}") from error
-        self._process = process
+        self.process = process
         self.end = weakref.finalize(self, _end, process)
         tokens = [word.decode("latin-1") for word in words.tokens]
         start = json.dumps([tokens, list(words.silent), list(words.ends), limits])
-        if json.loads(self._exchange(start) or "null") != "ready":
+        if json.loads(self.exchange(start) or "null") != "ready":
             raise SpyglassError(f"the process that tries forms of answers ended at once, with {process.wait()}")
 
     @property
     def ended(self) -> bool:
         """Whether it can be asked nothing any more."""
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def ask(self, kind: str, request: str) -> tuple[str | None, float]:
         """What is wrong with a form, None = nothing, and the seconds it took.
@@ -89,12 +89,12 @@ class _Process:
         Raises:
             PromptError, OverloadedError: the process ended over it.
         """
-        answer = self._exchange(request)
+        answer = self.exchange(request)
         if answer:
             wrong, seconds = json.loads(answer)
             return wrong, seconds
         cpu_seconds, wall_seconds = self._limits
-        ended = -self._process.wait()
+        ended = -self.process.wait()
         if ended == signal.SIGALRM:
             raise OverloadedError(
                 f"the {kind} asked for could not be compiled in {wall_seconds:g} s, so busy is this machine; send it "
@@ -104,9 +104,9 @@ class _Process:
         why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than there is"
         raise PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
 
-    def _exchange(self, line: str) -> str:
+    def exchange(self, line: str) -> str:
         """The line that comes back; empty if the process ends first."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
             stdin.write(line + "\n")

@@ -21,7 +21,7 @@ from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed
 
 _VALUES_AT_ONCE = 1 << 28  # of a decoded matrix: 512 MB in bfloat16
-_ROWS_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 1 << 14
 
 
 def experts_grouped(
@@ -37,7 +37,7 @@ def experts_grouped(
     pairs: Mapping[str, ExpertPair] | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. The choice `ids_TK` has no gradient; routing weights, plain matrices and pairs have one."""
-    layout = lay_out(ids_TK, w1.shape[0], _experts_at_once(x_TC.device, w1))
+    layout = lay_out(ids_TK, w1.shape[0], experts_at_once(x_TC.device, w1))
     if not layout.chunks:
         return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
     rows = [chunk.rows for chunk in layout.chunks]
@@ -58,7 +58,7 @@ def experts_grouped(
     return out_TC
 
 
-def _experts_at_once(device: torch.device, weight: Packed) -> int:
+def experts_at_once(device: torch.device, weight: Packed) -> int:
     """One on a CPU, where padding costs and launches do not; then values are the reference's bit for bit."""
     return 1 if device.type == "cpu" else max(_VALUES_AT_ONCE // (weight.shape[1] * weight.shape[2]), 1)
 
@@ -106,7 +106,7 @@ def lay_out(ids_TK: torch.Tensor, num_experts: int, at_once: int) -> Layout:
     chunks, first_E, rows = list[Chunk](), [0] * num_experts, 0
     while experts:
         height = loads[experts[0] + 1]
-        now, experts = _cut(experts, min(at_once, max(_ROWS_AT_ONCE // height, 1)))
+        now, experts = _cut(experts, min(at_once, max(ROWS_AT_ONCE // height, 1)))
         for number, expert in enumerate(now):
             first_E[expert] = rows + number * height
         chunks.append(Chunk(torch.tensor(now, device=device), height))

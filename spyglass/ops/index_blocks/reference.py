@@ -6,7 +6,7 @@ import torch
 
 from spyglass.ops.index_topk.reference import index_scores
 
-_SCORES_AT_ONCE = 1 << 24
+SCORES_AT_ONCE = 1 << 24
 
 
 def index_blocks(
@@ -29,7 +29,7 @@ def index_blocks(
     those of `index_topk`; a block without a visible entry is never listed. Ties go to the lowest block.
     """
     weights_TN = weights_TN * weight_scale
-    step = max(1, _SCORES_AT_ONCE // max(1, q_TNI.shape[1] * max_visible))
+    step = max(1, SCORES_AT_ONCE // max(1, q_TNI.shape[1] * max_visible))
     parts = []
     for t in range(0, len(q_TNI), step):
         rows = slice(t, t + step)

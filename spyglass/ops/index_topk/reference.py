@@ -6,7 +6,7 @@ import torch
 
 from spyglass.ops.sparse_attention.reference import flat_rows
 
-_SCORES_AT_ONCE = 1 << 24
+SCORES_AT_ONCE = 1 << 24
 
 
 def index_topk(
@@ -34,7 +34,7 @@ def index_topk(
     """
     weights_TN = weights_TN * weight_scale
     heads, x = q_TNI.shape[1], min(k, max_visible)
-    step = max(1, _SCORES_AT_ONCE // max(1, heads * max_visible))
+    step = max(1, SCORES_AT_ONCE // max(1, heads * max_visible))
     parts = [
         _pick(
             index_scores(

@@ -19,14 +19,14 @@ import torch
 from spyglass.ops.linear_block.training import multiply
 from spyglass.ops.sparse_attention.reference import flat_rows
 
-_LOGITS_AT_ONCE = 1 << 25  # of a part
+LOGITS_AT_ONCE = 1 << 25  # of a part
 _LOGITS_OF_A_BLOCK = 1 << 26
 _QUERIES_AT_ONCE = 256
 _ALIGNED = 8  # keys: what matrix units like, on a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class KeyRows:
     """Where keys lie and who sees them: all arguments of the op that have no gradient."""
 
     window_table_SP: torch.Tensor
@@ -56,7 +56,7 @@ def sparse_attention(
     pool_width: int = 0,
 ) -> torch.Tensor:
     """See `reference.py`. Picks must be different entries; the choice of them has no gradient."""
-    places = _Places(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
+    places = KeyRows(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
     out_THD: torch.Tensor = _Attention.apply(q_THD, window_NBD, pool_NBD, sink_H, places, scale)  # type: ignore[no-untyped-call]
     return out_THD
 
@@ -69,11 +69,11 @@ class _Attention(torch.autograd.Function):
         window_NBD: torch.Tensor,
         pool_NBD: torch.Tensor | None,
         sink_H: torch.Tensor,
-        places: _Places,
+        places: KeyRows,
         scale: float,
     ) -> torch.Tensor:
         rows, heads = q_THD.shape[:2]
-        blocks = [_Block.of(parts, q_THD.device) for parts in _blocks(places, heads)]
+        blocks = [_Block.of(parts, q_THD.device) for parts in blocks_of(places, heads)]
         # the last row is where padding goes
         out_THD = q_THD.new_empty(rows + 1, *q_THD.shape[1:])
         lse_TH = torch.empty(rows + 1, heads, dtype=torch.float32, device=q_THD.device)
@@ -173,7 +173,7 @@ class _Block:
         """Keys from the window and, where there is one, from the pool."""
         return [self.width, self.entries][:num_pages]
 
-    def sources(self, places: _Places, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def sources(self, places: KeyRows, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flat page rows [M, keys], window first; those that a part does not have are any."""
         seq_M, device = places.seq_T[self.rows_MQ[:, 0]], self.rows_MQ.device
         position = self.low_M[:, None] + torch.arange(self.width, device=device)
@@ -185,7 +185,7 @@ class _Block:
         return [row.clamp(min=0) for row in rows]
 
 
-def _blocks(places: _Places, heads: int) -> Iterator[list[_Part]]:
+def blocks_of(places: KeyRows, heads: int) -> Iterator[list[_Part]]:
     """All rows, as parts that are computed together; one read from the device.
 
     On a CPU every part is alone: padding costs there and launches do not. Sequences share no rows of pages, so sums
@@ -195,7 +195,7 @@ def _blocks(places: _Places, heads: int) -> Iterator[list[_Part]]:
     columns.append(torch.zeros_like(places.lo_T) if places.visible_T is None else places.visible_T)
     rows_4T = torch.stack(columns).cpu()
     borders = [0, *((rows_4T[0].diff() != 0).nonzero()[:, 0] + 1).tolist(), rows_4T.shape[1]]
-    limit = _block_limit(places.seq_T.device)
+    limit = block_limit(places.seq_T.device)
     each = [list(_parts(rows_4T, *border, heads)) for border in pairwise(borders) if border[0] < border[1]]
     for at_once in zip_longest(*each):
         block: list[_Part] = []
@@ -207,7 +207,7 @@ def _blocks(places: _Places, heads: int) -> Iterator[list[_Part]]:
         yield block
 
 
-def _block_limit(device: torch.device) -> int:
+def block_limit(device: torch.device) -> int:
     return 0 if device.type == "cpu" else _LOGITS_OF_A_BLOCK
 
 
@@ -222,7 +222,7 @@ def _fitting(rows_4T: torch.Tensor, first: int, stop: int, heads: int) -> Iterat
     sees = lo <= hi
     low, high = (int(lo[sees].min()), int(hi[sees].max())) if sees.any() else (0, 0)
     part = _Part(first, stop, low, high, max(int(visible.max()), 0))
-    if stop - first == 1 or part.logits(heads) <= _LOGITS_AT_ONCE:
+    if stop - first == 1 or part.logits(heads) <= LOGITS_AT_ONCE:
         yield part
         return
     middle = (first + stop) // 2
@@ -231,7 +231,7 @@ def _fitting(rows_4T: torch.Tensor, first: int, stop: int, heads: int) -> Iterat
 
 
 def _keys(
-    block: _Block, pages: Sequence[torch.Tensor], places: _Places, dtype: torch.dtype
+    block: _Block, pages: Sequence[torch.Tensor], places: KeyRows, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [M, K, D] of `dtype`, 0 where no row sees them, and which of its keys each row sees, bool [M, Q, K]."""
     rows, device = block.rows_MQ, block.rows_MQ.device
@@ -252,7 +252,7 @@ def _logits(q_MQHD: torch.Tensor, keys_MKD: torch.Tensor, seen_MQK: torch.Tensor
     return logits.masked_fill_(~seen_MQK[:, :, None], float("-inf"))
 
 
-def _seen_entries(block: _Block, places: _Places) -> torch.Tensor:
+def _seen_entries(block: _Block, places: KeyRows) -> torch.Tensor:
     assert places.visible_T is not None
     rows = block.rows_MQ
     seen_MQP = torch.arange(block.entries, device=rows.device) < places.visible_T[rows][..., None]

@@ -116,7 +116,7 @@ def test_an_adapter_is_judged_and_counted(stranger: bool, tmp_path: Path, capsys
 def test_missing_kernels_are_explained(
     flash: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("spyglass.ops.build._compiler", lambda: None)
+    monkeypatch.setattr("spyglass.ops.build.find_compiler", lambda: None)
     assert main(["check", str(flash)]) == 0
     assert "cannot run: no C++ compiler was found" in capsys.readouterr().out
 

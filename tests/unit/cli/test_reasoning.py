@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from spyglass import LLM, SamplingParams
 from spyglass.cli.main import main
 from spyglass.cli.reasoning import Unfolded, answer_of
-from spyglass.cli.run import _Talk
+from spyglass.cli.run import Talk
 from spyglass.config.shipped import find_model
 from spyglass.engine.request import Delta, RequestOutput, Usage
 
@@ -93,7 +93,7 @@ def test_all_of_a_cut_reasoning_is_shown_and_none_goes_into_the_next_prompt(
     stream: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Answers()
-    talk = _Talk(cast("LLM", model), SamplingParams(), thinking=True, effort=None, stream=stream)
+    talk = Talk(cast("LLM", model), SamplingParams(), thinking=True, effort=None, stream=stream)
     for question in ("one", "two"):
         talk.ask(question, ())
     assert capsys.readouterr().out == "<think>\nso </th\n<think>\nwell\n</think>\nyes\n"

@@ -335,7 +335,7 @@ def test_of_forms_those_asked_for_last_are_kept(llm: LLM, monkeypatch: pytest.Mo
         return 9.0 if "slow" in request else 0.0
 
     monkeypatch.setattr(GrammarSandbox, "seconds", seconds)
-    monkeypatch.setattr("spyglass.engine.structured.grammar._KEPT", 2)
+    monkeypatch.setattr("spyglass.engine.structured.grammar.KEPT", 2)
     forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config, cpu_seconds=600)  # type: ignore[arg-type]  # it has one
     for text in ("a", "b", "a", "c", "a", "b", "slow", "slow"):
         forms.begin(Structured(kind="regex", value=text))

@@ -126,7 +126,7 @@ def test_bytes_and_pages_are_counted_whatever_comes_and_goes(seed: int, limit: i
         blocks.release(row)
         assert cache.counts.bytes_held <= limit
         held = used(blocks)
-        entries = [entry.snapshot for entry in cache._entries.values()]
+        entries = [entry.snapshot for entry in cache.entries.values()]
         pages = {name: {int(p) for e in entries for p in e.pages.get(name, ())} for name in held}
         assert held == {name: len(each) for name, each in pages.items()}
         page_bytes = sum(len(pages[g.name]) * g.page_bytes for g in blocks.groups)
@@ -192,7 +192,7 @@ def test_pages_are_freed_from_the_end_of_a_prefix_and_its_beginning_stays() -> N
     blocks.release(row)
     left, free = [], []
     while cache.evict_one():
-        left.append(sorted(entry.snapshot.tokens for entry in cache._entries.values()))
+        left.append(sorted(entry.snapshot.tokens for entry in cache.entries.values()))
         free.append(blocks.pools["pool4"].num_free)
     assert left == [[20, 21, 40], [20, 21], [21], []]
     assert free == sorted(free) and free[1] > free[0] and used(blocks)["pool4"] == 0

@@ -32,7 +32,7 @@ SLOW: list[tuple[str, Any]] = [
 def trials() -> Iterator[GrammarSandbox]:
     made = GrammarSandbox(WORDS, cpu_seconds=1.0, wall_seconds=600)
     yield made
-    for process in made._waiting:
+    for process in made.waiting:
         process.end()
 
 
@@ -66,8 +66,8 @@ def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
 
 def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds(trials, "regex", "a")
-    (process,) = trials._waiting
-    monkeypatch.setattr(process, "_exchange", lambda line: process._process.send_signal(signal.SIGSEGV) or "")
+    (process,) = trials.waiting
+    monkeypatch.setattr(process, "exchange", lambda line: process.process.send_signal(signal.SIGSEGV) or "")
     with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than there is to compile"):
         seconds(trials, "regex", "b")
     seconds(trials, "regex", "b")
@@ -75,9 +75,9 @@ def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox, monkey
 
 def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: GrammarSandbox) -> None:
     seconds(trials, "regex", "a")
-    (process,) = trials._waiting
-    process._process.kill()
-    process._process.wait()
+    (process,) = trials.waiting
+    process.process.kill()
+    process.process.wait()
     seconds(trials, "regex", "b")
 
 
@@ -93,7 +93,7 @@ def test_time_counts_only_while_a_form_is_tried(running: Callable[[], set[int]])
     seconds(trials, "regex", "a")
     time.sleep(4.2)
     assert len(running()) == 1
-    (process,) = trials._waiting
+    (process,) = trials.waiting
     process.end()
 
 
@@ -114,8 +114,8 @@ def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
 def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials: GrammarSandbox) -> None:
     """Where sessions share the processors between them, it must be in ours, or its niceness means nothing."""
     seconds(trials, "regex", "a")
-    (process,) = trials._waiting
-    pid = process._process.pid
+    (process,) = trials.waiting
+    pid = process.process.pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
     assert os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
 
@@ -148,9 +148,9 @@ def test_a_trial_says_what_compiling_here_says(trials: GrammarSandbox, kind: str
 def test_a_form_that_took_long_leaves_no_large_process_behind(
     trials: GrammarSandbox, running: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "_LONG", 0.0)
+    monkeypatch.setattr(sandbox, "LONG_SECONDS", 0.0)
     assert seconds(trials, "regex", "a?" * 200) > 0
-    assert not running() and not trials._waiting
+    assert not running() and not trials.waiting
     with pytest.raises(PromptError) as caught:  # whoever keeps the error keeps no process
         seconds(trials, "regex", "(a")
     assert caught and not running()

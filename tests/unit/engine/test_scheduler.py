@@ -159,21 +159,21 @@ class Watch:
             self.scheduler.add(sequence)
         chunks = self.scheduler.schedule()
         ran = {chunk.sequence.request_id for chunk in chunks}
-        running = {sequence.request_id for sequence in self.scheduler._running}
+        running = {sequence.request_id for sequence in self.scheduler.running}
         self.held_back = bool(self.scheduler.num_waiting) and len(running) < self.rows
         self.kept_out = self.head_would_fit_without_guests()
         self.skipped = {n: 0 if n in ran else self.skipped.get(n, 0) + 1 for n in running}
         play(self.scheduler, chunks)
-        self.finished += sorted(running - {sequence.request_id for sequence in self.scheduler._running})
+        self.finished += sorted(running - {sequence.request_id for sequence in self.scheduler.running})
         return bool(chunks)
 
     def head_would_fit_without_guests(self) -> bool:
         """Whether the first of the queue could run if only those older than it did."""
         if not self.scheduler.num_waiting:
             return False
-        head = self.scheduler._waiting[0]
-        older = [s for s in self.scheduler._running if s.request_id < head.request_id]
-        room = self.scheduler._allocator.has_room([s.length + 64 for s in (*older, head)])
+        head = self.scheduler.waiting[0]
+        older = [s for s in self.scheduler.running if s.request_id < head.request_id]
+        room = self.scheduler.allocator.has_room([s.length + 64 for s in (*older, head)])
         return not older or (len(older) < self.rows and room)
 
 
@@ -190,7 +190,7 @@ def test_text_and_answers_never_wait_two_steps_and_pictures_get_their_turn(
     text = {s.request_id for s in sequences if not s.prompt.spans}
     due = np.cumsum([gap for gap, _, _ in arrivals]).tolist()
     for clock in range(5000):
-        before = {s.request_id for s in watch.scheduler._running if s.next_piece() == 1}
+        before = {s.request_id for s in watch.scheduler.running if s.next_piece() == 1}
         ran = watch.step([s for s, at in zip(sequences, due, strict=True) if at == clock])
         for number, steps in watch.skipped.items():
             if number in text or number in before:
@@ -217,18 +217,18 @@ def test_however_small_the_memory_everyone_finishes_and_the_oldest_is_never_pree
             continue
         sequences.append(sequence)
     for _ in range(20_000):
-        all_there = (*scheduler._running, *scheduler._waiting)
+        all_there = (*scheduler.running, *scheduler.waiting)
         oldest = min(all_there, key=lambda s: s.request_id, default=None)
         computed = 0 if oldest is None else oldest.computed
         if not watch.step([]):
             break
         if oldest is not None and oldest.request_id not in watch.finished:
             assert oldest.row is not None and oldest.computed >= computed
-        for queue in (scheduler._running, scheduler._waiting):
+        for queue in (scheduler.running, scheduler.waiting):
             assert queue == sorted(queue, key=lambda s: s.request_id), "the order of arrival is kept"
         assert not watch.kept_out, "nobody is kept out by who came later"
     assert sorted(watch.finished) == [s.request_id for s in sequences]
-    assert {pool.num_used for pool in scheduler._allocator.pools.values()} == {0}
+    assert {pool.num_used for pool in scheduler.allocator.pools.values()} == {0}
 
 
 def test_a_picture_that_never_fits_beside_the_answers_still_gets_its_turn() -> None:
@@ -285,7 +285,7 @@ def test_a_small_text_passes_a_head_that_lacks_memory() -> None:
         scheduler.add(make_sequence(number, [length], limit))
     admitted: list[list[int]] = []
     for chunks in steps_of(scheduler):
-        admitted.append([sequence.request_id for sequence in scheduler._running])
+        admitted.append([sequence.request_id for sequence in scheduler.running])
         play(scheduler, chunks)
     assert admitted[:3] == [[0, 2]] * 3, "it runs at once, not when the first has ended 162 steps later"
     assert admitted[3:162] == [[0]] * 159, "rows are free, but not the memory that the second one needs"
@@ -303,7 +303,7 @@ def test_a_stream_of_small_ones_does_not_delay_the_head_by_a_step(limit: int) ->
         if step > 1:  # the first prompt has been read: an answer under way shares its steps with nobody
             scheduler.add(make_sequence(step, [4], limit))
         chunks = scheduler.schedule()
-        running = [sequence.request_id for sequence in scheduler._running]
+        running = [sequence.request_id for sequence in scheduler.running]
         assert (1 in running) == (step == 161), "it would be admitted in this step if nobody else had come"
         assert step in (0, 1, 161) or (running[0] == 0 and len(running) > 1)
         play(scheduler, chunks)
@@ -317,7 +317,7 @@ def test_a_head_takes_the_row_of_a_guest() -> None:
         scheduler.add(make_sequence(number, [length], limit))
     seen: list[list[int]] = []
     for chunks in steps_of(scheduler):
-        running = [sequence.request_id for sequence in scheduler._running]
+        running = [sequence.request_id for sequence in scheduler.running]
         seen += [running] if running not in seen else []
         play(scheduler, chunks)
     assert seen == [[0, 3], [1, 2], [3]]
@@ -356,7 +356,7 @@ def test_memory_that_was_promised_and_is_not_there_is_an_error_and_no_endless_se
     scheduler = make_scheduler(step=40, cache_bytes=660_000)
     sequence = make_sequence(0, [60])
     scheduler.add(sequence)
-    for pool in scheduler._allocator.pools.values():
+    for pool in scheduler.allocator.pools.values():
         pool.take(pool.num_free)  # somebody keeps pages and belongs to nobody
     with pytest.raises(StuckError, match="promised") as raised:
         scheduler.schedule()

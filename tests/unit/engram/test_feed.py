@@ -92,6 +92,6 @@ def test_every_code_and_scale_is_looked_up_right(dtype: torch.dtype) -> None:
     table.data[:4] = np.arange(256, dtype=np.uint8).reshape(4, 64)
     table.scale[:4] = [[0, 1], [127, 254], [255, 100], [126, 128]]
     feed = EngramFeed(store, device=CPU, dtype=dtype)
-    got = feed._values(1, np.arange(4)[None])
+    got = feed.values_of(1, np.arange(4)[None])
     want = torch.from_numpy(table[np.arange(4)].values()).to(dtype)
     assert torch.equal(got.nan_to_num(7e9), want.nan_to_num(7e9)) and torch.equal(got.isnan(), want.isnan())

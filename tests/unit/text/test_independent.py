@@ -133,7 +133,7 @@ def setting(request: pytest.FixtureRequest, device: str) -> Setting:
         tokens=tokens,
         batch=batch,
         cache=cache,
-        step=make_step(batch, cache, model.text._ropes, config.text.layers),
+        step=make_step(batch, cache, model.text.ropes, config.text.layers),
         recorded=recorded,
         spans=[(int(s), int(e)) for s, e in zip(starts, ends, strict=True)],
     )

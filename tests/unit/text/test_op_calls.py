@@ -81,7 +81,7 @@ def test_no_tensor_grows_with_tokens_times_tokens(monkeypatch: pytest.MonkeyPatc
 
     Scores are made in blocks of a fixed number, made small here so that these lengths need several.
     """
-    monkeypatch.setattr("spyglass.ops.index_topk.reference._SCORES_AT_ONCE", 1 << 16)
+    monkeypatch.setattr("spyglass.ops.index_topk.reference.SCORES_AT_ONCE", 1 << 16)
     model = small_model(config=small_config(index_topk=7))
     sizes = []
     for length in (1000, 2000):

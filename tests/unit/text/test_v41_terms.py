@@ -58,7 +58,7 @@ def test_captured_streams_are_those_that_enter_a_layer_with_its_memory_added(mod
     with torch.inference_mode():
         _, captured = model.text(streams, batch, cache)
     assert sorted(captured) == [0, 4, 8] and torch.equal(captured[0], streams)
-    step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+    step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
     state, pre = streams, torch.zeros(LENGTH, 3)
     pre[:, 0] = 1
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_a_memory_that_nothing_asks_for_comes_in_by_the_least_gate_and_has_a_gra
     """Spec v41 5.4: streams of zeros give d = 0, so the gate is σ(sqrt(1e-6)); the root alone has no slope there."""
     batch, cache = one_step(model)
     layer = model.text.layers[1]
-    step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+    step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
     streams = torch.zeros(LENGTH, 3, model.config.text.hidden_size, requires_grad=True)
     out = layer.recall(streams, step)
     value = layer.engram.wkv(batch.engram_rows[1])[:, -model.config.text.hidden_size :].float()
@@ -140,7 +140,7 @@ def test_a_reindex_layer_has_index_weights_of_its_own(model: Any) -> None:
     batch, cache = one_step(model)
 
     def picks() -> dict[int, Any]:
-        step = make_step(batch, cache, model.text._ropes, model.config.text.layers)
+        step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
         state, pre = model.embed(batch), torch.zeros(LENGTH, 3)
         pre[:, 0] = 1
         with torch.inference_mode():

@@ -25,7 +25,7 @@ from spyglass.lora.peft import read_adapter
 from spyglass.model import load_model
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Learner, read_chats
-from spyglass.train.finetune import _open_engram, finetune
+from spyglass.train.finetune import open_engram_feed, finetune
 from spyglass.train.log import read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
@@ -120,7 +120,7 @@ def _loss_of(folder: Path, data: Path) -> float:
     chats, _ = read_chats(data, Learner(loaded.config, tokenizer), most_tokens=300, progress=False)
     samples = [Learner(loaded.config, tokenizer).sample(chat.messages) for chat in chats]
     with torch.no_grad():
-        step = pack(samples, loaded.config, engram=_open_engram(folder, loaded))
+        step = pack(samples, loaded.config, engram=open_engram_feed(folder, loaded))
         loss, count = token_loss(step_logits(loaded.model, step), step.targets_R)
     return float(loss / count)
 

@@ -68,7 +68,7 @@ def test_a_state_for_which_there_is_no_room_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("spyglass.train.state._to_disk", full)
+        patch.setattr("spyglass.train.state.to_disk", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             save_state(tmp_path, state(2))
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000007.partial"}
