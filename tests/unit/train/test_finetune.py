@@ -25,7 +25,7 @@ from spyglass.lora.peft import read_adapter
 from spyglass.model import load_model
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Learner, read_chats
-from spyglass.train.finetune import open_engram_feed, finetune
+from spyglass.train.finetune import finetune, open_engram_feed
 from spyglass.train.log import read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
