@@ -32,7 +32,7 @@ def make(family: str, dtype: Dtype, topk: int) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["v4", "v4 rows chosen", "v41"])
+@pytest.mark.parametrize("case", ["v4", "v4 rows chosen", "v4 adapters", "v41", "v41 adapters"])
 def test_captured_steps_equal_steps_op_by_op(case: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options = make(case.split()[0], dtype, 5 if "chosen" in case else 48)
     if "adapters" in case:

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
@@ -62,11 +64,36 @@ def linear_largest(source: Source, format: Format = BF16) -> Call:
     return Call(args=args, options={})
 
 
+def expert_adapters(source: Source, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Adapters in slots 2 and 5, the second without w3 and with other ranks; some rows have none, or another."""
+    experts, width, hidden, _ = sizes
+    shapes = {"w1": (hidden, width), "w3": (hidden, width), "w2": (width, hidden)}
+    matrices = {}
+    for matrix, (inner, outer) in shapes.items():
+        second = 0 if matrix == "w3" else 5
+        ranks = tuple([3] * experts), tuple([second if e % 2 else 0 for e in range(experts)])
+        last = np.cumsum([0, *ranks[0], *ranks[1]])
+        rows = int(last[-1])
+        matrices[matrix] = ExpertRanks(
+            source.normal(rows, inner, dtype=dtype, scale=inner**-0.5),
+            source.normal(rows, outer, dtype=dtype),
+            source.uniform(rows),
+            torch.from_numpy(np.stack([last[: experts + 1], last[experts:]]).astype(np.int32)),
+            ranks,
+        )
+    slots = torch.tensor([2, 0, 5, 4], dtype=torch.int32)
+    return {
+        "slot_T": slots[source.below(4, source.rows).long()],
+        "adapters": ExpertAdapters(torch.tensor([2, 5], dtype=torch.int32), matrices),
+    }
+
+
 def experts_grouped(
     source: Source,
     format: Format = BF16,
     rounding: FakeQuant | None = None,
     sizes: tuple[int, int, int, int] = (6, 96, 64, 2),
+    adapters: torch.dtype | None = None,
 ) -> Call:
     """Expert 3 has no rows; rows that drew it have one expert less."""
     experts, width, hidden, chosen = sizes
@@ -77,7 +104,24 @@ def experts_grouped(
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     stacks = [source.weight(experts, *shape, format=format) for shape in shapes]
     args = (source.normal(source.rows, hidden), ids, source.uniform(source.rows, chosen), *stacks)
-    return Call(args=args, options={"limit": 0.8, "rounding": rounding}, padding=source.padding)
+    options: dict[str, Any] = {"limit": 0.8, "rounding": rounding}
+    if adapters is not None:
+        options |= expert_adapters(source, sizes, adapters)
+    return Call(args=args, options=options, padding=source.padding)
+
+
+def engram_gate(source: Source, *, images: bool = False) -> Call:
+    streams, hidden = 3, 72
+    options: dict[str, Any] = {"eps": 1e-6}
+    if images:
+        options["picture_T"] = torch.arange(source.rows) % 3 == 0
+    args = (
+        source.normal(source.rows, streams, hidden),
+        source.normal(source.rows, (streams + 1) * hidden),
+        source.fp32(streams, hidden),
+        source.fp32(streams, hidden),
+    )
+    return Call(args=args, options=options)
 
 
 def lora_delta(source: Source, groups: int) -> Call:
@@ -300,7 +344,10 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp8": lambda s: experts_grouped(s, FP8_SMALL, E4M3),
         "fp4": lambda s: experts_grouped(s, FP4, E4M3),
         "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
+        "adapters": lambda s: experts_grouped(s, FP4, None, adapters=torch.float32),
+        "bf16 adapters": lambda s: experts_grouped(s, adapters=torch.bfloat16),
     },
+    "engram_gate": {"text": engram_gate, "images": lambda s: engram_gate(s, images=True)},
     "lora_delta": {"dense": lambda s: lora_delta(s, 1), "groups": lambda s: lora_delta(s, 3)},
     "router_topk": {
         "text": router_topk,

@@ -11,6 +11,7 @@ import torch
 
 from spyglass.ops import gpu
 from spyglass.ops.experts_grouped import reference
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
@@ -77,11 +78,15 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
+    slot_T: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     launches: Tuning | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
-    if not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
-        return reference.experts_grouped(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding)
+    """See `reference.py`, which also serves adapters, fp32 activations, gradients and odd shapes or formats."""
+    if adapters is not None or not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
+        return reference.experts_grouped(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+        )
     from spyglass.ops.experts_grouped import triton_launch
 
     rows, chosen = ids_TK.shape
