@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.options import (
@@ -50,9 +51,11 @@ def run(args: argparse.Namespace) -> int:
     config = server_config(args)
     adapters = adapters_by_name(args.lora, config.model_name or (folder.resolve().name,))
     engine_config(args)  # before anything heavy is loaded
-    from spyglass.server.run import bind
+    from spyglass.server.run import bind, bind_unix
 
-    listening = bind(config.host, config.port)  # a port that is taken is told before minutes of loading
+    listening = (
+        bind_unix(config.uds) if config.uds else bind(config.host, config.port)
+    )  # a port that is taken is told before minutes of loading
     from spyglass.engine import LLM
     from spyglass.server.app import create_app
     from spyglass.server.log import set_up_logs
@@ -64,15 +67,20 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
     listening.listen()  # not before: nobody is to wait while a model is loaded
-    print(banner(llm, config, listening.getsockname()[1], app.state.service.max_live), file=sys.stderr, flush=True)
-    asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
+    port = 0 if config.uds else listening.getsockname()[1]
+    print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
+    try:
+        asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
+    finally:
+        if config.uds:
+            Path(config.uds).unlink(missing_ok=True)
     return 0
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     """What a person wants to know when a server has started."""
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{shown}:{port}"
+    url = f"http://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
     device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
     keys = "with an API key" if config.api_key else "no API key: whoever reaches this address may use it"
     pictures = "none (text-only)" if llm.config.vision is None else "data URLs"

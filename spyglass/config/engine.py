@@ -61,13 +61,20 @@ class EngineConfig:
         default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none", least=0)
     )
     grammar_seconds: int = field(
-        default=1, metadata=about("CPU seconds that a pattern, schema or grammar of an answer may take to compile")
+        default=10,
+        metadata=about(
+            "CPU seconds that a pattern, schema or grammar of an answer may take to compile; its memory is bounded too"
+        ),
     )
     engram: Literal["mmap", "host", "device"] = field(
         default="mmap",
         metadata=about(
             "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
         ),
+    )
+    async_scheduling: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=about("start a step before the tokens of the last one are read: on, off or auto (on a GPU)"),
     )
     load: Literal["files", "dummy"] = field(
         default="files",

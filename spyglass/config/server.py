@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 from spyglass.config.options import SERVER_PREFIX, about, check_options, read_options
 from spyglass.errors import ConfigError
+
+_ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,8 @@ class ServerConfig:
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
     port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one", least=0, most=65_535))
+    uds: str = field(default="", metadata=about("listen on a Unix socket at this path instead of an address"))
+    root_path: str = field(default="", metadata=about("path of a proxy below which the server is seen, as /models"))
     api_key: tuple[str, ...] = field(
         default=(),
         metadata=about(
@@ -78,6 +83,10 @@ class ServerConfig:
                 f"allow_adapter_loading is {self.allow_adapter_loading} with adapter_root {self.adapter_root!r}; "
                 "to load adapters over HTTP give both, the second a folder"
             )
+        if not isinstance(self.root_path, str) or (self.root_path and not _ROOT_PATH.fullmatch(self.root_path)):
+            raise ConfigError(f"root_path is {self.root_path!r}, expected a path such as /models")
+        if not isinstance(self.uds, str):
+            raise ConfigError(f"uds is {self.uds!r}, expected a path")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected a name or an address")
 

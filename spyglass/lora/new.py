@@ -6,15 +6,18 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from spyglass.checkpoint.layout import Spelling
 from spyglass.errors import AdapterError
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.modules import LoraTargets, find_targets
+from spyglass.lora.write import write_adapter
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import check_targets
 
@@ -34,21 +37,21 @@ class TrainableAdapter:
     rank: int
     alpha: float
     rslora: bool
-    places: LoraTargets
+    targets: LoraTargets
     slot: int = TRAINED_SLOT
 
     def set_dropout(self, share: float) -> None:
         """Share of the adapters' inputs that is dropped from now on: the one wanted before a step of training, 0 before
         the model is evaluated."""
-        self.places.dropout.share = share
+        self.targets.dropout.share = share
 
     def swap(self, place: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Let the model use these tensors in place of the leaves `<place>.lora_A` and `<place>.lora_B`."""
         layer, _, matrix = place.rpartition(".")
-        if layer in self.places.experts:
-            self.places.experts_bank(layer).swap(self.slot, matrix, a_RI, b_RO)
+        if layer in self.targets.experts:
+            self.targets.experts_bank(layer).swap(self.slot, matrix, a_RI, b_RO)
         else:
-            self.places.linear_bank(place).swap(self.slot, a_RI, b_RO)
+            self.targets.linear_bank(place).swap(self.slot, a_RI, b_RO)
 
     def file(self) -> AdapterFile:
         """A copy of what was trained so far, on the host, one pair per native module."""
@@ -60,7 +63,7 @@ class TrainableAdapter:
                 place = name.removesuffix(".lora_A")
                 b_RO = self.parameters[f"{place}.lora_B"]
                 pages = zip(
-                    _native_names(place, self.places), a_RI.split(self.rank), b_RO.split(self.rank), strict=True
+                    _native_names(place, self.targets), a_RI.split(self.rank), b_RO.split(self.rank), strict=True
                 )
                 for native, a_rI, b_rO in pages:
                     modules[native] = LowRank(
@@ -71,9 +74,19 @@ class TrainableAdapter:
                     )
         return AdapterFile(modules=modules)
 
+    def save(self, directory: str | Path, *, names: Spelling = "native", base_model: str | None = None) -> None:
+        """Write it as a PEFT folder, as `lora.write.write_adapter` does.
+
+        Raises:
+            AdapterError: the folder cannot be written.
+        """
+        write_adapter(
+            directory, self.file(), names=names, base_model=base_model, num_experts=self.targets.num_experts or None
+        )
+
     def detach(self) -> None:
         """Take it out of the model, which is then as it was."""
-        self.places.clear(self.slot)
+        self.targets.clear(self.slot)
 
 
 def new_adapter(
@@ -115,7 +128,7 @@ def new_adapter(
             else:
                 parameters |= _linear(places, name, rank, scale, seed)
                 counts[group] = counts.get(group, 0) + 1
-    return TrainableAdapter(parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, places=places)
+    return TrainableAdapter(parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, targets=places)
 
 
 def _linear(places: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ run, and `why_not` says so.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -15,6 +16,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,7 @@ def usable(device_type: str, dtype: str) -> bool:
 
 @cache
 def find_compiler() -> str | None:
+    """The C++ compiler of this machine, None without one."""
     return shutil.which("g++") or shutil.which("c++")
 
 
@@ -111,8 +114,21 @@ def _flags_of(isa: str) -> tuple[str, ...]:
 
 def _cache_folder() -> Path:
     # the one place outside the engine's configuration that reads the environment: where a user's caches go
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or _home() / ".cache"
     return Path(root) / "spyglass"
+
+
+def _home() -> Path:
+    """The user's folder; without one (no entry in the list of users) one of this user alone among temporary files."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"spyglass-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a library is loaded from there: nobody else may have put one in
+    alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if alone else Path(tempfile.mkdtemp(prefix="spyglass-"))
 
 
 def _openmp_runtime() -> str | None:
@@ -193,6 +209,7 @@ def prepare() -> bool:
 
 
 def compile_library(isa: str, path: Path) -> None:
+    """Compile the kernels for `isa` into the library at `path`. Raises DeviceError."""
     compiler, runtime = find_compiler(), _openmp_runtime()
     if compiler is None:
         raise DeviceError("no C++ compiler was found (g++); install one or use ops='reference'")

@@ -173,6 +173,7 @@ def create_app(
         endpoint_of=partial(_endpoint_of, by_path),
         metrics=service.metrics,
         stopping=lambda: service.stopping,
+        root_path=config.root_path,
     )
     app = Starlette(
         routes=routes,

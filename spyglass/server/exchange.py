@@ -6,7 +6,7 @@ Transport (`app`) knows connections, limits and time; a protocol knows schemas. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
@@ -76,7 +76,7 @@ class Call:
 
     `requests` is what the engine takes for each answer, once they are checked. `images` counts images of the request
     (usage and metrics); `ignored` are places of the request without effect, named in the log and in a header, never
-    their contents.
+    their contents. `tools` are the schemas of the tools by name.
     """
 
     model: str
@@ -88,6 +88,7 @@ class Call:
     requests: Sequence[Request] = ()
     images: int = 0
     ignored: tuple[str, ...] = ()
+    tools: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt(self) -> Prompt:

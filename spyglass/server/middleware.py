@@ -25,7 +25,8 @@ _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestMiddleware:
-    """Wraps the routes. `endpoint_of` finds the protocol of a path; `stopping` says that nothing new is taken."""
+    """Wraps the routes. `endpoint_of` finds the protocol of a path; `stopping` says that nothing new is taken.
+    Below `root_path` everything is found as at the root."""
 
     def __init__(
         self,
@@ -35,8 +36,9 @@ class RequestMiddleware:
         endpoint_of: Callable[[str], Endpoint | None],
         metrics: Metrics,
         stopping: Callable[[], bool],
+        root_path: str = "",
     ) -> None:
-        self._app = app
+        self._app, self._root_path = app, root_path
         self._keys = [key.encode() for key in keys]
         self._endpoint_of, self._metrics, self._stopping = endpoint_of, metrics, stopping
 
@@ -46,6 +48,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
+        if self._root_path and (scope["path"] + "/").startswith(self._root_path + "/"):  # a proxy that left it there
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"

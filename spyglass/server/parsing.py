@@ -17,14 +17,17 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine.request import SamplingParams
+from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.sequence import Request
+from spyglass.errors import PromptError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
 from spyglass.server.fetch import RemoteImages
 from spyglass.server.memory import Reservation
+from spyglass.server.protocols.fields import RequestError
+from spyglass.server.protocols.tool_grammar import with_definitions
 
 _UNPACKING = 4
 _COMPILING = 4
@@ -108,8 +111,26 @@ def prepared(call: Call, prepare: Prepare) -> Call:
         if requests and requests[-1].prompt is prompt:  # answers to one prompt differ in their seeds alone
             requests.append(replace(requests[-1], params=params))
         else:
-            requests.append(prepare(prompt, params))
+            try:
+                requests.append(prepare(prompt, params))
+            except PromptError as error:
+                raise _at_its_tool(error, call, prepare) from error
     return replace(call, requests=requests)
+
+
+def _at_its_tool(error: PromptError, call: Call, prepare: Prepare) -> PromptError:
+    """The error, or that of the first parameter of a tool that alone makes no grammar, with its place."""
+    params = call.params[0]
+    if params.structured is None or params.structured.kind != "grammar":
+        return error
+    for name, schema in call.tools.items():
+        for key, inner in schema.get("properties", {}).items():
+            alone = Structured(kind="json_schema", value=with_definitions(inner, schema))
+            try:
+                prepare(call.prompt, replace(params, structured=alone))
+            except PromptError as fault:
+                return RequestError(f"parameter {key!r} of tool {name!r} cannot be called for: {fault}", field="tools")
+    return error
 
 
 def _refer_elsewhere(address: str) -> bytes:

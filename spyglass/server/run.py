@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+import stat
 
 import uvicorn
 from starlette.applications import Starlette
@@ -36,6 +38,28 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {option}") from error
+    return found
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A Unix socket at a path, which does not listen yet; one that a server left behind is replaced.
+
+    Raises:
+        ConfigError: something else is there, a server listens there, or it cannot be made.
+    """
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.lexists(path):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ConfigError(f"uds {path!r} is there and is no socket; choose another path")
+            if found.connect_ex(path) != errno.ECONNREFUSED:
+                raise ConfigError(f"a server listens at {path!r}; choose another path")
+            os.unlink(path)
+            found.close()
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.bind(path)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {path!r}: {error.strerror or error}; choose another --uds") from error
     return found
 
 

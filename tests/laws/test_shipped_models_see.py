@@ -1,7 +1,8 @@
 """The models that come with the package answer stored questions about stored pictures, every one, letter for letter:
 the whole of what they say, thoughts and boxes included.
 
-Packed weights, greedy, on the CPU: whatever breaks seeing (a kernel, a cache, a quantiser, a layout) breaks this.
+Packed weights, greedy, on the CPU and on a GPU: whatever breaks seeing (a kernel, a cache, a quantiser, a layout)
+breaks this.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def llm(name: str) -> Iterator[LLM]:
-    yield LLM(name, device="cpu")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def llm(name: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    yield LLM(name, device=request.param)
 
 
 @pytest.mark.slow

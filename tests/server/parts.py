@@ -27,7 +27,7 @@ from spyglass.prompt.chat import ImageRef
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
-from spyglass.server.run import bind, make_server, serve
+from spyglass.server.run import bind, bind_unix, make_server, serve
 
 
 @dataclass
@@ -144,15 +144,16 @@ class Live:
 
 
 @contextmanager
-def running(app: Starlette, *, ready: bool = True, header_s: float = 30.0) -> Iterator[Live]:
+def running(app: Starlette, *, ready: bool = True, header_s: float = 30.0, uds: str | None = None) -> Iterator[Live]:
     """Serve an application on a thread until the block ends."""
     server = make_server(app, app.state.service.config.grace_seconds, header_s=header_s)
-    listening = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    listening = bind("127.0.0.1", 0) if uds is None else bind_unix(uds)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}" if uds is None else "http://here"
     thread = threading.Thread(target=lambda: asyncio.run(serve(server, app, listening)), daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    with httpx.Client(base_url=url, timeout=180) as client:
+    transport = None if uds is None else httpx.HTTPTransport(uds=uds)
+    with httpx.Client(base_url=url, timeout=180, transport=transport) as client:
         live = Live(url, app, server, client)
         if ready:
             wait_for(lambda: live.service.readiness.report()[1]["status"] != "starting")

@@ -188,7 +188,9 @@ def said_whole(protocol: ChatProtocol, body: Mapping[str, Any]) -> Said:
         for block in body["content"]:
             said.reasoning += block.get("thinking", "")
             said.content += block.get("text", "")
-            said.calls += [(block["name"], json.dumps(block["input"]))] if block["type"] == "tool_use" else []
+            said.calls += (
+                [(block["name"], json.dumps(block["input"], ensure_ascii=False))] if block["type"] == "tool_use" else []
+            )
         said.end = body["stop_reason"]
         return said
     for item in body["output"]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,16 @@ import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 _STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
+_MEMORY = 768 << 20  # bytes for one form; what takes long to compile takes memory, some hundred MB a second
 _NICE = 5  # steps of the engine take a processor three times as often as a trial beside them
 _ANY_OBJECT = {"type": "object"}
+# White space between the tokens of JSON: none, one blank, or a line break with indentation; else an answer may be
+# blanks to its limit. `oneOf` is read as `anyOf`.
+JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,40}", "coerce_one_of": True}
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "additionalItems")
+_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
 _R = TypeVar("_R")
 
@@ -79,7 +88,7 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the {kind} asked for cannot be read: {error}") from error
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
-    notes = [] if matcher.is_error() else matcher.get_grammar_warnings()
+    notes = [] if matcher.is_error() else [n for n in matcher.get_grammar_warnings() if not n.startswith("oneOf")]
     words_1W, trial = allocate_token_bitmask(1, vocabulary.vocab_size), matcher
     if not matcher.is_error():
         fill_next_token_bitmask(matcher, words_1W)
@@ -87,13 +96,68 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
         trial.consume_token(int(np.unpackbits(words_1W.view(np.uint8), bitorder="little").argmax()))
     if trial.is_error() or notes:  # a warning is something of the form that would not be honoured
         wrong = first_line(trial.get_error()) if trial.is_error() else "; ".join(notes)
+        if kind == "json_schema":
+            wrong = f"{_faulty_place(value, vocabulary)}: {wrong}"
         raise ValueError(f"the {kind} asked for cannot be followed: {wrong[:500]}")
     return matcher
 
 
 def first_line(error: str) -> str:
-    """What the library says without its inner state."""
-    return error.partition("\n")[0][:500]
+    """What the library says without its inner state, in one line."""
+    return " ".join(error.partition("\n<")[0].split())[:500]
+
+
+def followable(schema: Any) -> Any:
+    """A JSON schema as the library follows it: with `JSON_OPTIONS`, formats that it does not know left out as notes."""
+    if schema is True:
+        schema = {}
+    return {**_with_known_formats(schema), "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema
+
+
+def _with_known_formats(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    known = {name: value for name, value in schema.items() if name != "format" or not _is_unknown_format(value)}
+    for place, inner in _inner_schemas(schema):
+        container = known
+        for key in place[:-1]:
+            if container[key] is schema[key]:
+                container[key] = container[key].copy()
+            container = container[key]
+        container[place[-1]] = _with_known_formats(inner)
+    return known
+
+
+def _is_unknown_format(value: object) -> bool:
+    return isinstance(value, str) and value not in FORMATS
+
+
+def _inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The schemas right inside a schema, by the keys that lead to them."""
+    for name in _BY_NAME:
+        if isinstance(schema.get(name), dict):
+            yield from (((name, key), inner) for key, inner in schema[name].items())
+    yield from (((name,), schema[name]) for name in _ONE if isinstance(schema.get(name), dict))
+    for name in _SEVERAL:
+        if isinstance(schema.get(name), list):
+            yield from (((name, number), inner) for number, inner in enumerate(schema[name]))
+
+
+def _faulty_place(schema: Any, vocabulary: llguidance.LLTokenizer) -> str:
+    """Where in a schema that cannot be followed the fault is, as deep as it can be told."""
+    place, root = "$", schema if isinstance(schema, dict) else {}
+    while isinstance(schema, dict):
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        for keys, inner in _inner_schemas(schema):
+            alone = {**shared, **inner} if isinstance(inner, dict) and keys[0] not in shared else inner
+            grammar = llguidance.grammar_from("json_schema", json.dumps(followable(alone)))
+            if llguidance.LLMatcher(vocabulary, grammar, log_level=0).is_error():
+                place += "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+                schema = inner
+                break
+        else:
+            break
+    return place
 
 
 def run_deep(work: Callable[[], _R], starting: threading.Lock) -> _R:
@@ -109,9 +173,9 @@ def run_deep(work: Callable[[], _R], starting: threading.Lock) -> _R:
 def _grammar(kind: str, value: Any) -> str:
     """The form in the library's own notation. A choice is a pattern: as a grammar it may have no more than 2,000."""
     if kind == "json":
-        return str(llguidance.grammar_from("json_schema", json.dumps(_ANY_OBJECT)))
-    if kind == "json_schema":
-        return str(llguidance.grammar_from("json_schema", json.dumps(value)))
+        value = _ANY_OBJECT
+    if kind in ("json", "json_schema"):
+        return str(llguidance.grammar_from("json_schema", json.dumps(followable(value))))
     if kind == "choice":
         return str(llguidance.grammar_from("regex", "|".join(_META.sub(r"\\\g<0>", text) for text in value)))
     return str(llguidance.grammar_from("regex" if kind == "regex" else "grammar", value))
@@ -130,6 +194,7 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
     tokens, silent, ends, limits = json.loads(stdin.readline())
     vocabulary = Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary()
     starting = threading.Lock()
+    _limit_memory()
     tell("ready")
     for line in stdin:
         _limit(*limits)
@@ -142,6 +207,15 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
             wrong = str(error)
         _limit(0, 0)
         tell([wrong, time.process_time() - began])
+
+
+def _limit_memory() -> None:
+    """A form may take so much memory, which unlike time is the same on any machine."""
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + _STACK + _MEMORY, now + _STACK + _MEMORY))
 
 
 def _limit(cpu_seconds: float, wall_seconds: float) -> None:

@@ -15,7 +15,7 @@ from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
 KEPT = 2  # processes that wait for the next form, some 100 MB each
 LONG_SECONDS = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
-_WALL_SECONDS = 20.0  # on a machine that is too busy to give it that
+_WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
 
@@ -101,7 +101,7 @@ class _Process:
                 f"again later, or {_ADVICE}",
                 retry_after_s=wall_seconds,
             )
-        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than there is"
+        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one form may have"
         raise PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
 
     def exchange(self, line: str) -> str:

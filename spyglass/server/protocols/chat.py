@@ -50,6 +50,7 @@ from spyglass.server.protocols.sampling import (
     answers,
     asked_format,
     sampling,
+    token_limit,
 )
 
 CHAT_FIELDS = Fields(
@@ -85,7 +86,7 @@ _FORMAT = Fields(read=frozenset({"type", "json_schema", "regex", "schema"}))
 _SCHEMA = Fields(read=frozenset({"schema", "strict"}), ignored=frozenset({"name", "description"}))
 _CHOICE = Fields(read=frozenset({"type", "function"}))
 _CHOSEN = Fields(read=frozenset({"name"}))
-_CALL = Fields(read=frozenset({"id", "function"}), ignored=frozenset({"type", "index", "cache_control"}))
+_CALL = Fields(read=frozenset({"id", "type", "index", "function"}), ignored=frozenset({"cache_control"}))
 _CALLED = Fields(read=frozenset({"name", "arguments"}))
 _TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 _ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -118,7 +119,7 @@ class ChatEndpoint:
             refuse("top_logprobs", "needs logprobs: logprobs must be set to true")
         params = sampling(
             given,
-            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", parsed.default_tokens)),
+            max_tokens=token_limit(given, ("max_completion_tokens", "max_tokens"), parsed.default_tokens),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
             logprobs=given.get("top_logprobs", 0) if with_logprobs else None,
@@ -145,6 +146,7 @@ class ChatEndpoint:
             reply=reply,
             images=len(parsed.prompt.plans),
             ignored=reader.ignored,
+            tools=parsed.expected.tools,
         )
 
     def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
@@ -269,8 +271,9 @@ def _tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:
         if kind != "function":
             leave_out_tool(kind, where, given.get("tool_choice"), reader)
             continue
+        inner = reader.read(tool, _TOOL, where).get("function")
         where += ".function"
-        function = reader.read(reader.read(tool, _TOOL, where).get("function"), _FUNCTION, where)
+        function = reader.read(inner, _FUNCTION, where)
         found.append((parse_tool(function, where), where))
     return unique_tools(found)
 

@@ -33,6 +33,7 @@ from spyglass.server.protocols.sampling import (
     answers,
     asked_format,
     sampling,
+    token_limit,
 )
 
 _FIELDS = Fields(
@@ -69,7 +70,7 @@ class CompletionsEndpoint:
             refuse("logprobs", "of an echoed prompt are known only in the end; leave out stream, echo or logprobs")
         params = sampling(
             given,
-            max_tokens=given.get("max_tokens", given.get("max_completion_tokens", _MAX_TOKENS)),
+            max_tokens=token_limit(given, ("max_tokens", "max_completion_tokens"), _MAX_TOKENS),
             stop=given.get("stop"),
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,

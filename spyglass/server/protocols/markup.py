@@ -74,7 +74,8 @@ class Markup:
         self._at_start, self._after_call = not expected.continues, False
         self._in_block = expected.in_calls
         self._tool, self._parameter, self._is_text = "", "", False
-        self._num_parameters = self._num_written = 0
+        self._num_parameters, self._repeated = 0, False
+        self._written: set[str] = set()  # parameters of the call that is open
         self._stray = ""  # text inside the call that is open
         self._open = False
         self.num_calls = 0
@@ -202,7 +203,8 @@ class Markup:
         if self._expected.one_call and self.num_calls:
             self._state = "dropped"
             return
-        self._tool, self._num_parameters, self._num_written, self._state = tool, 0, 0, "call"
+        self._tool, self._num_parameters, self._state = tool, 0, "call"
+        self._written.clear()
         self._events.append(CallStart(tool, new_call_id(self.num_calls)))
         self.num_calls += 1
         self._open = self._after_call = self.has_content = True
@@ -218,7 +220,8 @@ class Markup:
             self._take(tag.end())
             self._parameter, self._is_text = tag[1], tag[2] == "true"
             self._num_parameters += 1
-            self._state = "value" if self._is_text and not self._is_wrapper() else "held"
+            self._repeated = self._parameter in self._written
+            self._state = "value" if self._is_text and not self._is_wrapper() and not self._repeated else "held"
             if self._state == "value":
                 self._begin_parameter(self._parameter, '"')
         elif tag == MORE or self._tags.end_call.startswith(self._buffer[place:]):
@@ -271,6 +274,9 @@ class Markup:
         rest = self._take(len(self._buffer))
         half, held = overlap(rest, self._tags.end_value), self._state == "held"
         if half <= len(MARK):
+            if held and self._repeated:
+                self._stray += rest
+                return
             if held:
                 self._begin_parameter(self._parameter, '"')
             self._arguments(_escaped(rest))
@@ -298,14 +304,18 @@ class Markup:
         return _names(self._expected.tools.get(self._tool), "properties")
 
     def _whole_parameter(self, value: str) -> None:
-        """A parameter that was held: unwrapped, and as text if it is not the JSON it claims to be."""
+        """A parameter that was held: unwrapped, and as text if it is not the JSON it claims to be. One that its call
+        has already is text of the answer."""
+        if self._repeated:
+            self.malformed, self._stray = True, self._stray + value
+            return
         inner = self._unwrapped(value) if self._is_wrapper() else None
         if inner is None:
             is_text = self._is_text or _parsed(value) is _BROKEN
             self._begin_parameter(self._parameter, f'"{_escaped(value)}"' if is_text else value.strip())
             return
         for name, item in inner.items():
-            self._begin_parameter(name, json.dumps(item, ensure_ascii=not isinstance(item, str)))
+            self._begin_parameter(name, json.dumps(item, ensure_ascii=False))
 
     def _unwrapped(self, value: str) -> Mapping[str, Any] | None:
         """The real parameters: an object of them, or the bare value of the only one there can be."""
@@ -320,15 +330,15 @@ class Markup:
 
     def _begin_parameter(self, name: str, value: str) -> None:
         """A parameter's name and the JSON text of its value, or the beginning of that."""
-        self._arguments(f'{", " if self._num_written else "{"}"{_escaped(name)}": {value}')
-        self._num_written += 1
+        self._arguments(f'{", " if self._written else "{"}"{_escaped(name)}": {value}')
+        self._written.add(name)
 
     def _arguments(self, text: str) -> None:
         if text:
             self._events.append(ArgumentsDelta(text))
 
     def _end_call(self) -> None:
-        self._arguments("}" if self._num_written else "{}")
+        self._arguments("}" if self._written else "{}")
         self._events.append(CallEnd())
         self._state, self._open = "calls", False
         stray, self._stray = self._stray, ""

@@ -150,6 +150,7 @@ class MessagesEndpoint:
             reply=reply,
             images=len(parsed.prompt.plans),
             ignored=reader.ignored,
+            tools=parsed.expected.tools,
         )
 
     def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:

@@ -137,6 +137,7 @@ class ResponsesEndpoint:
             reply=reply,
             images=len(parsed.prompt.plans),
             ignored=reader.ignored,
+            tools=parsed.expected.tools,
         )
 
     def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:

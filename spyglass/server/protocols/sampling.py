@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,13 +59,22 @@ def sampling(given: Mapping[str, Any], **named: Any) -> SamplingParams:
     Raises:
         PromptError: a value is out of range; the message names the field.
     """
-    values = {name: given[name] for name in (*NATIVE, *EXTRA) if name in given}
-    if values.get("top_k") == -1:  # how vLLM and others write "off"
-        values["top_k"] = 0
+    values = {name: given[name] for name in (*NATIVE, *EXTRA) if name in given and not _means_none(name, given[name])}
+    named = {name: value for name, value in named.items() if not _means_none(name, value)}
     _check_stops(named.get("stop"), values.get("stop_token_ids"))
-    if "logit_bias" in given:
+    if given.get("logit_bias"):
         values["logit_bias"] = _biases(given["logit_bias"])
     return SamplingParams(**values, **{name: value for name, value in named.items() if value is not None})
+
+
+def _means_none(name: str, value: object) -> bool:
+    """How other engines write that a field is off."""
+    return (name == "stop" and value in ("", [""])) or (name in ("top_k", "seed") and value == -1)
+
+
+def token_limit(given: Mapping[str, Any], names: Sequence[str], default: int) -> Any:
+    """The first of the fields of a length limit that is given; -1 means none, as other engines write it."""
+    return next((given[name] for name in names if name in given and given[name] != -1), default)
 
 
 def answers(params: SamplingParams, count: object) -> tuple[SamplingParams, ...]:

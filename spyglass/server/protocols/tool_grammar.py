@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
+from spyglass.engine.structured.compile import followable
 from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
@@ -87,14 +88,19 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
     if text is not None:
         forms.append(f"{_open(key, 'true', dsml, space)} {text} {_tag(dsml, rest, '')}")
     if text is None or not _is_always_text(own):
-        whole = {**own, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
-        value = _json(whole, f"of parameter {key!r}")
+        value = _json(with_definitions(own, root), f"of parameter {key!r}")
         forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
     return f"({' | '.join(forms)}){'' if required else '?'}"
 
 
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema from inside another, with the definitions that it may refer to."""
+    own = schema if isinstance(schema, Mapping) else {}
+    return {**own, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
+
+
 def _json(schema: Any, whose: str) -> str:
-    text = json.dumps(schema)
+    text = json.dumps(followable(schema))
     _left_after(text, MAX_GRAMMAR_CHARS)
     if not schema_is_finite(schema):
         raise PromptError(

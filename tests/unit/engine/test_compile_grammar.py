@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 import threading
 from typing import Any
@@ -68,11 +69,69 @@ def test_a_form_of_another_type_is_refused_by_its_kind(kind: str, value: Any) ->
 
 
 def test_a_refusal_is_as_short_as_a_person_reads() -> None:
-    made_up = {f"p{number}": {"type": "string", "format": f"made-up-{number}"} for number in range(90)}
+    made_up = {f"p{number}": {"type": "string", "not": {"const": number}} for number in range(90)}
     schema = {"type": "object", "properties": made_up, "x-guidance": {"lenient": True}}
-    with pytest.raises(ValueError, match=r"cannot be followed.*made-up-0") as caught:
+    with pytest.raises(ValueError, match=r"cannot be followed: \$\.properties\.p0: .*not") as caught:
         compile_grammar("json_schema", schema, VOCABULARY)
     assert len(str(caught.value)) < 600
+
+
+def follows(schema: Any, text: str) -> bool:
+    matcher = compile_grammar("json_schema", schema, VOCABULARY)
+    tokens = list(text.encode())
+    return bool(matcher.validate_tokens(tokens) == len(tokens))
+
+
+PAIR = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"a":1,"b":["x"]}', True),
+        ('{"a": 1, "b": ["x"]}', True),
+        ('{\n  "a": 1,\n  "b": [\n    "x"\n  ]\n}', True),
+        ('{  "a": 1}', False),
+        ('{\n\n"a": 1}', False),
+        ("{\n" + 41 * " ", False),
+    ],
+)
+def test_white_space_between_the_tokens_of_json_is_bounded(text: str, fits: bool) -> None:
+    """Else a model that has nothing to say writes blanks to its limit."""
+    assert follows(PAIR, text) is fits
+    if "b" not in text:
+        assert follows({"type": "object"}, text) is fits
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "format": "date-time"}, '"2024-01-01T00:00:00Z"', '"yesterday"'),
+        ({"type": "string", "format": "password"}, '"x"', "5"),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, '{"k":"v"}', '{"k":5}'),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, "[1]", '["x"'),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, '"x"', "1"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "4", "-1"),
+        ({"properties": {"format": {"const": {"format": "zz"}}}, "type": "object"}, '{"format":{"format":"zz"}}',
+         '{"format":{}}'),
+    ],
+)  # fmt: skip
+def test_what_typed_libraries_ask_for_is_followed(schema: Any, good: str, bad: str) -> None:
+    assert follows(schema, good) and not follows(schema, bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "object", "properties": {"a": {"items": {"type": "string", "pattern": "^(?!a)b$"}, "type": "array"}}},
+         "$.properties.a.items: regex parse error: ^(?!a)b$ ^^^ error: look-around"),
+        ({"anyOf": [{"type": "string"}, {"not": {"type": "string"}}]}, "$.anyOf[1]: Unimplemented keys"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/no"}}, "$defs": {}}, "$.properties.a: Pointer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_named_by_its_place_with_the_whole_reason(schema: Any, place: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(place)):
+        compile_grammar("json_schema", schema, VOCABULARY)
 
 
 def test_only_the_thread_that_compiles_gets_a_deep_stack() -> None:
