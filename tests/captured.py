@@ -13,6 +13,7 @@ from spyglass.runtime.capture import Capture
 from spyglass.runtime.step_input import join_inputs, sequence_input
 from spyglass.runtime.steps import StepResult, StepRunner
 from tests.driver import Memory
+from tests.engram_values import rows_of
 from tests.small_models import random_text
 
 LENGTHS = (3, 11, 126, 40, 2)  # groups of 4 and of 128 close at different times
@@ -83,6 +84,6 @@ def _engram_rows(
         before = np.full(store.config.lookback, -1, np.int32)
         known = ids[n][max(0, start - len(before)) : start][::-1]
         before[: len(known)] = known
-        for layer, rows in store.rows(ids[n][start:stop], np.full(stop - start, -1, np.int8), before).items():
+        for layer, rows in rows_of(store, ids[n][start:stop], np.full(stop - start, -1, np.int8), before).items():
             found.setdefault(layer, []).append(torch.from_numpy(rows).to(build.device, build.dtype))
     return {layer: torch.cat(rows) for layer, rows in found.items()}
