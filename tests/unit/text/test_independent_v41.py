@@ -152,7 +152,7 @@ def test_every_layer_agrees_given_the_same_inputs(setting: Setting, ran: Ran) ->
 def test_the_head_agrees(setting: Setting, ran: Ran) -> None:
     streams, pre = ran.ours[-1]
     with torch.inference_mode():
-        normed = setting.model.text.norm(setting.model.text.collapse(streams, pre))
+        normed = setting.model.text.norm(setting.model.options.build.ops.hyper_collapse(streams, pre))
         logits = setting.model.logits(normed, torch.arange(LENGTH))
     setting.same(logits, setting.other.logits(streams.double().numpy(), pre.double().numpy()), "logits")
 
