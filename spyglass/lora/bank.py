@@ -1,4 +1,4 @@
-"""Banks: the adapters that live beside the weights of one linear map, each in its slot.
+"""Banks: the adapters of one linear map, each in its slot.
 
 A bank is plain tensors. What trains is what serves: where they want a gradient, the same addend is differentiable.
 Rank rows lie one after another, so adapters of different ranks share a bank, and only slots that occur cost anything.

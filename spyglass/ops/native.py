@@ -60,13 +60,12 @@ _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of one library; `isa` is what it was compiled for.
+    """The functions of one library.
 
     `replay` makes many calls at once (see `runtime/cpu_graph.py`), by what `on_tape` knows of each function: the
     address of the form that takes words, and the letters of its arguments.
     """
 
-    isa: str
     on_tape: Mapping[str, tuple[int, str]]
     replay: Function
     linear: Function
@@ -144,7 +143,7 @@ def kernels_for(isa: str) -> Kernels:
             assert address_of is not None
             on_tape[short] = address_of, letters
     functions.pop("keep_memory")()
-    return Kernels(isa, on_tape=on_tape, **functions)
+    return Kernels(on_tape=on_tape, **functions)
 
 
 @cache
