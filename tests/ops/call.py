@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, Format
@@ -82,11 +83,11 @@ def to_device(value: Any, device: str, place: Place = torch.clone) -> Any:
     if isinstance(value, Packed):
         scale = None if value.scale is None else place(value.scale.to(device))
         return replace(value, data=place(value.data.to(device)), scale=scale)
-    if isinstance(value, Turn):
-        cos_TR, sin_TR = (place(table.to(device)) for table in (value.cos_TR, value.sin_TR))
-        return replace(value, cos_TR=cos_TR, sin_TR=sin_TR)
     if isinstance(value, dict):
         return {key: to_device(part, device, place) for key, part in value.items()}
+    if isinstance(value, ExpertAdapters | ExpertRanks | Turn):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **to_device(parts, device, place))
     return value
 
 
