@@ -29,7 +29,9 @@ _SIGNATURES = {
     "sg_replay": "pl",
     "sg_linear": "pillppiilliiiiippp" + "ii",
     "sg_linear_largest": "pilppiilliiiiippp" + "i",
-    "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
+    "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "ppli" + "pppp" * 3 + "pi",
+    "sg_lora_delta": "pilll" + "ppppp" + "ll" + "pi",
+    "sg_engram_gate": "pilll" + "pppp" + "f" + "pi",
     "sg_router": "pill" + "pill" + "f" + "pppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
     "sg_index_topk": "pipif" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
@@ -69,6 +71,8 @@ class Kernels:
     linear: Function
     linear_largest: Function
     experts: Function
+    lora_delta: Function
+    engram_gate: Function
     router: Function
     attention: Function
     index_topk: Function
