@@ -114,7 +114,7 @@ def sample(logits_SV: torch.Tensor, step: SampleInput, banned: torch.Tensor) -> 
 def restrict(logits_SV: torch.Tensor, rows: Sequence[int], allowed: torch.Tensor) -> torch.Tensor:
     """Leave rows `rows` only the tokens that `allowed` bool [len(rows), V] names, in place."""
     row_J = to_device(np.array(rows, np.int64), logits_SV.device)
-    banned_JV = ~to_device(allowed.numpy(), logits_SV.device)
+    banned_JV = ~to_device(allowed, logits_SV.device)
     logits_SV[row_J] = logits_SV[row_J].masked_fill_(banned_JV, float("-inf"))
     return logits_SV
 

@@ -86,7 +86,9 @@ def _least_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[n
         x_JV, weight_JV = (x_SV, weight_SV) if len(cut) == len(x_SV) else (x_SV[row], weight_SV[row])
         if x_SV.device.type != "cpu":
             sorted_JV = x_JV.sort(dim=-1, descending=True).values
-            least_S1[row] = torch.maximum(least_S1[row], _threshold(sorted_JV, weight_JV, top_k[cut], top_p[cut])[0])
+            least_S1[row] = torch.maximum(
+                least_S1[row], threshold_of_sorted(sorted_JV, weight_JV, top_k[cut], top_p[cut])[0]
+            )
             return least_S1
         cut_J1, known_J = threshold_of_top(x_JV, weight_JV, top_k[cut], top_p[cut])
         if not known_J.all():
@@ -105,11 +107,11 @@ def threshold_of_top(
     A matter of each row alone, so that a row is treated alike in any company.
     """
     x_SL, _ = top_entries(x_SV, _TOP_BLOCKS)
-    least_S1, reached_S1 = _threshold(x_SL, weight_SV, top_k, top_p)
+    least_S1, reached_S1 = threshold_of_sorted(x_SL, weight_SV, top_k, top_p)
     return least_S1, torch.from_numpy(top_k <= _TOP_BLOCKS) & (torch.from_numpy(top_p >= 1) | reached_S1[:, 0])
 
 
-def _threshold(
+def threshold_of_sorted(
     x_SL: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest x that top_k and top_p keep [S, 1], if it is among `x_SL`, the largest of each row falling; and whether

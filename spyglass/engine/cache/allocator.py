@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
 from spyglass.engine.cache.pages import Group, PagePool, groups_of
+from spyglass.engine.transfer import to_device
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
@@ -336,7 +337,7 @@ class CacheAllocator:
         table = self._tables[group.name]
         page_W = table[row, token_W // group.page_rows % table.shape[1]].astype(np.int64)
         assert (page_W >= 0).all(), f"rows of group {group.name} before token {tokens} have been taken back"
-        return torch.from_numpy(page_W * group.page_rows + token_W % group.page_rows).to(self._device)
+        return to_device(page_W * group.page_rows + token_W % group.page_rows, self._device)
 
     def _drop(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:
