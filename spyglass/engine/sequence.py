@@ -242,13 +242,15 @@ class TokenSequence:
         while self.length + count > len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._kinds = np.concatenate([self._kinds, np.full_like(self._kinds, TokenKind.TEXT)])
-        self._ids[self.length : self.length + count] = [*drafts, UNKNOWN]
+        if drafts:
+            self._ids[self.length : self.length + count - 1] = drafts
         self.length += count
+        self._ids[self.length - 1] = UNKNOWN
         self.expected += count
 
     def resolve(self, token: int) -> None:
         """The first of the expected tokens has been drawn."""
-        self._ids[self.known] = token
+        self._ids[self.length - self.expected] = token
         self.expected -= 1
 
     def truncate(self, tokens: int) -> None:
