@@ -150,7 +150,8 @@ class StepLoop:
     def _run(self, chunks: Sequence[Chunk], deltas: list[Delta]) -> None:
         """Start a step, and bring the one before it to an end, or itself where none runs ahead."""
         masks = None if self._running is not None else self._begin_masks(chunks)
-        rows, start, stop = (XX for column in zip(*[(c.sequence.row, c.start, c.stop) for c in chunks], strict=True))
+        ranges = [(chunk.sequence.row, chunk.start, chunk.stop) for chunk in chunks]
+        rows, start, stop = np.array(ranges, np.int64).T
         positions = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
         resumable = [(number, position) for number, each in enumerate(positions) for position in each]
         self._allocator.allocate(rows, start, stop, [(int(rows[number]), position) for number, position in resumable])
