@@ -252,6 +252,6 @@ def inverse_draw(weight_SV: torch.Tensor, u_S: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(mass_SN: torch.Tensor, target_S1: torch.Tensor) -> torch.Tensor:
-    """First place where a rising row exceeds the target; if rounding leaves none, the last place where it rises."""
+    """First column where a rising row exceeds the target; if rounding leaves none, the last column where it rises."""
     last_S1 = torch.searchsorted(mass_SN, mass_SN[:, -1:].contiguous()).clamp(max=mass_SN.shape[1] - 1)  # NaN: none
     return torch.minimum(torch.searchsorted(mass_SN, target_S1, right=True), last_S1)
