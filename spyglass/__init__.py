@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spyglass.config.training import TrainConfig
     from spyglass.engine import LLM, Patches, SamplingParams, Structured
+    from spyglass.lora.merge import merge_adapter
     from spyglass.train.finetune import finetune
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Patches", "SamplingParams", "Structured", "TrainConfig", "__version__", "finetune"]
+__all__ = [
+    "LLM",
+    "Patches",
+    "SamplingParams",
+    "Structured",
+    "TrainConfig",
+    "__version__",
+    "finetune",
+    "merge_adapter",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -23,6 +33,10 @@ def __getattr__(name: str) -> object:
         import spyglass.config.training
 
         return spyglass.config.training.TrainConfig
+    if name == "merge_adapter":
+        import spyglass.lora.merge
+
+        return spyglass.lora.merge.merge_adapter
     if name == "finetune":
         import spyglass.train.finetune
 

@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from spyglass.config.shipped import find_adapter, find_model
-    from spyglass.lora.merge import merge
+    from spyglass.lora.merge import merge_adapter
     from spyglass.lora.peft import read_adapter
 
     model = find_model(args.model)
     note_bases({"merged": args.lora}, model)
     adapter = read_adapter(find_adapter(args.lora, model))
     with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-        report = merge(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
+        report = merge_adapter(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
     print(report)
     if len(report.groups) > 1:
         every = sum(loss.modules for loss in report.groups.values())

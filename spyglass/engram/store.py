@@ -21,12 +21,10 @@ from spyglass.config.model import EngramConfig, ModelConfig
 from spyglass.engram.hashing import HashConstants, hash_constants, row_ids
 from spyglass.engram.vocabulary import read_classes
 from spyglass.errors import CheckpointError
-from spyglass.quant.formats import BF16 as BF16_FORMAT
-from spyglass.quant.formats import F32 as F32_FORMAT
-from spyglass.quant.formats import Format, fp8
+from spyglass.params.table import TABLE_ROWS
+from spyglass.quant.formats import BF16, F32, Format
 
 Placement = Literal["mmap", "host", "device"]
-ROW_FORMAT = fp8((1, 32))  # one scale per row and 32 columns
 _NUMPY = {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "BF16": np.uint16, "F32": np.float32}
 _ROWS_AT_ONCE = 512  # rows one thread gathers at a time: page faults of a cold table overlap
 _GATHER_THREADS = 32
@@ -45,17 +43,6 @@ class TableRows:
         """The rows of the given numbers, copied."""
         scale = None if self.scale is None else _take(self.scale, rows)
         return TableRows(format=self.format, data=_take(self.data, rows), scale=scale)
-
-    def values(self) -> NDArray[np.float32]:
-        """The numbers the rows stand for, float32 [..., head_dim]."""
-        if self.format == F32_FORMAT:
-            return np.asarray(self.data, np.float32)
-        if self.format == BF16_FORMAT:
-            return (self.data.astype(np.uint32) << 16).view(np.float32)
-        assert self.scale is not None
-        columns = ROW_FORMAT.block[1] if ROW_FORMAT.block else 1
-        scale = np.repeat(_e8m0_values()[self.scale], columns, axis=-1)[..., : self.data.shape[-1]]
-        return _e4m3_values()[self.data] * scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,25 +76,6 @@ class EngramStore:
             pad_token_id=self.config.pad_token_id,
             constants=self.constants,
         )
-
-    def gather(
-        self,
-        ids_T: NDArray[np.int32],
-        kinds_T: NDArray[np.int8],
-        lookback_SL: NDArray[np.int32],
-        query_start_S: NDArray[np.int32],
-    ) -> dict[int, TableRows]:
-        """The stored rows of a packed step by layer, [T, columns, head_dim]."""
-        wanted = self.row_ids(ids_T, kinds_T, lookback_SL, query_start_S)
-        return {layer: self.tables[layer][rows] for layer, rows in wanted.items()}
-
-    def rows(
-        self, ids_T: NDArray[np.int32], kinds_T: NDArray[np.int8], lookback_L: NDArray[np.int32]
-    ) -> dict[int, NDArray[np.float32]]:
-        """The values of one sequence's rows by layer, float32 [T, columns * head_dim]."""
-        starts = np.array([0, len(ids_T)], np.int32)
-        gathered = self.gather(ids_T, kinds_T, lookback_L[None], starts)
-        return {layer: rows.values().reshape(len(ids_T), -1) for layer, rows in gathered.items()}
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +125,7 @@ def _open_table(
     weight = tensors.get(f"{name}.weight")
     if weight is None:
         raise CheckpointError(f"{name}.weight, an engram table, is in no shard; fetch the shard that holds it")
-    formats = {"F8_E4M3": ROW_FORMAT, "BF16": BF16_FORMAT, "F32": F32_FORMAT}
+    formats = {"F8_E4M3": TABLE_ROWS, "BF16": BF16, "F32": F32}
     format = formats.get(weight.dtype)
     if format is None or weight.shape != shape:
         raise CheckpointError(
@@ -204,17 +172,3 @@ def _take(table: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
     with ThreadPoolExecutor(_GATHER_THREADS) as pool:
         list(pool.map(gather, range(0, len(flat), _ROWS_AT_ONCE)))
     return out.reshape(*rows.shape, *table.shape[1:])
-
-
-def _e4m3_values() -> NDArray[np.float32]:
-    """The value of every e4m3 byte: bias 7, no infinities, 0x7f and 0xff NaN."""
-    byte = np.arange(256)
-    exponent, mantissa = (byte >> 3) & 15, byte & 7
-    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
-    magnitude = np.where((byte & 0x7F) == 0x7F, np.nan, magnitude)
-    return np.where(byte & 0x80, -magnitude, magnitude).astype(np.float32)
-
-
-def _e8m0_values() -> NDArray[np.float32]:
-    """The value of every e8m0 byte: 2^(u - 127), 255 NaN."""
-    return np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)).astype(np.float32)

@@ -28,6 +28,7 @@ from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.fit import check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
+from spyglass.lora.peft import read_adapter
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.hf_names import to_native
 from spyglass.params.table import Param, draft_kind, draft_params, param_table
@@ -62,7 +63,7 @@ class Loss:
 
     @property
     def relative_error(self) -> float:
-        """Size of what is missing from the change, beside the size of the change."""
+        """Size of what is missing from the change, over the size of the change."""
         return float((self.missed / self.wanted) ** 0.5) if self.wanted else 0.0
 
     def add(self, before: torch.Tensor, delta: torch.Tensor, after: torch.Tensor) -> None:
@@ -95,19 +96,19 @@ class MergeReport:
         return "\n".join(lines)
 
 
-def merge(
+def merge_adapter(
     model: str | Path,
-    adapter: AdapterFile,
+    adapter: AdapterFile | str | Path,
     output: str | Path,
     *,
     format: Literal["bf16", "same"] = "bf16",
     force: bool = False,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> MergeReport:
-    """Write the checkpoint `model` with the adapter merged in to a new folder, its other files beside it.
+    """Write the checkpoint `model` with an adapter (a PEFT folder) merged in to a new folder, with its other files.
 
     `format`: "bf16" stores every matrix in bfloat16 (engram tables stay as they are), "same" in the format it had.
-    `progress` is told the bytes of each entry written.
+    `progress` gets the bytes of each entry written.
 
     Raises:
         AdapterError: the adapter does not fit the model, or more than nine tenths of the values it touches in one group
@@ -115,6 +116,7 @@ def merge(
         CheckpointError: the model is damaged, or the folder cannot be written.
     """
     model, output = Path(model), Path(output)
+    adapter = adapter if isinstance(adapter, AdapterFile) else read_adapter(adapter)
     if os.path.lexists(output / "config.json"):
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
     config, checkpoint = read_model_config(model), open_checkpoint(model)

@@ -49,3 +49,13 @@ def usable(device_type: str, dtype: str) -> bool:
 def learns(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient is wanted of any of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def overlap(x: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that may begin before the one before it has ended, and calls `begin` (overlap.py).
+
+    Programmatic dependent launch: data centre GPUs from compute capability 9.0 on have it.
+    """
+    if x.device.type == "cpu" or generation() not in (90, 100):
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}

@@ -1,4 +1,4 @@
-"""Text and pictures to ids and patches, without torch: usable in a front end, and fuzzed as one."""
+"""Text and images to ids and patches, without torch: usable in a front end, and fuzzed as one."""
 
 from spyglass.prompt.build import IMAGE_POSITION, Part, build_prompt, prompt_from_parts
 from spyglass.prompt.chat import ChatOptions, ImageRef, RenderedChat, encode_chat, render_chat

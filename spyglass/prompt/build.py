@@ -1,6 +1,6 @@
-"""From chat messages, or from ids and pictures in order, to a `Prompt`.
+"""From chat messages, or from ids and images in order, to a `Prompt`.
 
-Every picture is opened, its size checked and planned before anything of it is unpacked; its token block is laid out
+Every image is opened, its size checked and planned before anything of it is unpacked; its token block is laid out
 at the position where it really stands, since V4 pads depend on it.
 """
 
@@ -39,14 +39,14 @@ from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind
 from spyglass.prompt.visibility import visible_extra
 
-IMAGE_POSITION = -1  # what `Prompt.ids_T` holds at picture positions
+IMAGE_POSITION = -1  # what `Prompt.ids_T` holds at image positions
 _NUM_ROLES = len(TokenKind) - 1  # all but TEXT
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
 
 
 @runtime_checkable
-class CutPicture(Protocol):
-    """A picture that is already cut: `Patches`, or anything shaped like it."""
+class CutImage(Protocol):
+    """An image that is already cut: `Patches`, or anything shaped like it."""
 
     @property
     def pixels(self) -> Any:
@@ -57,7 +57,7 @@ class CutPicture(Protocol):
         """(rows, columns) of patches."""
 
 
-Part = Sequence[int] | NDArray[np.integer[Any]] | ImageInput | CutPicture | ImageRef
+Part = Sequence[int] | NDArray[np.integer[Any]] | ImageInput | CutImage | ImageRef
 
 
 def build_prompt(
@@ -74,10 +74,10 @@ def build_prompt(
     rules: ImageRules = CHAT_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
 ) -> Prompt:
-    """Prompt of a chat in OpenAI form; the options are those of `ChatOptions`, pictures follow `rules` and `limits`.
+    """Prompt of a chat in OpenAI form; the options are those of `ChatOptions`, images follow `rules` and `limits`.
 
     Raises:
-        PromptError: malformed messages or pictures, no tokenizer, or one that does not fit the model.
+        PromptError: malformed messages or images, no tokenizer, or one that does not fit the model.
     """
     options = ChatOptions(
         thinking=thinking,
@@ -101,10 +101,10 @@ def prompt_from_chat(
     """Prompt of a rendered conversation.
 
     Raises:
-        PromptError: a picture that cannot be used, no tokenizer, or one that does not fit the model.
+        PromptError: an image that cannot be used, no tokenizer, or one that does not fit the model.
     """
     if tokenizer is None:
-        raise PromptError("this checkpoint has no tokenizer.json, so it takes ids and pictures, not text; add the file")
+        raise PromptError("this checkpoint has no tokenizer.json, so it takes ids and images, not text; add the file")
     placeholder = resolve_placeholder(config, tokenizer)
     return prompt_from_parts(
         encode_chat(rendered, tokenizer), config, rules=rules, limits=limits, placeholder=placeholder
@@ -120,43 +120,43 @@ def prompt_from_parts(
     placeholder: int | None = None,
     with_digests: bool = True,
 ) -> Prompt:
-    """Prompt of token-id lists and pictures in the order given; needs no tokenizer.
+    """Prompt of token-id lists and images in the order given; needs no tokenizer.
 
-    A part is a list of ids below the vocabulary size, a picture (bytes, path, data URL, PIL), or `Patches`. Ids that
-    already stand for pictures are refused: roles of the reference's convention (>= vocabulary size), and the
+    A part is a list of ids below the vocabulary size, an image (bytes, path, data URL, PIL), or `Patches`. Ids that
+    already stand for images are refused: roles of the reference's convention (>= vocabulary size), and the
     unexpanded placeholder (`placeholder`, else that of config.json). Without digests the prompt is one that no cache
     may see, as in training.
 
     Raises:
-        PromptError: an id out of range, a picture that cannot be used, named by its number, or an empty prompt.
+        PromptError: an id out of range, an image that cannot be used, named by its number, or an empty prompt.
     """
     parts = list(parts)
     if config.vision is not None and placeholder is None:
         placeholder = config.image_token_id
     draft = _Draft(config=config, placeholder=placeholder)
-    num_pictures = sum(is_image(part) for part in parts)
-    pictures = _Pictures(vision=config.vision, rules=rules, limits=limits, count=num_pictures)
-    opened = deque(pictures.open(part) if is_image(part) else part for part in parts)
+    num_images = sum(is_image(part) for part in parts)
+    images = _Images(vision=config.vision, rules=rules, limits=limits, count=num_images)
+    opened = deque(images.open(part) if is_image(part) else part for part in parts)
     for number in range(len(opened)):
-        part = opened.popleft()  # an unpacked picture stays in memory no longer than it is needed
+        part = opened.popleft()  # an unpacked image stays in memory no longer than it is needed
         if isinstance(part, _Opened):
-            draft.add_picture(part.unpack(), part.plan)
+            draft.add_image(part.unpack(), part.plan)
         else:
             draft.add_ids(part, f"part {number}")
     return draft.finish(with_digests=with_digests)
 
 
 def is_image(part: object) -> bool:
-    """Whether a part is a picture of any form; a str is one here, as a path or data URL."""
+    """Whether a part is an image of any form; a str is one here, as a path or data URL."""
     if isinstance(part, list | np.ndarray):
         return False  # ids, by far the most; asking for the protocol's members takes longer than all else here
     sources = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
-    return isinstance(part, ImageRef | CutPicture) or isinstance(part, sources)
+    return isinstance(part, ImageRef | CutImage) or isinstance(part, sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """A picture whose size and plan are known; `source` is patches that are ready, or what is still to be unpacked."""
+    """An image whose size and plan are known; `source` is patches that are ready, or what is still to be unpacked."""
 
     name: str
     source: Pixels | Image.Image
@@ -175,8 +175,8 @@ class _Opened:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pictures:
-    """Opens the pictures of one prompt in order and keeps count of what they will cost together, unpacked."""
+class _Images:
+    """Opens the images of one prompt in order and keeps count of what they will cost together, unpacked."""
 
     vision: VisionConfig | None
     rules: ImageRules
@@ -187,16 +187,16 @@ class _Pictures:
     total_pixels: int = 0
 
     def open(self, part: object) -> _Opened:
-        """The next picture, from its header."""
+        """The next image, from its header."""
         source, place = (part.source, part.name) if isinstance(part, ImageRef) else (part, None)
         told = [str(what) for what in (place, source if isinstance(source, os.PathLike) else None) if what is not None]
         name = f"image {self.number}" + (f" ({', '.join(told)})" if told else "")
         if self.vision is None:
-            raise PromptError(f"{name}: this model takes no pictures; use a vision checkpoint")
+            raise PromptError(f"{name}: this model takes no images; use a vision checkpoint")
         if self.count > self.limits.images:
-            raise PromptError(f"the prompt has {self.count} pictures, the limit is {self.limits.images}; send fewer")
+            raise PromptError(f"the prompt has {self.count} images, the limit is {self.limits.images}; send fewer")
         self.number += 1
-        if isinstance(source, CutPicture):
+        if isinstance(source, CutImage):
             pixels, plan = _checked_patches(source, self.vision, name)
             return _Opened(name=name, source=pixels, rules=self.rules, plan=plan)
         assert isinstance(source, bytes | bytearray | memoryview | str | os.PathLike | Image.Image)
@@ -206,29 +206,25 @@ class _Pictures:
         data = read_source(source, limits=self.limits, name=name)
         self.total_bytes += len(data) if isinstance(data, bytes) else 0
         if self.total_bytes > self.limits.total_bytes:
-            raise PromptError(
-                f"{name}: the pictures together exceed {self.limits.total_bytes} bytes; send smaller files"
-            )
-        picture = open_image(data, limits=self.limits, name=name)
-        width, height = size = oriented_size(picture, self.rules)
+            raise PromptError(f"{name}: the images together exceed {self.limits.total_bytes} bytes; send smaller files")
+        image = open_image(data, limits=self.limits, name=name)
+        width, height = size = oriented_size(image, self.rules)
         if self.count >= self.limits.crowd and max(size) > self.limits.crowded_side:
             raise PromptError(
-                f"{name} is {width}x{height}; from {self.limits.crowd} pictures on a side may have "
+                f"{name} is {width}x{height}; from {self.limits.crowd} images on a side may have "
                 f"{self.limits.crowded_side} pixels, scale it down"
             )
         self.total_pixels += width * height
         if self.total_pixels > self.limits.total_pixels:
-            raise PromptError(
-                f"{name}: the pictures together exceed {self.limits.total_pixels} pixels; scale them down"
-            )
+            raise PromptError(f"{name}: the images together exceed {self.limits.total_pixels} pixels; scale them down")
         try:
             plan = plan_image(width, height, vision)
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
-        return _Opened(name=name, source=picture, rules=self.rules, plan=plan)
+        return _Opened(name=name, source=image, rules=self.rules, plan=plan)
 
 
-def _checked_patches(part: CutPicture, vision: VisionConfig, name: str) -> tuple[Pixels, ImagePlan]:
+def _checked_patches(part: CutImage, vision: VisionConfig, name: str) -> tuple[Pixels, ImagePlan]:
     """Patches as they are, with their plan; floats become fp32."""
     try:
         rows, columns = part.vit_grid
@@ -278,8 +274,8 @@ class _Draft:
         ids = _checked_ids(part, self.config.text.vocab_size, self.placeholder, name)
         self._append(ids, np.full(len(ids), TokenKind.TEXT, np.int8), np.full(len(ids), -1, np.int32))
 
-    def add_picture(self, pixels: Pixels, plan: ImagePlan) -> None:
-        """A picture's block at the end of what is there."""
+    def add_image(self, pixels: Pixels, plan: ImagePlan) -> None:
+        """An image's block at the end of what is there."""
         assert self.config.vision is not None
         span = layout_block(plan, self.position, self.config.vision, len(self.spans))
         rows = np.full(span.length, -1, np.int32)
@@ -297,9 +293,9 @@ class _Draft:
         self.position += len(ids)
 
     def finish(self, *, with_digests: bool) -> Prompt:
-        """The prompt, with who sees whom and, if wanted, every picture's digest."""
+        """The prompt, with who sees whom and, if wanted, every image's digest."""
         if self.position == 0:
-            raise PromptError("the prompt is empty; give at least one token or picture")
+            raise PromptError("the prompt is empty; give at least one token or image")
         kinds_T = np.concatenate(self.kinds)
         vision = self.config.vision
         paired = vision is not None and vision.layout == "paired" and bool(self.spans)
@@ -321,13 +317,13 @@ def _checked_ids(part: object, vocab_size: int, placeholder: int | None, name: s
     try:
         ids: NDArray[Any] = np.asarray(part)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PromptError(f"{name} is neither a list of token ids nor a picture: {error}") from error
+        raise PromptError(f"{name} is neither a list of token ids nor an image: {error}") from error
     if ids.ndim == 1 and ids.size == 0:
         return np.zeros(0, np.int32)
     mixed = isinstance(part, list | tuple) and bool in set(map(type, part))  # numpy takes true for 1 among integers
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or mixed:
         raise PromptError(
-            f"{name} is a {type(part).__name__} that is neither a flat list of integer token ids nor a picture"
+            f"{name} is a {type(part).__name__} that is neither a flat list of integer token ids nor an image"
         )
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if bad.size:
@@ -335,7 +331,7 @@ def _checked_ids(part: object, vocab_size: int, placeholder: int | None, name: s
     if placeholder is not None and (ids == placeholder).any():
         index = int(np.flatnonzero(ids == placeholder)[0])
         raise PromptError(
-            f"{name}: id {placeholder} (index {index}) is the picture placeholder; leave it out and give the picture "
+            f"{name}: id {placeholder} (index {index}) is the image placeholder; leave it out and give the image "
             "as a part of its own, where its block belongs"
         )
     return ids.astype(np.int32)
@@ -344,7 +340,7 @@ def _checked_ids(part: object, vocab_size: int, placeholder: int | None, name: s
 def _why_not(token: int, vocab_size: int) -> str:
     if vocab_size <= token < vocab_size + _NUM_ROLES:
         return (
-            f"id {token} is a picture role (vocabulary size {vocab_size} + {TokenKind(token - vocab_size).name}); "
-            "token lists hold text only, give the picture as a part of its own"
+            f"id {token} is an image role (vocabulary size {vocab_size} + {TokenKind(token - vocab_size).name}); "
+            "token lists hold text only, give the image as a part of its own"
         )
     return f"id {token} is outside the vocabulary 0..{vocab_size - 1}"

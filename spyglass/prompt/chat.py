@@ -1,8 +1,8 @@
-"""Chat messages in OpenAI form to ids and pictures, through the model makers' own renderer (`deepseek_recipe`).
+"""Chat messages in OpenAI form to ids and images, through the model makers' own renderer (`deepseek_recipe`).
 
 What the renderer marks as a special token becomes that token's id, everything else is encoded as text: user text,
-history, reasoning, tool results and tool descriptions cannot spell a special token. Pictures travel as numbered stubs
-and come back as `ImageRef`; only the renderer's own marks count as pictures, never a spelling in a text.
+history, reasoning, tool results and tool descriptions cannot spell a special token. Images travel as numbered stubs
+and come back as `ImageRef`; only the renderer's own marks count as images, never a spelling in a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spyglass.prompt.placeholder import SPELLING
 from spyglass.prompt.tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
-    import deepseek_recipe  # loaded on first use: ids and pictures need no renderer
+    import deepseek_recipe  # loaded on first use: ids and images need no renderer
 
 Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = ("minimal", "low", "medium", "high", "xhigh", "max")
@@ -42,7 +42,7 @@ class ChatOptions:
     `thinking`: whether the answer starts with reasoning; off by default, as in the reference's own vision command
     line. `effort`: how much, only with `thinking`; None = the renderer's default, "high" (minimal counts as low,
     medium as high). `tools`, `tool_choice`, `response_format`: as in the OpenAI request. `without_vision`: what a
-    picture does to a model that has no vision: "refuse", or "note" (a short text stands in for it).
+    image does to a model that has no vision: "refuse", or "note" (a short text stands in for it).
     """
 
     thinking: bool = False
@@ -55,7 +55,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """A picture of a conversation: what holds it, and where the request had it, for errors."""
+    """An image of a conversation: what holds it, and where the request had it, for errors."""
 
     source: ImageInput
     name: str
@@ -63,7 +63,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation in the renderer's form: text pieces, special tokens by spelling, pictures."""
+    """A conversation in the renderer's form: text pieces, special tokens by spelling, images."""
 
     pieces: tuple[str | SpecialPiece | ImageRef, ...]
 
@@ -76,14 +76,14 @@ class SpecialPiece:
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, options: ChatOptions) -> RenderedChat:
-    """Render OpenAI-form messages as the family of `config` was trained; picture parts are joined with blank lines.
+    """Render OpenAI-form messages as the family of `config` was trained; image parts are joined with blank lines.
 
-    A picture part is `{"type": "image_url", "image_url": {"url": DATA_URL}}`; in Python `url` may also be bytes, a
-    `pathlib.Path` or a PIL picture. A plain string is never taken for a path: requests from elsewhere must not read
+    An image part is `{"type": "image_url", "image_url": {"url": DATA_URL}}`; in Python `url` may also be bytes, a
+    `pathlib.Path` or a PIL image. A plain string is never taken for a path: requests from elsewhere must not read
     files.
 
     Raises:
-        PromptError: a malformed message, an unknown kind of part, a picture where none may be; named by its place.
+        PromptError: a malformed message, an unknown kind of part, an image where none may be; named by its place.
     """
     import deepseek_recipe
 
@@ -96,16 +96,16 @@ def render_chat(messages: Sequence[Mapping[str, Any]], config: ModelConfig, opti
         "response_format": options.response_format,
     }
     body: dict[str, Any] = {
-        "messages": _without_pictures(messages, stubs),
+        "messages": _without_images(messages, stubs),
         "thinking": {"type": "enabled" if options.thinking else "disabled"},
         **{name: value for name, value in given.items() if value is not None},
     }
     converted = convert_request(deepseek_recipe.ChatCompletionRequest, body)
-    return render_conversation(converted.conversation, stubs.pictures, config)
+    return render_conversation(converted.conversation, stubs.images, config)
 
 
 def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.ConversationRequest:
-    """What the library makes of a request body, pictures in it being stubs. `protocol` is its class of request.
+    """What the library makes of a request body, images in it being stubs. `protocol` is its class of request.
 
     Raises:
         PromptError: the library refuses the body.
@@ -122,23 +122,23 @@ def convert_request(protocol: Any, body: Mapping[str, Any]) -> deepseek_recipe.C
 
 
 def render_conversation(
-    conversation: deepseek_recipe.Conversation, pictures: Sequence[ImageRef], config: ModelConfig
+    conversation: deepseek_recipe.Conversation, images: Sequence[ImageRef], config: ModelConfig
 ) -> RenderedChat:
-    """Render what any of the protocols was converted to; `pictures` are those behind the stubs, by number.
+    """Render what any of the protocols was converted to; `images` are those behind the stubs, by number.
 
     Raises:
-        PromptError: a picture stands where the library has no place for one.
+        PromptError: an image stands where the library has no place for one.
     """
     rendered = _encoding(FAMILIES[config.family].renderer).render_conversation(conversation)
-    order = [pictures[_stub_number(source)] for source in rendered.image_sources]
+    order = [images[_stub_number(source)] for source in rendered.image_sources]
     found = sum(rendered.prompt[start:stop] == SPELLING for start, stop in rendered.special_ranges)
-    if not found == len(order) == len(pictures):
-        raise PromptError(f"the conversation has {len(pictures)} pictures, its rendering has room for {found}")
+    if not found == len(order) == len(images):
+        raise PromptError(f"the conversation has {len(images)} images, its rendering has room for {found}")
     return RenderedChat(_split(rendered.prompt, rendered.special_ranges, order))
 
 
 class ImageStubs:
-    """Pictures taken out of a request, each leaving a numbered stub that the library carries to its place.
+    """Images taken out of a request, each leaving a numbered stub that the library carries to its place.
 
     `without_vision`: as in `ChatOptions`.
     """
@@ -146,34 +146,34 @@ class ImageStubs:
     def __init__(self, config: ModelConfig, without_vision: Literal["refuse", "note"] = "refuse") -> None:
         self._note = config.vision is None and without_vision == "note"
         self._blind = config.vision is None
-        self.pictures: list[ImageRef] = []
+        self.images: list[ImageRef] = []
 
     def take(self, source: object, part: str, field: str = "") -> str | None:
-        """The base64 text that stands for a picture, to be sent as a PNG; None = a note goes there instead.
+        """The base64 text that stands for an image, to be sent as a PNG; None = a note goes there instead.
 
-        `part` and `field` within it say where the request had the picture.
+        `part` and `field` within it say where the request had the image.
 
         Raises:
-            PromptError: the model takes no pictures, or this is none.
+            PromptError: the model takes no images, or this is none.
         """
         if self._note:
             return None
         if self._blind:
-            raise PromptError(f"{part} is a picture, and this model takes no pictures; use a vision checkpoint")
+            raise PromptError(f"{part} is an image, and this model takes no images; use a vision checkpoint")
         where = part + field
         if isinstance(source, str) and not is_data_url(source):
             raise PromptError(
-                f"{where} must be a data URL, not {source[:40]!r}; pictures are not fetched, and from Python a file is "
+                f"{where} must be a data URL, not {source[:40]!r}; images are not fetched, and from Python a file is "
                 "passed as pathlib.Path"
             )
         if not isinstance(source, str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
-            raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL picture)")
-        self.pictures.append(ImageRef(source, where))
-        return base64.b64encode(str(len(self.pictures) - 1).encode()).decode()
+            raise PromptError(f"{where} must be a data URL (or, from Python, bytes, a path or a PIL image)")
+        self.images.append(ImageRef(source, where))
+        return base64.b64encode(str(len(self.images) - 1).encode()).decode()
 
 
 def encode_chat(rendered: RenderedChat, tokenizer: PromptTokenizer) -> list[list[int] | ImageRef]:
-    """Ids and pictures of a rendered conversation in prompt order; neighbouring ids are one list.
+    """Ids and images of a rendered conversation in prompt order; neighbouring ids are one list.
 
     Raises:
         PromptError: the tokenizer lacks a special token that this conversation needs.
@@ -212,8 +212,8 @@ def check_options(options: ChatOptions) -> None:
         raise PromptError(f"effort {options.effort!r} needs thinking; turn thinking on or leave the effort out")
 
 
-def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: ImageStubs) -> list[dict[str, Any]]:
-    """The messages with every picture replaced by its stub."""
+def _without_images(messages: Sequence[Mapping[str, Any]], stubs: ImageStubs) -> list[dict[str, Any]]:
+    """The messages with every image replaced by its stub."""
     if not isinstance(messages, list | tuple):
         raise PromptError(f"messages must be a list of messages, not {type(messages).__name__}")
     plain = []
@@ -231,10 +231,10 @@ def _without_pictures(messages: Sequence[Mapping[str, Any]], stubs: ImageStubs) 
 
 
 def plain_part(part: object, where: str, role: object, stubs: ImageStubs) -> dict[str, Any]:
-    """One content part of an OpenAI message as JSON; a picture is moved to `stubs`.
+    """One content part of an OpenAI message as JSON; an image is moved to `stubs`.
 
     Raises:
-        PromptError: an unknown kind of part, or a picture where none may be; named by `where`.
+        PromptError: an unknown kind of part, or an image where none may be; named by `where`.
     """
     if not isinstance(part, Mapping):
         raise PromptError(f"{where} must be an object with a type, not {type(part).__name__}")
@@ -246,9 +246,7 @@ def plain_part(part: object, where: str, role: object, stubs: ImageStubs) -> dic
     if kind != "image_url":
         raise PromptError(f"{where} has the unknown type {kind!r}; parts are text or image_url")
     if role not in IMAGE_ROLES:
-        raise PromptError(
-            f"{where} is a picture in a message of role {role!r}; pictures go to {', '.join(IMAGE_ROLES)}"
-        )
+        raise PromptError(f"{where} is an image in a message of role {role!r}; images go to {', '.join(IMAGE_ROLES)}")
     value = part.get("image_url")
     if isinstance(value, Mapping):
         stub = stubs.take(value.get("url"), where, ".image_url.url")
@@ -282,7 +280,7 @@ def _encoding(renderer: str) -> deepseek_recipe.DeepseekV4Encoding | deepseek_re
 
 @cache
 def _conversion() -> deepseek_recipe.ConversionOptions:
-    """The version that is named decides only that pictures are kept; thinking is off unless the body turns it on."""
+    """The version that is named decides only that images are kept; thinking is off unless the body turns it on."""
     import deepseek_recipe
 
     options = deepseek_recipe.ConversionOptions(default_thinking_mode=False)
@@ -303,13 +301,13 @@ def _split(
     prompt: str, special_ranges: Sequence[tuple[int, int]], order: Sequence[ImageRef]
 ) -> tuple[str | SpecialPiece | ImageRef, ...]:
     pieces: list[str | SpecialPiece | ImageRef] = []
-    pictures = iter(order)
+    images = iter(order)
     done = 0
     for start, stop in special_ranges:
         if start > done:
             pieces.append(prompt[done:start])
         token = prompt[start:stop]
-        pieces.append(next(pictures) if token == SPELLING else SpecialPiece(token))
+        pieces.append(next(images) if token == SPELLING else SpecialPiece(token))
         done = stop
     if done < len(prompt):
         pieces.append(prompt[done:])

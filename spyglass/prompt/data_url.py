@@ -2,7 +2,7 @@
 
 Accepted: any or no media type, any parameters, `;base64` in any case, base64 with or without padding, with line
 breaks, in the standard or the URL-safe alphabet, percent-encoded or not; without `;base64` the body is
-percent-encoded bytes. The media type is not looked at: what a picture is, its bytes say.
+percent-encoded bytes. The media type is not looked at: what an image is, its bytes say.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def decode_data_url(url: str, *, most_bytes: int, name: str) -> bytes:
         raise PromptError(f"{name} is a data URL without a comma; write data:image/png;base64,...")
     is_base64 = "base64" in (parameter.strip().lower() for parameter in header.split(";")[1:])
     if len(body) > 4 * most_bytes:  # every byte takes at least 4/3 and, percent-encoded base64, at most 4 characters
-        raise PromptError(
-            f"{name} holds more than the {most_bytes} bytes that one picture may have; send a smaller file"
-        )
+        raise PromptError(f"{name} holds more than the {most_bytes} bytes that one image may have; send a smaller file")
     try:
         data = unquote_to_bytes(body.encode("ascii")) if "%" in body else body.encode("ascii")
     except UnicodeEncodeError as error:
@@ -46,7 +44,7 @@ def decode_data_url(url: str, *, most_bytes: int, name: str) -> bytes:
     if is_base64:
         data = _decode_base64(data, name)
     if len(data) > most_bytes:
-        raise PromptError(f"{name} holds {len(data)} bytes, one picture may have {most_bytes}; send a smaller file")
+        raise PromptError(f"{name} holds {len(data)} bytes, one image may have {most_bytes}; send a smaller file")
     return data
 
 

@@ -1,8 +1,8 @@
-"""From whatever holds a picture (bytes, a path, a data URL, a PIL picture) to RGB pixels, by stated rules.
+"""From whatever holds an image (bytes, a path, a data URL, a PIL image) to RGB pixels, by stated rules.
 
 `open_image` reads only the header and refuses what is too large, so nothing is unpacked before its size is known;
 `to_rgb` unpacks. The default rules are the reference's: `convert("RGB")` and nothing else (docs/formats.md,
-"Pictures").
+"Images").
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ImageRules:
     """Where the reference and people's wishes part.
 
     `exif`: "stored" leaves pixels as the file has them, "upright" applies the orientation tag. `alpha`: "drop" shows
-    whatever colour hides under transparent pixels, "white" puts the picture on white. `samples`: "clip" cuts 16-bit
+    whatever colour hides under transparent pixels, "white" puts the image on white. `samples`: "clip" cuts 16-bit
     samples at 255, "scale" maps 0..65535 to 0..255.
     """
 
@@ -67,10 +67,10 @@ CHAT_RULES = ImageRules(exif="upright", samples="scale")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """How large pictures may be. The defaults are a published public contract, meant for servers.
+    """How large images may be. The defaults are a published public contract, meant for servers.
 
     `file_bytes` and `total_bytes` count encoded files, one and all of a prompt; `side` pixels, `crowded_side` from
-    `crowd` pictures on; `pixels` and `total_pixels` count decoded pixels, one and all of a prompt; `url_chars` bounds a
+    `crowd` images on; `pixels` and `total_pixels` count decoded pixels, one and all of a prompt; `url_chars` bounds a
     remote address.
     """
 
@@ -85,7 +85,7 @@ class ImageLimits:
     url_chars: int = 8192
 
 
-# For one's own pictures in Python: only what cannot be meant is refused. Pillow itself stops at 178,956,970 pixels.
+# For one's own images in Python: only what cannot be meant is refused. Pillow itself stops at 178,956,970 pixels.
 PYTHON_LIMITS = ImageLimits(
     file_bytes=1 << 30,
     total_bytes=8 << 30,
@@ -114,9 +114,9 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 def read_source(
-    source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture"
+    source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the image"
 ) -> bytes | Image.Image:
-    """The encoded bytes behind `source`, or the PIL picture that it is. A str is a data URL or a path.
+    """The encoded bytes behind `source`, or the PIL image that it is. A str is a data URL or a path.
 
     Raises:
         PromptError: unknown kind, unreadable or empty file, more than `limits.file_bytes`, a remote address.
@@ -126,15 +126,13 @@ def read_source(
     if isinstance(source, str) and is_data_url(source):
         data = decode_data_url(source, most_bytes=limits.file_bytes, name=name)
     elif isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
-        raise PromptError(f"{name} is a remote address; pictures are not fetched here, pass its bytes or a data URL")
+        raise PromptError(f"{name} is a remote address; images are not fetched here, pass its bytes or a data URL")
     elif isinstance(source, str | os.PathLike):
         data = _read_file(source, limits, name)
     elif isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
     else:
-        raise PromptError(
-            f"{name} is a {type(source).__name__}; a picture is bytes, a path, a data URL or a PIL picture"
-        )
+        raise PromptError(f"{name} is a {type(source).__name__}; an image is bytes, a path, a data URL or a PIL image")
     if not data:
         raise PromptError(f"{name} is empty")
     if len(data) > limits.file_bytes:
@@ -142,10 +140,10 @@ def read_source(
     return data
 
 
-def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the picture") -> Image.Image:
-    """Open a picture without unpacking it: its `size` is known and within `limits`, its pixels are not yet read.
+def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name: str = "the image") -> Image.Image:
+    """Open an image without unpacking it: its `size` is known and within `limits`, its pixels are not yet read.
 
-    Animations stand at their first frame. A PIL picture is taken at the frame it stands at.
+    Animations stand at their first frame. A PIL image is taken at the frame it stands at.
 
     Raises:
         PromptError: not one of `FORMATS`, damaged header, a side or pixel count over the limits; errors begin with
@@ -153,17 +151,17 @@ def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name:
     """
     data = read_source(source, limits=limits, name=name)
     if isinstance(data, Image.Image):
-        picture = data
+        image = data
     else:
         try:
-            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
             raise PromptError(
                 f"{name} is none of {', '.join(FORMATS)} (or its header is damaged): it begins with {data[:12]!r}"
             ) from None
         except DECODER_FAULTS as error:
             raise PromptError(f"{name} cannot be opened: {_reason(error)}") from error
-    width, height = picture.size
+    width, height = image.size
     if width < 1 or height < 1:
         raise PromptError(f"{name} has no pixels ({width}x{height})")
     if max(width, height) > limits.side:
@@ -171,59 +169,59 @@ def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name:
     if width * height > limits.pixels:
         raise PromptError(f"{name} has {width * height} pixels, the limit is {limits.pixels}; scale it down")
     if isinstance(data, bytes):
-        _refuse_dear(data, picture, name)
-    return picture
+        _refuse_costly(data, image, name)
+    return image
 
 
-def _refuse_dear(data: bytes, picture: Image.Image, name: str) -> None:
+def _refuse_costly(data: bytes, image: Image.Image, name: str) -> None:
     """Raises PromptError: a small file that takes long to unpack, or much memory."""
-    pixels = picture.width * picture.height
-    if picture.format == "JPEG" and (scans := data.count(_SCAN)) * pixels > _MAX_SCANNED and scans > _FEW_SCANS:
+    pixels = image.width * image.height
+    if image.format == "JPEG" and (scans := data.count(_SCAN)) * pixels > _MAX_SCANNED and scans > _FEW_SCANS:
         raise PromptError(f"{name} is a JPEG of {scans} scans, too many for its size; save it with fewer")
-    if isinstance(picture, TiffImagePlugin.TiffImageFile):
-        tags = picture.tag_v2
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tags = image.tag_v2
         rows = tags.get(_ROWS_PER_STRIP, 1)
-        strip = picture.width * (rows if isinstance(rows, int) and rows != _ALL_ROWS else 1)
+        strip = image.width * (rows if isinstance(rows, int) and rows != _ALL_ROWS else 1)
         tile = [size if isinstance(size, int) else 1 for size in (tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1))]
         if max(strip, tile[0] * tile[1]) > max(pixels, _MAX_PART):
             raise PromptError(f"{name} is a TIFF with a tile or strip far larger than itself; save it anew")
 
 
-def oriented_size(picture: Image.Image, rules: ImageRules = REFERENCE_RULES) -> tuple[int, int]:
+def oriented_size(image: Image.Image, rules: ImageRules = REFERENCE_RULES) -> tuple[int, int]:
     """(width, height) that `to_rgb` will give, from the header alone."""
-    width, height = picture.size
-    return (height, width) if _orientation(picture, rules) in _SIDEWAYS else (width, height)
+    width, height = image.size
+    return (height, width) if _orientation(image, rules) in _SIDEWAYS else (width, height)
 
 
-def to_rgb(picture: Image.Image, rules: ImageRules = REFERENCE_RULES, *, name: str = "the picture") -> Image.Image:
-    """Unpack a picture and make it RGB by `rules`. The input is left as it was; an RGB input may be returned itself.
+def to_rgb(image: Image.Image, rules: ImageRules = REFERENCE_RULES, *, name: str = "the image") -> Image.Image:
+    """Unpack an image and make it RGB by `rules`. The input is left as it was; an RGB input may be returned itself.
 
     Raises:
         PromptError: damaged or truncated data, a mode without a way to RGB, NaN or infinite samples.
     """
     try:
-        picture.load()
-        orientation = _orientation(picture, rules)
-        if picture.mode == "F":
-            refuse_non_finite(picture, name)
+        image.load()
+        orientation = _orientation(image, rules)
+        if image.mode == "F":
+            refuse_non_finite(image, name)
         if rules.samples == "scale":
-            picture = scale_samples(picture)
+            image = scale_samples(image)
         if rules.alpha == "white":
-            picture = flatten_on_white(picture)
-        if picture.mode != "RGB":
-            picture = drop_transparency_note(picture).convert("RGB")
+            image = flatten_on_white(image)
+        if image.mode != "RGB":
+            image = drop_transparency_note(image).convert("RGB")
         turn = _ORIENTATIONS.get(orientation)
-        return picture if turn is None else picture.transpose(turn)
+        return image if turn is None else image.transpose(turn)
     except DECODER_FAULTS as error:
         raise PromptError(f"{name} cannot be decoded: {_reason(error)}") from error
 
 
-def _orientation(picture: Image.Image, rules: ImageRules) -> int:
-    """EXIF orientation to undo, 1 = none. Pillow turns TIFF pictures upright by itself, under either rule."""
-    if rules.exif == "stored" or picture.format == "TIFF":
+def _orientation(image: Image.Image, rules: ImageRules) -> int:
+    """EXIF orientation to undo, 1 = none. Pillow turns TIFF images upright by itself, under either rule."""
+    if rules.exif == "stored" or image.format == "TIFF":
         return 1
     try:
-        value = picture.getexif().get(ExifTags.Base.Orientation, 1)
+        value = image.getexif().get(ExifTags.Base.Orientation, 1)
     except DECODER_FAULTS:  # unreadable EXIF says nothing about orientation
         return 1
     return value if isinstance(value, int) else 1
@@ -242,7 +240,7 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits, name: str) -> 
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or _reason(error)
         if os.fspath(path)[:7].lower().startswith(("http:/", "https:/")):  # of the two slashes a Path keeps one
-            reason = "it is an address, and pictures are not fetched; save it and name the file"
+            reason = "it is an address, and images are not fetched; save it and name the file"
         raise PromptError(f"{_with_path(name, path)} cannot be read: {reason}") from error
 
 

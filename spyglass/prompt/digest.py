@@ -1,4 +1,4 @@
-"""A picture's identity for caches: its pixels as the model sees them, and its plan; never a name or part of a file."""
+"""An image's identity for caches: its pixels as the model sees them, and its plan; never a name or part of a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spyglass.prompt.tokens import ImagePlan
 def prompt_digest(pixels: NDArray[Any], plan: ImagePlan) -> bytes:
     """SHA-256 over dtype, shape, plan and every byte of `pixels` [N, 3, p, p]; 32 bytes.
 
-    The prompt position of the picture is left out: the same picture elsewhere has other leading pads but the same rows.
+    The prompt position of the image is left out: the same image elsewhere has other leading pads but the same rows.
     """
     facts = (
         *pixels.shape,

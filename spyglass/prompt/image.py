@@ -1,4 +1,4 @@
-"""From a picture and its plan to patches: resize as Pillow does, pad with grey, cut (spec v4 9.2, v41 7.1).
+"""From an image and its plan to patches: resize as Pillow does, pad with grey, cut (spec v4 9.2, v41 7.1).
 
 Patches stay uint8. The reference's bf16 value of a pixel, bf16((fp32(u) / 255 - 0.5) / 0.5), is one of 256, so
 normalising is a table (`NORMALISED`), applied where the pixels are consumed. Resizing must be Pillow's: it rounds to
@@ -34,24 +34,24 @@ def patchify(
     *,
     rules: ImageRules = REFERENCE_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
-    name: str = "the picture",
+    name: str = "the image",
 ) -> NDArray[np.uint8]:
-    """Patches of a picture, uint8 [N, 3, p, p]: grid rows first, channel-major, bit-equal to the reference before
+    """Patches of an image, uint8 [N, 3, p, p]: grid rows first, channel-major, bit-equal to the reference before
     normalising.
 
-    `plan` is that of the picture's own size (`oriented_size` under `rules`).
+    `plan` is that of the image's own size (`oriented_size` under `rules`).
 
     Raises:
-        PromptError: the picture cannot be read or decoded (see `open_image`, `to_rgb`), or is too thin for its plan.
+        PromptError: the image cannot be read or decoded (see `open_image`, `to_rgb`), or is too thin for its plan.
     """
     return cut(resize(to_rgb(open_image(image, limits=limits, name=name), rules, name=name), plan, name=name), plan)
 
 
-def resize(rgb: Image.Image, plan: ImagePlan, *, name: str = "the picture") -> Image.Image:
-    """Resize an RGB picture to `plan.resized`: stretched, or contained with its aspect and centred on grey; bicubic.
+def resize(rgb: Image.Image, plan: ImagePlan, *, name: str = "the image") -> Image.Image:
+    """Resize an RGB image to `plan.resized`: stretched, or contained with its aspect and centred on grey; bicubic.
 
     Raises:
-        PromptError: one side of the contained picture would round to 0.
+        PromptError: one side of the contained image would round to 0.
     """
     box = plan.resized
     size = box if plan.stretch else contained_size(rgb.size, box)
@@ -63,7 +63,7 @@ def resize(rgb: Image.Image, plan: ImagePlan, *, name: str = "the picture") -> I
 
 
 def centre(resized: Image.Image, box: tuple[int, int]) -> Image.Image:
-    """Put an RGB picture into the middle of a grey one of the size `box`; one that fills it is returned itself."""
+    """Put an RGB image into the middle of a grey one of the size `box`; one that fills it is returned itself."""
     size = resized.size
     if size == box:
         return resized
@@ -73,7 +73,7 @@ def centre(resized: Image.Image, box: tuple[int, int]) -> Image.Image:
 
 
 def cut(resized: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-    """Cut an RGB picture of the size `plan.resized` into patches, uint8 [N, 3, p, p]."""
+    """Cut an RGB image of the size `plan.resized` into patches, uint8 [N, 3, p, p]."""
     rows, columns = plan.vit_grid
     patch = plan.patch_size
     assert resized.size == plan.resized == (columns * patch, rows * patch), (resized.size, plan)

@@ -1,4 +1,4 @@
-"""The id that stands for one picture in unexpanded prompts, and how it is found.
+"""The id that stands for one image in unexpanded prompts, and how it is found.
 
 Tokenizer revisions spell it differently, and one spelling is a trap: `<｜image｜>` is the placeholder of the makers'
 chat library, yet another token (129279) in the tokenizers of V4. So the order is:
@@ -7,7 +7,7 @@ chat library, yet another token (129279) in the tokenizers of V4. So the order i
 agree. 2. `<｜deepseek_image｜>` in the tokenizer (V4 with vision). 3. `<｜image2｜>` in the tokenizer, if its id is
 129264: the text-only V4 tokenizers name that same id so. 4. Nothing else: an error, never an unknown-token id.
 
-Prompts built here never contain the id (picture positions hold -1); it is needed to refuse and to ban it.
+Prompts built here never contain the id (image positions hold -1); it is needed to refuse and to ban it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _checked_config_id(config: ModelConfig, tokenizer: PromptTokenizer | None, s
 
 def _check_range(token: int, config: ModelConfig) -> None:
     if not 0 <= token < config.text.vocab_size:
-        raise PromptError(f"the picture placeholder {token} is outside the vocabulary of {config.text.vocab_size}")
+        raise PromptError(f"the image placeholder {token} is outside the vocabulary of {config.text.vocab_size}")
     if token in (config.bos_token_id, *config.eos_token_ids, config.pad_token_id):
         raise PromptError(
-            f"the picture placeholder {token} is also BOS, EOS or pad; config.json or the tokenizer is wrong"
+            f"the image placeholder {token} is also BOS, EOS or pad; config.json or the tokenizer is wrong"
         )

@@ -1,6 +1,6 @@
-"""How large a picture is made and how many tokens it costs, from its width and height alone (spec v4 9.1, v41 7.1).
+"""How large an image is made and how many tokens it costs, from its width and height alone (spec v4 9.1, v41 7.1).
 
-A picture is scaled up to a least number of pixels, rounded up to whole patches, and, where its token block would be
+An image is scaled up to a least number of pixels, rounded up to whole patches, and, where its token block would be
 too long, shrunk to the largest grid whose block fits. All arithmetic follows the reference's Python operation by
 operation: truncation, ceiling and float64 order decide grids at the edges. The reference's rule is applied once for
 V4.1 (the makers' Rust package repeats it until the size stands still, and differs for about 2 % of random sizes).
@@ -32,11 +32,11 @@ class _Rule:
 
 
 def plan_image(width: int, height: int, vision: VisionConfig) -> ImagePlan:
-    """Plan a picture of `width` x `height` pixels.
+    """Plan an image of `width` x `height` pixels.
 
     Raises:
-        PromptError: a side is not a positive integer, or the picture is so thin that nothing of it would be left.
-        ConfigError: `vision.max_tokens` is too small for any picture.
+        PromptError: a side is not a positive integer, or the image is so thin that nothing of it would be left.
+        ConfigError: `vision.max_tokens` is too small for any image.
     """
     width, height = _checked_side(width, "width"), _checked_side(height, "height")
     patch, cell = vision.patch_size, vision.patch_size * vision.downsample_ratio
@@ -48,14 +48,14 @@ def plan_image(width: int, height: int, vision: VisionConfig) -> ImagePlan:
     while rule.num_tokens(*_cells(box, vision)) > cap:
         if budget < rule.num_tokens(1, 1):
             raise ConfigError(
-                f"no picture fits into {vision.max_tokens} tokens; raise the vision token limit of the config"
+                f"no image fits into {vision.max_tokens} tokens; raise the vision token limit of the config"
             )
         box = rule.fit(w, h, budget, patch, cell)
         budget -= 1
     stretch = vision.max_wh_ratio is not None and width >= height * vision.max_wh_ratio
     if not stretch and 0 in contained_size((width, height), box):
         raise PromptError(
-            f"a picture of {width}x{height} pixels is too thin: scaled into {box[0]}x{box[1]} one side rounds to 0; "
+            f"an image of {width}x{height} pixels is too thin: scaled into {box[0]}x{box[1]} one side rounds to 0; "
             "crop it or make it thicker"
         )
     rows, columns = _cells(box, vision)
@@ -70,7 +70,7 @@ def plan_image(width: int, height: int, vision: VisionConfig) -> ImagePlan:
 
 
 def plan_patches(vit_grid: tuple[int, int], vision: VisionConfig) -> ImagePlan:
-    """Plan of a picture that is already cut into `vit_grid` (rows, columns) patches; below the planner's minimum is
+    """Plan of an image that is already cut into `vit_grid` (rows, columns) patches; below the planner's minimum is
     fine.
 
     Raises:
@@ -96,7 +96,7 @@ def plan_patches(vit_grid: tuple[int, int], vision: VisionConfig) -> ImagePlan:
 
 
 def layout_block(plan: ImagePlan, start: int, vision: VisionConfig, image: int = 0) -> ImageSpan:
-    """Token block of picture number `image` at prompt position `start`, in the layout of `vision`."""
+    """Token block of image number `image` at prompt position `start`, in the layout of `vision`."""
     return _RULES[vision.layout].layout(plan, start, image)
 
 
@@ -125,7 +125,7 @@ _LONGEST_SIDE = 2**31 - 1  # what image files and Pillow can express
 
 
 def _sizing_dimensions(width: int, height: int, vision: VisionConfig) -> tuple[float, float]:
-    """Steps 1 and 2: clamp wide pictures, scale small ones up, truncating."""
+    """Steps 1 and 2: clamp wide images, scale small ones up, truncating."""
     w: float = width
     h: float = height
     if vision.max_wh_ratio is not None and w > h * vision.max_wh_ratio:
@@ -137,7 +137,7 @@ def _sizing_dimensions(width: int, height: int, vision: VisionConfig) -> tuple[f
 
 
 def _cells(box: tuple[int, int], vision: VisionConfig) -> tuple[int, int]:
-    """Rows and columns of aligner cells of a resized picture (width, height)."""
+    """Rows and columns of aligner cells of a resized image (width, height)."""
     width, height = box
     merge, patch = vision.downsample_ratio, vision.patch_size
     return -(-(height // patch) // merge), -(-(width // patch) // merge)

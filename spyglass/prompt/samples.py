@@ -18,49 +18,49 @@ _HIGHEST = 65_535
 _STEP = 257  # 65535 / 255
 
 
-def scale_samples(picture: Image.Image) -> Image.Image:
+def scale_samples(image: Image.Image) -> Image.Image:
     """Map 16-bit grey to 8 bits, rounding to nearest: 0 -> 0, 32768 -> 128, 65535 -> 255. Other modes pass unchanged.
 
     A transparent sample value of the file's header becomes an alpha channel, as it could not be told apart afterwards.
     """
-    if picture.mode not in _WIDE_MODES:
-        return picture
-    wide = np.clip(np.asarray(picture if picture.mode == "I" else picture.convert("I")), 0, _HIGHEST)
+    if image.mode not in _WIDE_MODES:
+        return image
+    wide = np.clip(np.asarray(image if image.mode == "I" else image.convert("I")), 0, _HIGHEST)
     grey = Image.fromarray(((wide + _STEP // 2) // _STEP).astype(np.uint8))
-    hidden = picture.info.get("transparency")
+    hidden = image.info.get("transparency")
     if not isinstance(hidden, int):
         return grey
     grey.putalpha(Image.fromarray(np.where(wide == hidden, 0, 255).astype(np.uint8)))
     return grey
 
 
-def flatten_on_white(picture: Image.Image) -> Image.Image:
-    """Put a picture with transparency on white; pictures without pass unchanged."""
-    if picture.mode not in _WITH_ALPHA and "transparency" not in picture.info:
-        return picture
-    straight = picture.convert(_PREMULTIPLIED.get(picture.mode, picture.mode))
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+def flatten_on_white(image: Image.Image) -> Image.Image:
+    """Put an image with transparency on white; images without pass unchanged."""
+    if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
+        return image
+    straight = image.convert(_PREMULTIPLIED.get(image.mode, image.mode))
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     white.alpha_composite(straight.convert("RGBA"))
     return white.convert("RGB")
 
 
-def drop_transparency_note(picture: Image.Image) -> Image.Image:
+def drop_transparency_note(image: Image.Image) -> Image.Image:
     """The same pixels in a mode that converts to RGB, without a header's transparency, of which Pillow would warn."""
-    if picture.mode in _PREMULTIPLIED:
-        return picture.convert(_PREMULTIPLIED[picture.mode])
-    if isinstance(picture.info.get("transparency"), bytes):
-        picture = picture.copy()
-        del picture.info["transparency"]
-    return picture
+    if image.mode in _PREMULTIPLIED:
+        return image.convert(_PREMULTIPLIED[image.mode])
+    if isinstance(image.info.get("transparency"), bytes):
+        image = image.copy()
+        del image.info["transparency"]
+    return image
 
 
-def refuse_non_finite(picture: Image.Image, name: str) -> None:
-    """Refuse a float picture with NaN or infinite samples, whose conversion to 8 bits would be arbitrary.
+def refuse_non_finite(image: Image.Image, name: str) -> None:
+    """Refuse a float image with NaN or infinite samples, whose conversion to 8 bits would be arbitrary.
 
     Raises:
         PromptError: with the first such pixel.
     """
-    finite = np.isfinite(np.asarray(picture))
+    finite = np.isfinite(np.asarray(image))
     if not finite.all():
         y, x = np.argwhere(~finite)[0]
         raise PromptError(f"{name} has a sample that is not a finite number at ({x}, {y})")

@@ -1,4 +1,4 @@
-"""The V4 token block of a picture: rows in pairs, column by column, aligned to the groups of four tokens that ratio-4
+"""The V4 token block of an image: rows in pairs, column by column, aligned to the groups of four tokens that ratio-4
 layers pool (spec v4 9.5, 6.3).
 
 `PAD * (3 - start % 4), START, pairs of rows (an odd count gets a row of PADs), two PADs if a half group is left over,
@@ -32,7 +32,7 @@ def lead_pads(start: int) -> int:
 
 
 def layout(plan: ImagePlan, start: int, image: int = 0) -> ImageSpan:
-    """Token block of `plan` at prompt position `start`, leading pads included; `image` is the picture's number."""
+    """Token block of `plan` at prompt position `start`, leading pads included; `image` is the image's number."""
     rows, columns = plan.llm_grid
     kinds = np.full((rows + rows % 2, columns + 1), TokenKind.PAD, np.int8)
     kinds[:rows, :columns] = TokenKind.IMAGE

@@ -1,4 +1,4 @@
-"""The V4.1 span of a picture: reading order, no pads, the same at every prompt position (spec v41 7.2).
+"""The V4.1 span of an image: reading order, no pads, the same at every prompt position (spec v41 7.2).
 
 `START, (IMAGE * columns, NEWLINE) * rows, END`. V4.1 has no learned pad vector and numbers its roles without PAD;
 here the roles keep the numbers of `TokenKind`.
@@ -17,7 +17,7 @@ def num_tokens(rows: int, columns: int) -> int:
 
 
 def layout(plan: ImagePlan, start: int, image: int = 0) -> ImageSpan:
-    """Span of `plan` at prompt position `start`; `image` is the picture's number."""
+    """Span of `plan` at prompt position `start`; `image` is the image's number."""
     rows, columns = plan.llm_grid
     body = np.full((rows, columns + 1), TokenKind.IMAGE, np.int8)
     body[:, columns] = TokenKind.NEWLINE

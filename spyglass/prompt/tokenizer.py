@@ -140,7 +140,7 @@ def _longest_token(full: Tokenizer, parsed: Mapping[str, Any]) -> int | None:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:
-    """The tokenizer of a checkpoint folder, None when it has none: ids and pictures need no tokenizer, only text does.
+    """The tokenizer of a checkpoint folder, None when it has none: ids and images need no tokenizer, only text does.
 
     Raises:
         PromptError: the file is there (a link that leads nowhere included) but is no tokenizer.

@@ -1,4 +1,4 @@
-"""What a prompt is: ids, what kind of thing stands at each position, and the pictures behind them."""
+"""What a prompt is: ids, what kind of thing stands at each position, and the images behind them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class TokenKind(IntEnum):
-    """Role of one position. The picture roles have the numbers of the reference (spec v4 9.5); text is -1."""
+    """Role of one position. The image roles have the numbers of the reference (spec v4 9.5); text is -1."""
 
     TEXT = -1
     START = 0
@@ -23,7 +23,7 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """How one picture is resized and cut (spec v4 9.1). Sizes (w, h) are pixels, grids (h, w) are cells.
+    """How one image is resized and cut (spec v4 9.1). Sizes (w, h) are pixels, grids (h, w) are cells.
 
     `num_tokens` counts the block without leading pads; `stretch` = plain resize instead of contain-and-pad.
     """
@@ -38,7 +38,7 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
-    """The token block of one picture at a prompt position.
+    """The token block of one image at a prompt position.
 
     `start`: position of the first token of the block, leading pads included. `lead`: leading pads, outside the span
     of mutual visibility. `kinds` int8 [n] over the whole block; `order` int32 [num IMAGE]: aligner row of the k-th
@@ -58,10 +58,10 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """A picture that is already cut, as one part of a prompt.
+    """An image that is already cut, as one part of a prompt.
 
     `pixels` [N, 3, p, p]: uint8, or finite floats that are already normalised. `vit_grid` (rows, columns), N = rows *
-    columns. Nothing is checked here: `prompt_from_parts` does, and its errors name the picture.
+    columns. Nothing is checked here: `prompt_from_parts` does, and its errors name the image.
     """
 
     pixels: NDArray[Any]
@@ -70,12 +70,12 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt ready to run. Positions are 0..T-1. Picture positions hold id -1: ids are never inspected to find
-    pictures.
+    """A prompt ready to run. Positions are 0..T-1. Image positions hold id -1: ids are never inspected to find
+    images.
 
     `image_row_T` int32: row of the concatenated aligner outputs for IMAGE positions, -1 elsewhere. `visible_T2`
     int32: extra keys visible left (beyond nothing) and right of each position: (i - START, END - i) inside a span
-    whose layout is bidirectional, (0, 0) elsewhere. `digests` hold pixels and plan of each picture.
+    whose layout is bidirectional, (0, 0) elsewhere. `digests` hold pixels and plan of each image.
     """
 
     ids_T: NDArray[np.int32]

@@ -17,7 +17,7 @@ from spyglass.layers.linear import GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
-from spyglass.text.rounding import RowRounding
+from spyglass.text.rounding import RowFinish
 from spyglass.text.step import Step, TextBuild
 
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.indexer: Indexer | None = None
         if plan.compressor is not None:
             spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="pool", state="state")
-            self.compressor = Compressor(spec, plan.compressor, parts, RowRounding(parts, "pool"))
+            self.compressor = Compressor(spec, plan.compressor, parts, RowFinish(parts, "pool"))
         if plan.index_from == plan.index:
             self.indexer = Indexer(plan, parts)
         self._plan = plan
@@ -49,17 +49,16 @@ class Attention(nn.Module):
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
         self._heads, self._dim, self._groups = text.num_attention_heads, text.head_dim, text.o_groups
         self._scale = text.head_dim**-0.5
-        self._q_head_norm = text.q_head_norm
-        self._eps = text.rms_norm_eps
+        self._q_eps = text.rms_norm_eps if text.q_head_norm else None
         self._stepwise = parts.stepwise
-        self._stored = RowRounding(parts, "window")
+        self._finish = RowFinish(parts, "window")
         self._ops = build.ops
 
     def remember(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> None:
         """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input."""
         plan, slot_T = self._plan, step.batch.slot_T
-        kv_TD = self._ops.rope_partial(self.kv_norm(self.wkv(x_TC, slot_T)), *step.tables[plan.rope])
-        self._ops.cache_write(cache.pages[self._window], self._stored(kv_TD), cache.window_write_T)
+        kv_TD, pages = self.wkv(x_TC, slot_T), cache.pages[self._window]
+        self._finish(kv_TD, step.tables[plan.rope], norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
         if self.compressor is None:
             return
         pool, tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
@@ -72,9 +71,7 @@ class Attention(nn.Module):
         slot_T, tables = step.batch.slot_T, step.tables[self._plan.rope]
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
         q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
-        if self._q_head_norm:
-            q_THD = self._ops.rms_norm(q_THD, None, eps=self._eps, stepwise=self._stepwise)
-        q_THD = self._ops.rope_partial(q_THD, *tables)
+        q_THD = self._ops.row_finish(q_THD, *tables, eps=self._q_eps, stepwise=self._stepwise)
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
         out_THD = self._ops.rope_partial(out_THD, *tables, inverse=True)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)

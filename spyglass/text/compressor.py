@@ -7,7 +7,6 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +18,7 @@ from spyglass.config.model import CompressorPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
+from spyglass.text.rounding import RowFinish
 from spyglass.text.step import Tables, TextBuild
 
 
@@ -44,7 +44,7 @@ class Compressor(nn.Module):
         spec: CompressorSpec,
         plan: CompressorPlan,
         parts: TextBuild,
-        stored: Callable[[torch.Tensor], torch.Tensor],
+        finish: RowFinish,
     ) -> None:
         super().__init__()
         build = parts.build
@@ -56,7 +56,8 @@ class Compressor(nn.Module):
         self._pool = (spec.pool, spec.layer)
         self._state = (spec.state, spec.layer)
         self._dtype = build.dtype
-        self._stored = stored
+        self._finish = finish
+        self._gives_latent = plan.index_keys == "latent"
         self._ops = build.ops
 
     def remember(
@@ -70,15 +71,17 @@ class Compressor(nn.Module):
         """Write the entries that close in this step, and the rows that later groups need.
 
         `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
-        Returns the new entries before rotation, [P, D] in the activation dtype.
+        Returns the new entries before rotation, [P, D] in the activation dtype, where index keys are made of them.
         """
         rows_TE = self._rows(x_TC, pool, slot_T)
         state = cache.pages.get(self._state)
         latent_PD: torch.Tensor | None = None
         if tables is not None:
-            latent_PD = self.norm(self._pooled(rows_TE, state, pool))
-            row_PD = self._stored(self._ops.rope_partial(latent_PD, *tables))
-            self._ops.cache_write(cache.pages[self._pool], row_PD, pool.write_P)
+            row_PD, pages = self._pooled(rows_TE, state, pool), cache.pages[self._pool]
+            if self._gives_latent:
+                row_PD = latent_PD = self.norm(row_PD)
+            norm = None if self._gives_latent else self.norm
+            self._finish(row_PD, tables, norm=norm, pages_NBD=pages, write_T=pool.write_P)
         if state is not None and pool.state_write_T is not None:
             self._ops.cache_write(state, rows_TE, pool.state_write_T)
         return latent_PD

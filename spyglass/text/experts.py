@@ -45,7 +45,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
+        out: torch.Tensor = self._add_shared(*self.parts(x_TC, step))
+        return out
+
+    def parts(self, x_TC: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""
         ids_TK, weights_TK = self.gate(x_TC, step)
         routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        out: torch.Tensor = self._add_shared(routed_TC, self.shared_experts(x_TC, step.batch.slot_T))
-        return out
+        return routed_TC, self.shared_experts(x_TC, step.batch.slot_T)

@@ -1,17 +1,49 @@
 """Manifold hyper-connections: the residual is M streams, read, written and mixed by learned weights (spec v4 3).
 
 x = Σ_m pre_m X_m goes into the sub-layer, X'_l = post_l z + Σ_m comb_ml X_m comes out; comb is made doubly stochastic.
+What a sub-layer gave is written when the next one reads, in one op.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from spyglass.layers.embedding import PlainTensor
+from spyglass.layers.norm import RMSNorm
+from spyglass.ops.table import Ops
 from spyglass.text.step import TextBuild
 
-Mix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The streams [T, M, C] between two sub-layers.
+
+    `post_TM` and `comb_TMM` say how the sub-layer at work will be written into them. `z_TC` is what it gave, if that
+    is not written yet; with `shared_TC` its sum with that.
+    """
+
+    streams_TMC: torch.Tensor
+    post_TM: torch.Tensor | None = None
+    comb_TMM: torch.Tensor | None = None
+    z_TC: torch.Tensor | None = None
+    shared_TC: torch.Tensor | None = None
+
+    def given(self, z_TC: torch.Tensor, shared_TC: torch.Tensor | None = None) -> Residual:
+        """The sub-layer gave `z_TC`."""
+        return Residual(self.streams_TMC, self.post_TM, self.comb_TMM, z_TC, shared_TC)
+
+    def written(self, ops: Ops) -> torch.Tensor:
+        """The streams with everything written."""
+        z_TC = self.z_TC
+        if z_TC is None:
+            return self.streams_TMC
+        if self.shared_TC is not None:
+            z_TC = ops.add_shared(z_TC, self.shared_TC)
+        out: torch.Tensor = ops.hyper_expand(z_TC, self.streams_TMC, self.post_TM, self.comb_TMM)
+        return out
 
 
 class HyperConnection(nn.Module):
@@ -23,35 +55,25 @@ class HyperConnection(nn.Module):
         self.fn, self.base, self.scale = (
             PlainTensor(parts.build, f"{name}_{which}") for which in ("fn", "base", "scale")
         )
-        self._norm_eps = text.rms_norm_eps
-        self._hc_eps = text.hc_eps
-        self._rounds = text.hc_sinkhorn_iters
+        self._options = {"norm_eps": text.rms_norm_eps, "hc_eps": text.hc_eps, "rounds": text.hc_sinkhorn_iters}
         self._ops = parts.build.ops
 
-    def mix(self, streams_TMC: torch.Tensor) -> Mix:
-        """pre_TM, post_TM, comb_TMM (source, target) of these streams, fp32."""
-        out: Mix = self._ops.hyper_mix(
-            streams_TMC,
-            self.fn.value,
-            self.scale.value,
-            self.base.value,
-            norm_eps=self._norm_eps,
-            hc_eps=self._hc_eps,
-            rounds=self._rounds,
-        )
-        return out
+    def read(
+        self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, Residual]:
+        """Input of the sub-layer [T, C], the pre found [T, M], and the residual while the sub-layer is at work.
 
-    def collapse(self, streams_TMC: torch.Tensor, pre_TM: torch.Tensor) -> torch.Tensor:
-        """Input of the sub-layer, [T, C] in the streams' dtype."""
-        out: torch.Tensor = self._ops.hyper_collapse(streams_TMC, pre_TM)
-        return out
-
-    def expand(
-        self, z_TC: torch.Tensor, streams_TMC: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
-    ) -> torch.Tensor:
-        """The streams after the sub-layer gave `z_TC`."""
-        out: torch.Tensor = self._ops.hyper_expand(z_TC, streams_TMC, post_TM, comb_TMM)
-        return out
+        Streams are read by `pre_TM`, or else by the pre found.
+        """
+        weights = self.fn.value, self.scale.value, self.base.value, norm.weight_D
+        options = {**self._options, "eps": norm.eps, "pre_TM": pre_TM}
+        streams_TMC, post, comb = residual.streams_TMC, residual.post_TM, residual.comb_TMM
+        if residual.z_TC is None:
+            x_TC, pre, post, comb = self._ops.hyper_read(streams_TMC, *weights, **options)
+        else:
+            written = residual.z_TC, residual.shared_TC, streams_TMC, post, comb
+            streams_TMC, x_TC, pre, post, comb = self._ops.hyper_write_read(*written, *weights, **options)
+        return x_TC, pre, Residual(streams_TMC, post, comb)
 
 
 class HyperHead(nn.Module):

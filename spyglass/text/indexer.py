@@ -18,7 +18,7 @@ from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
-from spyglass.text.rounding import IndexRounding
+from spyglass.text.rounding import RowFinish
 from spyglass.text.step import Step, Tables, TextBuild
 
 
@@ -30,7 +30,7 @@ class Indexer(nn.Module):
         text, build = parts.text, parts.build
         assert plan.index_keys_from is not None
         name = f"layers.{plan.index}.attn.indexer"
-        self._rounded = IndexRounding(parts)
+        self.finish = RowFinish(parts, "index")
         self.wq_b = Linear(build, f"{name}.wq_b", rounding=parts.rounding.linear)
         self.weights_proj = Linear(build, f"{name}.weights_proj")
         self.compressor: Compressor | None = None
@@ -39,7 +39,7 @@ class Indexer(nn.Module):
         source = None if plan.compressor is None else plan.compressor.index_keys
         if plan.compressor is not None and source == "compressor":
             spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="index", state="index_state")
-            self.compressor = Compressor(spec, plan.compressor, parts, self._rounded)
+            self.compressor = Compressor(spec, plan.compressor, parts, self.finish)
         elif source == "latent":
             self.wk = Linear(build, f"{name}.wk")
             self.k_norm = RMSNorm(build, f"{name}.k_norm", text.rms_norm_eps)
@@ -70,8 +70,8 @@ class Indexer(nn.Module):
             return
         # an entry closes with its last token, which is a row of this step and decides its adapter
         slot_P = None if slot_T is None else slot_T.index_select(0, pool.sources_PB[:, -1])
-        key_PI = self._ops.rope_partial(self.k_norm(self.wk(latent_PD, slot_P)), *tables)
-        self._ops.cache_write(cache.pages[self._keys], self._rounded(key_PI), pool.write_P)
+        key_PI, pages = self.wk(latent_PD, slot_P), cache.pages[self._keys]
+        self.finish(key_PI, tables, norm=self.k_norm, pages_NBD=pages, write_T=pool.write_P)
 
     @torch.no_grad()
     def picks(
@@ -85,7 +85,7 @@ class Indexer(nn.Module):
             return None
         slot_T = step.batch.slot_T
         q_TNI = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
-        q_TNI = self._rounded(self._ops.rope_partial(q_TNI, *step.tables[self._plan.rope]))
+        q_TNI = self.finish(q_TNI, step.tables[self._plan.rope])
         # the scale is a second product, with a rounding of its own in bf16
         options = {"weight_scale": self._weight_scale, "stepwise": self._stepwise, "max_visible": pool.max_visible}
         scored = (

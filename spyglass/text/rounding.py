@@ -1,6 +1,7 @@
-"""Where a row that will be stored is rounded on purpose (spec v4 2.5, 4.2, 5.1, 5.5).
+"""What a row goes through before it is stored or compared: norm, rotation, rounding (spec v4 2.5, 4.2, 5.1, 5.5).
 
-Attention rows: FP8 on the plain channels, the rotary ones stored as bf16. Index rows: Hadamard, then FP4.
+Attention rows: FP8 on the plain channels, the rotary ones stored as bf16. Index rows: Hadamard, then FP4. In plain
+numerics nothing is rounded.
 """
 
 from __future__ import annotations
@@ -9,40 +10,41 @@ from typing import Literal
 
 import torch
 
-from spyglass.ops.table import Ops
-from spyglass.text.step import TextBuild
+from spyglass.layers.norm import RMSNorm
+from spyglass.text.step import Tables, TextBuild
 
 
-class RowRounding:
-    """Window rows ("window") and compressed rows ("pool"); unchanged in plain numerics."""
+class RowFinish:
+    """Rows of the window, compressed rows ("pool"), or index queries and keys ("index")."""
 
-    def __init__(self, parts: TextBuild, which: Literal["window", "pool"]) -> None:
+    def __init__(self, parts: TextBuild, which: Literal["window", "pool", "index"]) -> None:
         rounding = parts.rounding
-        self._ops: Ops = parts.build.ops
-        self._quant = rounding.window if which == "window" else rounding.pool
-        self._dims = rounding.kv_dims
-        self._tail_bf16 = rounding.rope_dims_bf16
+        self._finish = parts.build.ops.row_finish
+        self.quant = {"window": rounding.window, "pool": rounding.pool, "index": rounding.index}[which]
+        self._hadamard = which == "index" and rounding.hadamard
+        self._dims = None if which == "index" else rounding.kv_dims
+        self._tail_bf16 = which != "index" and rounding.rope_dims_bf16
 
-    def __call__(self, row_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] after rotation, to the values that are stored, in the same dtype."""
-        if self._quant is None:
-            return row_TD
-        out: torch.Tensor = self._ops.fake_quant(row_TD, self._quant, dims=self._dims, tail_bf16=self._tail_bf16)
+    def __call__(
+        self,
+        x_THD: torch.Tensor,
+        tables: Tables,
+        *,
+        norm: RMSNorm | None = None,
+        pages_NBD: torch.Tensor | None = None,
+        write_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The values that are stored or compared, in x's dtype; written into `pages_NBD` as well where it is given."""
+        out: torch.Tensor = self._finish(
+            x_THD,
+            *tables,
+            weight_D=None if norm is None else norm.weight_D,
+            eps=None if norm is None else norm.eps,
+            hadamard=self._hadamard,
+            quant=self.quant,
+            dims=self._dims,
+            tail_bf16=self._tail_bf16,
+            pages_NBD=pages_NBD,
+            write_T=write_T,
+        )
         return out
-
-
-class IndexRounding:
-    """Index queries and keys; unchanged in plain numerics."""
-
-    def __init__(self, parts: TextBuild) -> None:
-        self._ops: Ops = parts.build.ops
-        self._quant = parts.rounding.index
-        self._hadamard = parts.rounding.hadamard
-
-    def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """[..., I] after rotation to the values that are scored, in the same dtype."""
-        if self._hadamard:
-            x_NI = self._ops.hadamard(x_NI)
-        if self._quant is not None:
-            x_NI = self._ops.fake_quant(x_NI, self._quant)
-        return x_NI

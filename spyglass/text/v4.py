@@ -11,7 +11,7 @@ from spyglass.layers.build import RunPart, run_part
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.experts import FeedForward
-from spyglass.text.hyper import HyperConnection, HyperHead
+from spyglass.text.hyper import HyperConnection, HyperHead, Residual
 from spyglass.text.step import Step, TextBuild, make_ropes, make_step
 
 
@@ -27,16 +27,19 @@ class V4Layer(nn.Module):
         self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
         self.ffn_norm = RMSNorm(parts.build, f"{name}.ffn_norm", text.rms_norm_eps)
         self.ffn = FeedForward(plan, parts)
+        self._ops = parts.build.ops
 
     def forward(self, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
         """Streams in, streams out; the cache is written in place."""
-        pre, post, comb = self.hc_attn.mix(streams_TMC)
-        x_TC = self.attn_norm(self.hc_attn.collapse(streams_TMC, pre))
+        return self.advance(Residual(streams_TMC), step, cache).written(self._ops)
+
+    def advance(self, residual: Residual, step: Step, cache: CacheView) -> Residual:
+        """The same, with what the last sub-layers gave not written yet."""
+        x_TC, _, residual = self.hc_attn.read(residual, self.attn_norm)
         self.attn.remember(x_TC, step, cache)
-        streams_TMC = self.hc_attn.expand(self.attn.attend(x_TC, step, cache), streams_TMC, post, comb)
-        pre, post, comb = self.hc_ffn.mix(streams_TMC)
-        x_TC = self.ffn_norm(self.hc_ffn.collapse(streams_TMC, pre))
-        return self.hc_ffn.expand(self.ffn(x_TC, step), streams_TMC, post, comb)
+        residual = residual.given(self.attn.attend(x_TC, step, cache))
+        x_TC, _, residual = self.hc_ffn.read(residual, self.ffn_norm)
+        return residual.given(*self.ffn.parts(x_TC, step))
 
 
 class V4Backbone(nn.Module):
@@ -51,6 +54,7 @@ class V4Backbone(nn.Module):
         self.run_layer: RunPart = run_part
         self._plans = text.layers
         self.ropes = make_ropes(text.layers, parts.build.device)
+        self._ops = parts.build.ops
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
@@ -58,8 +62,14 @@ class V4Backbone(nn.Module):
         """Hidden rows [T, C], normed, and the output streams [T, M, C] of the layers in `batch.capture`."""
         captured: dict[int, torch.Tensor] = {}
         step = make_step(batch, cache, self.ropes, self._plans)
+        residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
-            streams_TMC = self.run_layer(layer, streams_TMC, step, cache)
+            assert isinstance(layer, V4Layer)
+            if self.run_layer is run_part:
+                residual = layer.advance(residual, step, cache)
+            else:
+                residual = Residual(self.run_layer(layer, residual.written(self._ops), step, cache))
             if index in batch.capture:
-                captured[index] = streams_TMC
-        return self.norm(self.hc_head(streams_TMC)), captured
+                residual = Residual(residual.written(self._ops))
+                captured[index] = residual.streams_TMC
+        return self.norm(self.hc_head(residual.written(self._ops))), captured

@@ -16,7 +16,7 @@ from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.engram import Engram
 from spyglass.text.experts import FeedForward
-from spyglass.text.hyper import HyperConnection
+from spyglass.text.hyper import HyperConnection, Residual
 from spyglass.text.step import Step, TextBuild, make_ropes, make_step
 
 
@@ -33,6 +33,7 @@ class V41Layer(nn.Module):
         self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
         self.ffn_norm = RMSNorm(parts.build, f"{name}.ffn_norm", text.rms_norm_eps)
         self.ffn = FeedForward(plan, parts)
+        self._ops = parts.build.ops
 
     def recall(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:
         """The streams as this layer takes them in: with its memory added, if it has one."""
@@ -42,13 +43,18 @@ class V41Layer(nn.Module):
         self, streams_TMC: torch.Tensor, pre_TM: torch.Tensor, step: Step, cache: CacheView
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams and the weights that read them, in and out; the cache is written in place."""
-        pre_ffn, post, comb = self.hc_attn.mix(streams_TMC)
-        x_TC = self.attn_norm(self.hc_attn.collapse(streams_TMC, pre_TM))
+        residual, pre_TM = self.advance(Residual(streams_TMC), pre_TM, step, cache)
+        return residual.written(self._ops), pre_TM
+
+    def advance(
+        self, residual: Residual, pre_TM: torch.Tensor, step: Step, cache: CacheView
+    ) -> tuple[Residual, torch.Tensor]:
+        """The same, with what the last sub-layers gave not written yet."""
+        x_TC, pre_TM, residual = self.hc_attn.read(residual, self.attn_norm, pre_TM)
         self.attn.remember(x_TC, step, cache)
-        streams_TMC = self.hc_attn.expand(self.attn.attend(x_TC, step, cache), streams_TMC, post, comb)
-        pre_next, post, comb = self.hc_ffn.mix(streams_TMC)
-        x_TC = self.ffn_norm(self.hc_ffn.collapse(streams_TMC, pre_ffn))
-        return self.hc_ffn.expand(self.ffn(x_TC, step), streams_TMC, post, comb), pre_next
+        residual = residual.given(self.attn.attend(x_TC, step, cache))
+        x_TC, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM)
+        return residual.given(*self.ffn.parts(x_TC, step)), pre_TM
 
 
 class V41Backbone(nn.Module):
@@ -62,7 +68,7 @@ class V41Backbone(nn.Module):
         self.run_layer: RunPart = run_part
         self._plans = text.layers
         self.ropes = make_ropes(text.layers, parts.build.device)
-        self.collapse = parts.build.ops.hyper_collapse
+        self._ops = parts.build.ops
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
@@ -72,10 +78,16 @@ class V41Backbone(nn.Module):
         captured: dict[int, torch.Tensor] = {}
         pre_TM = torch.zeros(streams_TMC.shape[:2], dtype=torch.float32, device=streams_TMC.device)
         pre_TM[:, 0] = 1.0
+        residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, V41Layer)
-            streams_TMC = layer.recall(streams_TMC, step)
+            if layer.engram is not None or index in batch.capture:
+                residual = Residual(layer.recall(residual.written(self._ops), step))
             if index in batch.capture:
-                captured[index] = streams_TMC
-            streams_TMC, pre_TM = self.run_layer(layer, streams_TMC, pre_TM, step, cache)
-        return self.norm(self.collapse(streams_TMC, pre_TM)), captured
+                captured[index] = residual.streams_TMC
+            if self.run_layer is run_part:
+                residual, pre_TM = layer.advance(residual, pre_TM, step, cache)
+            else:
+                streams_TMC, pre_TM = self.run_layer(layer, residual.written(self._ops), pre_TM, step, cache)
+                residual = Residual(streams_TMC)
+        return self.norm(self._ops.hyper_collapse(residual.written(self._ops), pre_TM)), captured

@@ -25,7 +25,6 @@ from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
-from spyglass.lora.write import write_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
 from spyglass.parallel import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
@@ -120,13 +119,7 @@ def _train_adapter(
     adapter.set_dropout(0.0)
     adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
-        write_adapter(
-            config.output,
-            adapter.file(),
-            names="native" if config.names == "official" else "hf",
-            base_model=named,
-            num_experts=loaded.config.text.n_routed_experts,
-        )
+        adapter.save(config.output, names="native" if config.names == "official" else "hf", base_model=named)
     return result
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from spyglass.config import parse_model_config
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.table import describe
 from tests.driver import Part, memory_for, prefill, run, text_tokens
-from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, config, prompt, weights
+from tests.golden.oracle_case import COLUMNS, LENGTHS, LONG, LONG_ROWS, VALUES, config, prompt, weights
 from tests.small_models import PLACES, build_model, ops_of
 from tests.tolerance import PLAIN_LOGITS, assert_close, assert_same_argmax
 
@@ -86,15 +87,10 @@ def test_a_prompt_long_enough_for_selection_agrees(model: VisionLanguageModel, t
 
 def test_selection_matters_in_the_long_prompt(model: VisionLanguageModel, theirs: dict[str, Any]) -> None:
     """So that the test above cannot pass for the wrong reason: attending everything misses its bound."""
-    for layer in model.text.layers:
-        if layer.attn.indexer is not None:
-            layer.attn.indexer._topk, kept = LONG, layer.attn.indexer._topk
-    try:
-        every = prefill(model, text_tokens(prompt(LONG)))[LONG_ROWS]
-    finally:
-        for layer in model.text.layers:
-            if layer.attn.indexer is not None:
-                layer.attn.indexer._topk = kept
+    build = model.options.build
+    wide = parse_model_config({**VALUES, "index_topk": LONG}, "oracle")
+    attending = build_model(wide, weights(), device=build.device.type, ops=build.ops)
+    every = prefill(attending, text_tokens(prompt(LONG)))[LONG_ROWS]
     behind = np.abs(every.numpy()[:, COLUMNS] - theirs["long"]).max(axis=-1)
     first = 2051 - LONG_ROWS.start
     assert behind[:first].max() < PLAIN_LOGITS.absolute < np.median(behind[first + 50 :])

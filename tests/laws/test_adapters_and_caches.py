@@ -77,14 +77,14 @@ class Counting:
     """The model; `pictures` counts those that went through the tower."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.pictures = model, 0
+        self.inner, self.pictures = model, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.inner, name)
 
     def encode_images(self, images: Any) -> torch.Tensor:
         self.pictures += len(images.grids_I2)
-        out: torch.Tensor = self._model.encode_images(images)
+        out: torch.Tensor = self.inner.encode_images(images)
         return out
 
 
@@ -92,7 +92,7 @@ def test_encoded_pictures_are_shared_among_adapters_that_do_not_touch_them(world
     """Adapters on the aligner each encode the picture, a reload under the same name too; those on the text do not."""
     model = Counting(world.model())
     prompt = world.prompt([5, (4, 4), 9])
-    pool, engine = AdapterPool(model._model), world.engine(model, step=128, image_cache_bytes=1 << 28)
+    pool, engine = AdapterPool(model.inner), world.engine(model, step=128, image_cache_bytes=1 << 28)
     seeing = [random_adapter(world.shapes, ["aligner"], rank=2, seed=seed) for seed in (1, 2)]
     reading = random_adapter(world.shapes, ["attention"], rank=2, seed=3)
     counts, answers = [], []
@@ -102,6 +102,6 @@ def test_encoded_pictures_are_shared_among_adapters_that_do_not_touch_them(world
         use = NO_ADAPTER if adapter is None else pool.attach(str(name), adapter)
         answers.append(ask(engine, prompt, use))
         counts.append(model.pictures)
-        assert same(answers[-1], ask(world.engine(model._model, step=128), prompt, use))
+        assert same(answers[-1], ask(world.engine(model.inner, step=128), prompt, use))
     assert counts == [1, 2, 3, 3, 3]
     assert not same(answers[0], answers[1]) and same(answers[4], answers[0])

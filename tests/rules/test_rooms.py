@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "families", "config"},
     "checkpoint": {"errors", "families", "params", "config", "quant"},
-    "engram": {"errors", "config", "quant", "checkpoint"},
+    "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
@@ -54,7 +54,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine", "config", "train"},
+    "__init__": {"engine", "config", "lora", "train"},
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}

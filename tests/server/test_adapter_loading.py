@@ -63,12 +63,12 @@ def open_to_load(model: LLM, root: Path) -> Iterator[Live]:
 
 
 @pytest.fixture
-def server(open_to_load: Live) -> Iterator[Live]:
+def server(open_to_load: Live, model: LLM) -> Iterator[Live]:
     """Without adapters before and after."""
     yield open_to_load
     for name in names(open_to_load)[1:]:
         assert unload(open_to_load, name) == 200
-    wait_for(lambda: not slots(open_to_load))
+    wait_for(lambda: not slots(model))
 
 
 def load(live: Live, name: str, path: str | Path) -> int:
@@ -83,10 +83,9 @@ def names(live: Live) -> list[str]:
     return [card["id"] for card in live.client.get("/v1/models").json()["data"]]
 
 
-def slots(live: Live) -> set[int]:
+def slots(llm: LLM) -> set[int]:
     """Slots that hold something in any module."""
-    model = live.service.readiness._llm.loaded.model
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    linears = [module for module in llm.loaded.model.modules() if isinstance(module, Linear)]
     return {slot for linear in linears if linear.adapter is not None for slot in linear.adapter.slots}  # type: ignore[attr-defined]
 
 
@@ -114,7 +113,7 @@ def test_it_is_off_unless_the_server_was_started_so(live: Live, root: Path) -> N
 
 
 def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
-    server: Live, root: Path, tiny_folder: Path
+    server: Live, model: LLM, root: Path, tiny_folder: Path
 ) -> None:
     base = answer(server)
     assert load(server, "mine", "one") == 200 and load(server, "other", root / "two") == 200
@@ -127,7 +126,7 @@ def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
     assert unload(server, "mine") == 200
     assert names(server) == ["tiny", "other"] and "adapter mine" not in server.client.get("/health").json()["features"]
     assert server.post({**ASKED, "model": "mine"}).status_code == 404 == unload(server, "mine")
-    wait_for(lambda: len(slots(server)) == 1)
+    wait_for(lambda: len(slots(model)) == 1)
     assert answer(server) == base
 
 
@@ -170,12 +169,12 @@ def test_a_name_means_what_was_loaded_last_under_it(server: Live, root: Path, ti
     ],
 )
 def test_what_cannot_be_loaded_is_refused_and_nothing_has_changed(
-    server: Live, name: Any, path: Any, status: int, told: str
+    server: Live, model: LLM, name: Any, path: Any, status: int, told: str
 ) -> None:
     reply = server.post({"lora_name": name, "lora_path": path}, LOAD)
     assert reply.status_code == status and told in reply.json()["error"]["message"], reply.text
     assert names(server) == ["tiny"]
-    wait_for(lambda: not slots(server))
+    wait_for(lambda: not slots(model))
     assert server.client.get("/health").status_code == 200
 
 
@@ -199,7 +198,7 @@ def test_a_name_that_is_taken_and_fields_that_mean_something_else_are_refused(se
     assert server.client.post(LOAD, content=b"[]", headers={"content-type": "application/json"}).status_code == 400
 
 
-def test_streams_go_on_as_in_quiet_while_adapters_come_and_go(server: Live) -> None:
+def test_streams_go_on_as_in_quiet_while_adapters_come_and_go(server: Live, model: LLM) -> None:
     assert load(server, "mine", "two") == 200
     asked = [{**ASKED, "max_tokens": 30, "ids": [0, n], "model": ("tiny", "mine")[n % 2]} for n in range(6)]
     quiet = [answer(server, **body) for body in asked]
@@ -211,10 +210,10 @@ def test_streams_go_on_as_in_quiet_while_adapters_come_and_go(server: Live) -> N
         told = [events(stream.result().text) for stream in streams]
     assert statuses == [200, 200, 400, 200]
     assert [ids_of(stream) for stream in told] == quiet
-    wait_for(lambda: len(slots(server)) == 2)
+    wait_for(lambda: len(slots(model)) == 2)
 
 
-def test_the_memory_of_an_adapter_stays_until_its_last_answer_has_ended(server: Live) -> None:
+def test_the_memory_of_an_adapter_stays_until_its_last_answer_has_ended(server: Live, model: LLM) -> None:
     assert load(server, "mine", "one") == 200
     expected = answer(server, model="mine", max_tokens=100)
     with server.client.stream(
@@ -222,11 +221,11 @@ def test_the_memory_of_an_adapter_stays_until_its_last_answer_has_ended(server: 
     ) as on:
         lines = on.iter_lines()
         next(lines)
-        assert unload(server, "mine") == 200 and slots(server)
+        assert unload(server, "mine") == 200 and slots(model)
         assert load(server, "mine", "two") == 200, "the name is free at once"
         text = "\n".join(lines)
     assert ids_of([event for event in events(text) if "index" in event]) == expected
-    wait_for(lambda: len(slots(server)) == 1)
+    wait_for(lambda: len(slots(model)) == 1)
 
 
 def test_calls_in_a_race_are_each_answered_and_no_name_is_listed_twice(server: Live) -> None:

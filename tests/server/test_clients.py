@@ -388,13 +388,13 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, claud
 
 def test_forms_are_compiled_where_requests_are_read(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form may take seconds, and all answers under way would wait for it."""
-    threads, compile_grammar = [], grammar.GrammarCompiler._compile
+    threads, begin = [], grammar.GrammarCompiler.begin
 
     def noted(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return compile_grammar(*given)
+        return begin(*given)
 
-    monkeypatch.setattr(grammar.GrammarCompiler, "_compile", noted)
+    monkeypatch.setattr(grammar.GrammarCompiler, "begin", noted)
     options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     client.chat.completions.create(**options, extra_body={"guided_choice": ["never asked for before"]})
     assert [name.split("_")[0] for name in threads] == ["form"]  # and never the engine's

@@ -155,9 +155,7 @@ def test_ids_that_already_stand_for_pictures_are_refused_with_the_form_that_is_w
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_text_only_model_names_the_old_picture_or_notes_it(protocol: ChatProtocol) -> None:
     body = tool_result(protocol, [words(protocol, "res"), picture(protocol)])
-    with pytest.raises(
-        PromptError, match=r"(messages|input)\[2\]\.(content(\[0\]\.content)?|output)\[1\] is a picture"
-    ):
+    with pytest.raises(PromptError, match=r"(messages|input)\[2\]\.(content(\[0\]\.content)?|output)\[1\] is an image"):
         endpoint_of(protocol, vision=False).parse(body, None)
     call = endpoint_of(protocol, vision=False, without_vision="note").parse(body, None)
     assert IMAGE_LEFT_OUT in tokenizer_of("deepseek_v4").decode(call.prompt.ids_T.tolist()) and call.images == 0

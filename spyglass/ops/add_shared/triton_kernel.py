@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _FEW = 1 << 20  # values up to which programs are kept small
 
 
@@ -14,13 +17,26 @@ def add(routed_TC: torch.Tensor, shared_TC: torch.Tensor, out_TC: torch.Tensor) 
     count = out_TC.numel()
     if count:
         VALUES = 1024 if count <= _FEW else 4096
-        _add[(triton.cdiv(count, VALUES),)](routed_TC, shared_TC, out_TC, count, VALUES=VALUES)
+        _add[(triton.cdiv(count, VALUES),)](
+            routed_TC,
+            shared_TC,
+            out_TC,
+            count,
+            VALUES=VALUES,
+            **overlap(out_TC),
+        )
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add(
-    routed_ptr: tl.tensor, shared_ptr: tl.tensor, out_ptr: tl.tensor, count: tl.tensor, VALUES: tl.constexpr
+    routed_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    count: tl.tensor,
+    VALUES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     there = at < count
     routed = tl.load(routed_ptr + at, mask=there, other=0.0).to(tl.float32)

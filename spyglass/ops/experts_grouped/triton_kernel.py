@@ -13,10 +13,12 @@ import triton.language as tl
 from spyglass.ops.linear_block.triton_decode import (
     add_fields,
     decode_fp4,
+    decode_fp4_tiled,
     input_fields,
     power_pair,
     round_e4m3,
     scale_words,
+    settled,
     weight_fields,
     weight_words,
 )
@@ -84,8 +86,7 @@ def begin_few(
         if SORT:
             tl.store(listed + tl.sum(before.to(tl.int32), 1), ci, mask=(ci < choices) & (ei >= 0))
             bins = tl.arange(0, EP)
-            counts = tl.histogram(tl.where(e >= 0, e, EP - 1), EP)
-            counts = tl.where(bins < E, counts, 0)
+            counts = tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
             blocks = (counts + BM - 1) // BM
             ends = tl.cumsum(blocks, 0)
             firsts = tl.cumsum(counts, 0) - counts
@@ -121,6 +122,45 @@ def _choice_of(
         return found
 
 
+@triton.jit
+def _chunk(
+    acc: tl.tensor,
+    bcc: tl.tensor,
+    ga: tl.tensor,
+    gb: tl.tensor,
+    c: tl.tensor,
+    xp: tl.tensor,
+    there: tl.tensor,
+    sga: tl.tensor,
+    sgb: tl.tensor,
+    n: tl.tensor,
+    begin: tl.tensor,
+    lane: tl.tensor,
+    K: tl.constexpr,
+    UP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    NW: tl.constexpr,
+    STEPS: tl.constexpr,
+    TILED: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    P: tl.constexpr = 16 // FORMAT
+    za = scale_words(sga, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS, TILED)
+    if UP:
+        zb = scale_words(sgb, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS, TILED)
+    for j in tl.static_range(STEPS):
+        shift = j * 8 if TILED else lane * 8
+        inputs = input_fields(xp + (c * STEPS + j) * (32 * P), there, FORMAT, BM, NW)
+        acc = add_fields(acc, weight_fields(ga[j], za[j], shift, FORMAT, TILED, ASM), inputs, P, BN, NW)
+        if UP:
+            bcc = add_fields(bcc, weight_fields(gb[j], zb[j], shift, FORMAT, TILED, ASM), inputs, P, BN, NW)
+    return acc, bcc
+
+
 @triton.jit(do_not_specialize=["choices", "rows"])
 def few(
     x: tl.tensor,
@@ -153,6 +193,8 @@ def few(
     BM: tl.constexpr,
     NW: tl.constexpr,
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILED: tl.constexpr,
     CP: tl.constexpr,
     COUNTERS: tl.constexpr,
     PDL: tl.constexpr,
@@ -194,14 +236,19 @@ def few(
     n = tl.program_id(0) * BN + la // (32 * NW) * 8 + la // 4 % 8
     begin = la // 32 % NW * KW
     lane = la % 4
-    at = e * (N * K // P) + (n * (K // P) + begin // P + lane * 8)[:, None] + r8
+    STRIDE: tl.constexpr = 512 if TILED else 32
+    if TILED:
+        place = n // 16 * (K * 4) + n % 16 * 32 + begin * 4
+    else:
+        place = n * (K // P) + begin // P
+    at = e * (N * K // P) + (place + lane * 8)[:, None] + r8
     SCALES: tl.constexpr = N * K // 128 if FORMAT == 4 else N // BLOCK_N * (K // BLOCK_K) // 2 if FORMAT == 8 else 0
     sga = sa + e * SCALES
     sgb = sb + e * SCALES
-    if CHUNKS == 1:
-        ga = weight_words(wa + at, 0, STEPS)
-        if UP:
-            gb = weight_words(wb + at, 0, STEPS)
+    ga = weight_words(wa + at, 0, STEPS, STRIDE)
+    gb = ga
+    if UP:
+        gb = weight_words(wb + at, 0, STEPS, STRIDE)
     if PDL and not SORT:
         tl.extra.cuda.gdc_wait()
     slot = lb // (32 * NW) * 8 + lb // 4 % 8
@@ -215,19 +262,30 @@ def few(
     xp = x + (row * K + lb // 32 % NW * KW + lb % 4 * (8 * P))[:, None] + r8
     acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
     bcc = acc
-    for c in tl.range(0, CHUNKS, num_stages=1):
-        if CHUNKS > 1:
-            ga = weight_words(wa + at, c, STEPS)
+    args = (xp, there, sga, sgb, n, begin, lane)
+    if AHEAD:
+        for c in tl.range(0, CHUNKS - 1, num_stages=1):
+            na = weight_words(wa + at, c + 1, STEPS, STRIDE)
+            nb = na
             if UP:
-                gb = weight_words(wb + at, c, STEPS)
-        za = scale_words(sga, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS)
-        if UP:
-            zb = scale_words(sgb, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS)
-        for j in tl.static_range(STEPS):
-            inputs = input_fields(xp + (c * STEPS + j) * (32 * P), there, FORMAT, BM, NW)
-            acc = add_fields(acc, weight_fields(ga[j], za[j], lane, FORMAT, ASM), inputs, P, BN, NW)
+                nb = weight_words(wb + at, c + 1, STEPS, STRIDE)
+            acc, bcc = _chunk(
+                acc, bcc, ga, gb, c, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM
+            )
+            ga = na
+            gb = nb
+        last: tl.constexpr = CHUNKS - 1
+        acc, bcc = _chunk(acc, bcc, ga, gb, last, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM)
+    else:
+        acc, bcc = _chunk(acc, bcc, ga, gb, 0, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM)
+        for c in tl.range(1, CHUNKS, num_stages=1):
+            ga = weight_words(wa + at, c, STEPS, STRIDE)
+            gb = ga
             if UP:
-                bcc = add_fields(bcc, weight_fields(gb[j], zb[j], lane, FORMAT, ASM), inputs, P, BN, NW)
+                gb = weight_words(wb + at, c, STEPS, STRIDE)
+            acc, bcc = _chunk(
+                acc, bcc, ga, gb, c, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM
+            )
     if NW > 1:
         acc = tl.sum(acc, 0)
         bcc = tl.sum(bcc, 0)
@@ -241,7 +299,10 @@ def few(
         gate = tl.minimum(acc.to(out.dtype.element_ty).to(tl.float32), limit)
         up = (bcc * FACTOR).to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit) * w
-    tl.store(out + choice[None, :] * N + no[:, None], acc.to(out.dtype.element_ty), mask=kept)
+    to = no
+    if UP and ROUND == 0 and ORDER == 4:
+        to = no // 32 * 32 + no % 4 * 8 + no % 32 // 4
+    tl.store(out + choice[None, :] * N + to[:, None], acc.to(out.dtype.element_ty), mask=kept)
     if UP and ROUND > 0:
         part = tl.program_id(0) * BN // ROUND
         if NW > 1:
@@ -249,9 +310,9 @@ def few(
         done = tl.atomic_add(counters + b * COUNTERS + part, 1, sem="acq_rel", scope="gpu")
         if done == ROUND // BN - 1:
             k = part * ROUND + tl.arange(0, ROUND)
-            to = k
+            end = k
             if ORDER == 4:
-                to = k // 32 * 32 + k % 4 * 8 + k % 32 // 4
+                end = k // 32 * 32 + k % 4 * 8 + k % 32 // 4
             for first in tl.range(0, size if SORT else rows, NW):
                 two = first + tl.arange(0, NW)
                 mine = _choice_of(ids, listed, start, size, two, expert, rows, KC, SORT)[:, None]
@@ -259,7 +320,7 @@ def few(
                 z = tl.load(out + mine * N + k[None, :], mask=held, other=0.0, cache_modifier=".cg").to(tl.float32)
                 z = round_e4m3(z, tl.max(tl.abs(z), 1)[:, None])
                 tl.debug_barrier()
-                tl.store(out + mine * N + to[None, :], z.to(out.dtype.element_ty), mask=held)
+                tl.store(out + mine * N + end[None, :], z.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -287,10 +348,11 @@ def combine(
 
 @triton.jit(do_not_specialize=["choices"])
 def count_choices(ids: tl.tensor, counts: tl.tensor, choices: tl.tensor, EP: tl.constexpr, SIZE: tl.constexpr) -> None:
-    """counts[part, e] of the SIZE choices of a part; ids without expert count in the last bin."""
+    """counts[part, e] of the SIZE choices of a part."""
     c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     e = tl.load(ids + c, mask=c < choices, other=-1)
-    tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), tl.histogram(tl.where(e >= 0, e, EP - 1), EP))
+    found = tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
+    tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), found)
 
 
 @triton.jit(do_not_specialize=["choices", "parts", "blocks"])
@@ -302,6 +364,7 @@ def begin_many(
     block_expert: tl.tensor,
     block_first: tl.tensor,
     block_size: tl.tensor,
+    counters: tl.tensor,
     choices: tl.tensor,
     parts: tl.tensor,
     blocks: tl.tensor,
@@ -311,6 +374,7 @@ def begin_many(
     PP: tl.constexpr,
     BT: tl.constexpr,
     SIZE: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ) -> None:
     """`listed`, `order` and blocks as in `begin_few`, from the counts of all parts; a program lists its own part."""
     part = tl.program_id(0)
@@ -354,6 +418,9 @@ def begin_many(
         tl.store(block_expert + b, tl.where(eb < E, eb, -1), mask=b < blocks)
         tl.store(block_first + b, tl.sum(tl.where(hit, starts[None, :], 0), 1) + within, mask=b < blocks)
         tl.store(block_size + b, size, mask=b < blocks)
+        if COUNTERS > 0:
+            zero = first * COUNTERS + tl.arange(0, 32 * COUNTERS)
+            tl.store(counters + zero, tl.zeros((32 * COUNTERS,), tl.int32), mask=zero < blocks * COUNTERS)
 
 
 @triton.jit
@@ -377,6 +444,8 @@ def _tile(
     BT: tl.constexpr,
     NW: tl.constexpr,
     NS: tl.constexpr,
+    U: tl.constexpr,
+    TILED: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
     R: tl.constexpr = BM // (16 * NW)
@@ -386,14 +455,22 @@ def _tile(
     row = tl.maximum(choice, 0) // KC if UP else tl.maximum(choice, 0)
     xp = x + row.to(tl.int64)[None, :] * K + tl.arange(0, 128)[:, None]
     acc = tl.zeros((BM, BT), tl.float32)
-    for c in tl.range(0, K // 128, num_stages=NS):
-        v = tl.load(wp + c * 32)
-        scale = tl.load(sp + c)
-        xt = tl.load(xp + c * 128)
-        v0, v1, v2, v3 = decode_fp4(v, power_pair((scale >> (lane * 8)) & 255, 94)[:, None], ASM)
-        v = tl.join(tl.join(v0, v2), tl.join(v1, v3))
-        v = tl.permute(tl.reshape(v, (R, 2, NW, 8, 4, 2, 2, 2, 2, 2)), (0, 2, 1, 3, 8, 9, 5, 6, 4, 7))
-        acc = tl.dot(tl.reshape(v, (BM, 128)).to(xt.dtype), xt, acc)
+    for i in tl.range(0, K // (128 * U), num_stages=NS):
+        for u in tl.static_range(U):
+            c = i * U + u
+            xt = tl.load(xp + c * 128)
+            if TILED:
+                v = tl.load(wp + c * 512)
+                scale = (tl.load(sp + c // 4 * 64) >> (c % 4 * 8)) & 255
+                v0, v1, v2, v3 = decode_fp4_tiled(v, power_pair(scale, 94)[:, None], ASM)
+            else:
+                v = tl.load(wp + c * 32)
+                scale = (tl.load(sp + c) >> (lane * 8)) & 255
+                v0, v1, v2, v3 = decode_fp4(v, power_pair(scale, 94)[:, None], ASM)
+            v = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+            v = tl.permute(tl.reshape(v, (R, 2, NW, 8, 4, 2, 2, 2, 2, 2)), (0, 2, 1, 3, 8, 9, 5, 6, 4, 7))
+            acc = tl.dot(tl.reshape(v, (BM, 128)).to(xt.dtype), xt, acc)
+        acc = settled(acc, ASM)
     acc = acc * 4294967296.0
     if UP:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BM // 16, 2, 8, BT)), (0, 2, 3, 1)))
@@ -428,6 +505,8 @@ def many(
     BT: tl.constexpr,
     NW: tl.constexpr,
     NS: tl.constexpr,
+    U: tl.constexpr,
+    TILED: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
     """As `few`, FP4 weights, x in the order of `round_rows` with ORDER 40; h is not rounded here.
@@ -450,14 +529,20 @@ def many(
     half = la // (32 * NW) % 2
     if UP:
         n = n0 + la // (64 * NW) * (8 * NW) + la // 32 % NW * 8 + la // 4 % 8
-        wp = tl.where(half[:, None] == 0, wa, wb) + e * (N * K // 4) + (n * (K // 4) + lane * 8)[:, None] + r8
-        sp = tl.where(half == 0, sa, sb) + e * (N * K // 128) + n * (K // 128)
+        wp = tl.where(half[:, None] == 0, wa, wb)
+        sp = tl.where(half == 0, sa, sb)
     else:
         n = n0 + la // (64 * NW) * (16 * NW) + la // 32 % NW * 16 + half * 8 + la // 4 % 8
-        wp = wa + e * (N * K // 4) + (n * (K // 4) + lane * 8)[:, None] + r8
-        sp = sa + e * (N * K // 128) + n * (K // 128)
+        wp = wa
+        sp = sa
+    if TILED:
+        wp = wp + e * (N * K // 4) + (n // 16 * (K * 4) + n % 16 * 32 + lane * 8)[:, None] + r8
+        sp = sp + e * (N * K // 128) + (n // 16 * (K // 8) + n % 16 * 4 + lane)
+    else:
+        wp = wp + e * (N * K // 4) + (n * (K // 4) + lane * 8)[:, None] + r8
+        sp = sp + e * (N * K // 128) + n * (K // 128)
     args = (x, wp, sp, out, weights, listed, start, size, n0, lane, limit)
     if size > BT // 2:
-        _tile(*args, N, K, KC, UP, BM, BT, NW, NS, ASM)
+        _tile(*args, N, K, KC, UP, BM, BT, NW, NS, U, TILED, ASM)
     else:
-        _tile(*args, N, K, KC, UP, BM, BT // 2, NW, NS, ASM)
+        _tile(*args, N, K, KC, UP, BM, BT // 2, NW, NS, U, TILED, ASM)

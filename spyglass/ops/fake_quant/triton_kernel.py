@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
 from spyglass.quant.formats import FakeQuant
 
 _VALUES = 2048  # of a program
@@ -40,6 +42,7 @@ def quantise_rows(x_ND: torch.Tensor, out_ND: torch.Tensor, spec: FakeQuant, dim
         BLOCK=BLOCK,
         BLOCKS=BLOCKS,
         enable_fp_fusion=False,
+        **overlap(x_ND),
     )
 
 
@@ -59,8 +62,10 @@ def _quantise(
     TAIL_BF16: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """A row is `rounded` blocks of the first `dims` channels, then blocks that pass, `blocks` in all."""
+    begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     row, place = index // blocks, (index % blocks).to(tl.int32)
     passes = place >= rounded

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _VALUES = 2048  # of a program, where a row is not longer
 
 
@@ -16,7 +19,14 @@ def rotate(x_ND: torch.Tensor, out_ND: torch.Tensor) -> None:
         return
     ROWS = max(_VALUES // dim, 1)
     _rotate[(triton.cdiv(rows, ROWS),)](
-        x_ND, out_ND, rows, ROWS=ROWS, DIM=dim, LOG_DIM=dim.bit_length() - 1, enable_fp_fusion=False
+        x_ND,
+        out_ND,
+        rows,
+        ROWS=ROWS,
+        DIM=dim,
+        LOG_DIM=dim.bit_length() - 1,
+        enable_fp_fusion=False,
+        **overlap(x_ND),
     )
 
 
@@ -28,7 +38,9 @@ def _rotate(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     LOG_DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = row * DIM + tl.arange(0, DIM)[None, :]
     x = tl.load(x_ptr + at, mask=row < rows, other=0.0).to(tl.float32)

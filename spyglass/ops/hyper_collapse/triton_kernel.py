@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _WIDTH = 512
 
 
@@ -13,7 +16,15 @@ def collapse(streams_TMC: torch.Tensor, pre_TM: torch.Tensor, out_TC: torch.Tens
     """Write hyper_collapse into `out_TC`; all contiguous."""
     rows, streams, width = streams_TMC.shape
     if out_TC.numel():
-        _collapse[(rows, triton.cdiv(width, _WIDTH))](streams_TMC, pre_TM, out_TC, width, STREAMS=streams, WIDTH=_WIDTH)
+        _collapse[(rows, triton.cdiv(width, _WIDTH))](
+            streams_TMC,
+            pre_TM,
+            out_TC,
+            width,
+            STREAMS=streams,
+            WIDTH=_WIDTH,
+            **overlap(out_TC),
+        )
 
 
 @triton.jit
@@ -24,7 +35,9 @@ def _collapse(
     width: tl.tensor,
     STREAMS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _WIDTH = 512
 
 
@@ -20,7 +23,15 @@ def expand(
     rows, streams, width = streams_TMC.shape
     if out_TMC.numel():
         _expand[(rows, triton.cdiv(width, _WIDTH))](
-            z_TC, streams_TMC, post_TM, comb_TMM, out_TMC, width, STREAMS=streams, WIDTH=_WIDTH
+            z_TC,
+            streams_TMC,
+            post_TM,
+            comb_TMM,
+            out_TMC,
+            width,
+            STREAMS=streams,
+            WIDTH=_WIDTH,
+            **overlap(z_TC),
         )
 
 
@@ -34,7 +45,9 @@ def _expand(
     width: tl.tensor,
     STREAMS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from spyglass.ops.add_shared.triton_kernel import add
+from spyglass.ops.gpu import overlap
 from spyglass.ops.hyper_expand.triton_kernel import expand
+from spyglass.ops.overlap import begin
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
 _FEW = 128  # rows up to which the streams are made and multiplied in one launch
@@ -94,6 +96,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
             OUTPUTS=OUTPUTS,
             num_warps=4,
             num_stages=3,
+            **overlap(sums.products),
         )
         return sums
     shared = None if write is None else write.shared_TC
@@ -121,6 +124,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
         WIDTH=WIDTH,
         OUTPUTS=OUTPUTS,
         num_warps=8 if single else 4,
+        **overlap(sums.products),
     )
     return sums
 
@@ -147,6 +151,7 @@ def _project_single(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Some channels of all streams of ROWS rows, multiplied and added up without tensor cores."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -157,6 +162,7 @@ def _project_single(
     output = tl.arange(0, OUTPUTS)
     fn_at = (output[:, None] * STREAMS + target[None, :]) * width + channel[None, :]
     fn = tl.load(fn_ptr + fn_at, mask=(output < outputs)[:, None] & inside[None, :], other=0.0)
+    begin(OVERLAPS)
     for index in tl.static_range(ROWS):
         row = (tl.program_id(0) * ROWS + index).to(tl.int64)
         there = inside & (0 * place + row < rows)
@@ -204,8 +210,10 @@ def _write_and_project(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Some channels of all streams of ROWS rows: written, rounded and multiplied."""
+    begin(OVERLAPS)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.program_id(1)
@@ -252,8 +260,10 @@ def _project_rows(
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rows of all streams side by side, `width` channels in all, against a share of the matrix."""
+    begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.program_id(1)
     here = row < rows
@@ -333,6 +343,7 @@ def finish(
         WIDTH=triton.next_power_of_2(width) if read is not None else 1,
         num_warps=4 if read is not None else 1,
         enable_fp_fusion=False,
+        **overlap(sums.products),
     )
     return pre_TM, post_TM, comb_TMM
 
@@ -363,8 +374,10 @@ def _finish(
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Two programs a row: one reads the streams by pre, one finds how they are written."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -498,6 +511,7 @@ def finish_head(
             SPLITS=triton.next_power_of_2(splits),
             num_warps=1,
             enable_fp_fusion=False,
+            **overlap(sums.products),
         )
     return out_TM
 
@@ -516,7 +530,9 @@ def _finish_head(
     STREAMS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits

@@ -11,16 +11,18 @@ from spyglass.ops.linear_block import cublas
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
-_FEW = 32  # rows that one program multiplies with its weights
+FEW = 32  # rows that one program multiplies with its weights
+BITS = {"fp8": 8, "bf16": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Few:
-    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row."""
+    """A launch of `few_rows`: warps that share a sum, 16-byte loads in flight a thread and row, rows of a program."""
 
     warps: int
     steps: int = 4
     ahead: bool = False
+    rows: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Many:
     tokens: int
     warps: int
     stages: int
+    unrolled: int = 1
+    registers: int | None = None
 
 
 def usable(device_type: str, dtype: str) -> bool:
@@ -40,14 +44,12 @@ def usable(device_type: str, dtype: str) -> bool:
 
 def few(rows: int, out_features: int, in_features: int, bits: int) -> Few | None:
     """The launch for at most 32 rows: enough warps to fill a GPU with loads. None where a sum does not divide."""
-    step = 512 // bits
-    for warps, steps in ((1, 4), (2, 4), (4, 4), (8, 4), (8, 2), (4, 2), (2, 2), (1, 2), (4, 1), (2, 1), (1, 1)):
-        if in_features % (warps * steps * step) == 0 and out_features * warps >= 16 * 2048:
-            return Few(warps=warps, steps=steps)
-    for warps, steps in ((16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 1), (2, 1), (1, 1)):
-        if in_features % (warps * steps * step) == 0:
-            return Few(warps=warps, steps=steps)
-    return None
+    warps, steps = (1 if out_features >= 1 << 14 else 8), 4
+    while in_features % (warps * steps * 512 // bits):
+        if warps == steps == 1:
+            return None
+        warps, steps = (warps // 2, steps) if warps > 1 else (1, steps // 2)
+    return Few(warps=warps, steps=steps, ahead=rows <= 8 and in_features > warps * steps * 512 // bits)
 
 
 def linear_block(
@@ -62,7 +64,7 @@ def linear_block(
 ) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
     rows = x_TI.numel() // x_TI.shape[-1]
-    if not _suits(x_TI, weight, rounding, rows, addend_TO, bias_O):
+    if not suits(x_TI, weight, rounding, rows) or gpu.learns(x_TI, weight.data, addend_TO, bias_O):
         return cublas.linear_block(
             x_TI, weight, rounding=rounding, addend_TO=addend_TO, bias_O=bias_O, out_dtype=out_dtype
         )
@@ -84,21 +86,18 @@ def linear_block(
     return out_TO
 
 
-def _suits(
-    x_TI: torch.Tensor,
-    weight: Packed,
-    rounding: FakeQuant | None,
-    rows: int,
-    addend_TO: torch.Tensor | None,
-    bias_O: torch.Tensor | None,
-) -> bool:
+def suits(x: torch.Tensor, weight: Packed, rounding: FakeQuant | None, rows: int, groups: int = 1) -> bool:
+    """Whether the kernels take these dtypes, formats and shapes."""
     format, (out_features, in_features) = weight.format, weight.shape
-    if rows == 0 or not gpu.multiplies(x_TI.dtype) or gpu.learns(x_TI, weight.data, addend_TO, bias_O):
+    if rows == 0 or not gpu.multiplies(x.dtype) or (out_features // groups) % 16 or format.scale_dtype == "F32":
         return False
     if rounding is not None and (rounding.element, rounding.scale) != ("e4m3", "e8m0"):
         return False
-    if format.name == "bf16":
-        return rounding is None and rows <= _FEW and few(rows, out_features, in_features, 16) is not None
-    if format.name != "fp8" or format.scale_dtype == "F32" or format.block is None:
+    if rows <= FEW and format.name in BITS and few(rows, out_features, in_features, BITS[format.name]) is None:
         return False
-    return in_features % 256 == 0 and out_features % 128 == 0
+    if format.name == "bf16":
+        return rounding is None and rows <= FEW
+    if format.name != "fp8" or format.block is None:
+        return False
+    even = (in_features // format.block[1]) % 2 == 0 and in_features % format.block[1] == 0
+    return even and in_features % 128 == 0 and (rows <= FEW or (out_features // groups) % 128 == 0)

@@ -63,6 +63,37 @@ def _e2m1(h: tl.tensor, f: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def decode_fp4_tiled(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+    """The same for tiled weights (`tile_fp4`): value p of element r is input 8 p + r, in the bits {15, 8..6} {12, 5..3}
+    {9, 2..0} {14, 13, 11, 10}.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, z; mov.b32 z, 0x80008000;
+            and.b32 t, $4, 0x81C081C0; fma.rn.bf16x2 $0, t, $5, z;
+            shl.b32 t, $4, 3; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, $5, z;
+            shl.b32 t, $4, 6; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, $5, z;
+            shl.b32 t, $4, 1; and.b32 t, t, z; shr.b32 u, $4, 5; and.b32 u, u, 0x01000100; or.b32 t, t, u;
+            shr.b32 u, $4, 4; and.b32 u, u, 0x00C000C0; or.b32 t, t, u; fma.rn.bf16x2 $3, t, $5, z; }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [w, s],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        f = (s << 16).to(tl.float32, bitcast=True)
+        h = w.to(tl.int32)
+        h3 = ((h << 17) & -2147483648) | ((h << 11) & 0x01000000) | ((h << 12) & 0x00C00000)
+        return (
+            (((h << 16) & -2147483648) | ((h << 16) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
+            (((h << 19) & -2147483648) | ((h << 19) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
+            (((h << 22) & -2147483648) | ((h << 22) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
+            h3.to(tl.float32, bitcast=True) * f,
+        )
+
+
+@triton.jit
 def decode_fp8(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
     """int16 [.., 8] of two e4m3 codes and `power_pair(u, 104)`: two bf16 [.., 8], inputs 0 to 7 and 8 to 15.
 
@@ -107,11 +138,11 @@ def _e4m3(h: tl.tensor, f: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def weight_words(wp: tl.tensor, c: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
+def weight_words(wp: tl.tensor, c: tl.tensor, STEPS: tl.constexpr, STRIDE: tl.constexpr) -> tl.tensor:
     """The 16-byte words of the steps of chunk c, all asked for before any is used."""
     words: tl.tensor = ()
     for j in tl.static_range(STEPS):
-        words = words + (tl.load(wp + (c * STEPS + j) * 32, eviction_policy="evict_first"),)
+        words = words + (tl.load(wp + (c * STEPS + j) * STRIDE, eviction_policy="evict_first"),)
     return words
 
 
@@ -127,12 +158,16 @@ def scale_words(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
+    TILED: tl.constexpr,
 ) -> tl.tensor:
     """Scales [L] of the steps of chunk c, as `pair_of` takes them: rows n, sums that begin at `begin`.
 
-    FP4: a 32-bit word of four bytes, one a lane (`s` as int32); FP8: the byte (`s` as int16).
+    FP4: a 32-bit word of four bytes, one a lane or, TILED, one a step (`s` as int32); FP8: the byte (`s` as int16).
     """
-    if FORMAT == 4:
+    if TILED:
+        word = tl.load(s + n // 16 * (K // 8) + (begin // 512 + c) * 64 + n % 16 * 4 + lane)
+        return word, word, word, word
+    elif FORMAT == 4:
         at = s + (n * (K // 128) + begin // 128 + c * STEPS)[:, None]
         if STEPS == 4:
             even, odd = tl.split(tl.reshape(tl.load(at + tl.arange(0, 4)[None, :]), (n.shape[0], 2, 2)))
@@ -161,11 +196,13 @@ def scale_words(
 
 @triton.jit
 def weight_fields(
-    words: tl.tensor, scale: tl.tensor, lane: tl.tensor, FORMAT: tl.constexpr, ASM: tl.constexpr
+    words: tl.tensor, scale: tl.tensor, shift: tl.tensor, FORMAT: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr
 ) -> tl.tensor:
-    """The P tensors [L, 8] of 16-byte words [L, 8] and what `scale_words` gave for them."""
-    if FORMAT == 4:
-        return decode_fp4(words, power_pair((scale >> (lane * 8)) & 255, 94)[:, None], ASM)
+    """The P tensors [L, 8] of 16-byte words [L, 8] and what `scale_words` gave for them; `shift` of a byte of FP4."""
+    if TILED:
+        return decode_fp4_tiled(words, power_pair((scale >> shift) & 255, 94)[:, None], ASM)
+    elif FORMAT == 4:
+        return decode_fp4(words, power_pair((scale >> shift) & 255, 94)[:, None], ASM)
     elif FORMAT == 8:
         return decode_fp8(words, power_pair(scale, 104)[:, None], ASM)
     else:
@@ -219,3 +256,15 @@ def round_e4m3(x: tl.tensor, amax: tl.tensor) -> tl.tensor:
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
     small = (code + 24576.0) - 24576.0  # steps of 2^-9
     return tl.where(tl.abs(code) < 0.015625, small, normal) * scale
+
+
+@triton.jit
+def settled(acc: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+    """acc, once the products that wgmma still adds to it are done.
+
+    Triton lets products of one step of a loop run while the next step decodes weights into the registers they read.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return acc

@@ -12,9 +12,20 @@ from spyglass.ops.linear_block.triton_decode import (
     round_e4m3,
     scale_pair,
     scale_words,
+    settled,
     weight_fields,
     weight_words,
 )
+
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))  # below every key
+
+
+@triton.jit
+def _key(v: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """A number that is the larger, the larger v is, NaN the largest, and among equals the smaller its place."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    high = tl.where(v != v, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (high.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["values"])
@@ -29,8 +40,8 @@ def round_rows(
 ) -> None:
     """`fake_quant` of rows whose width is a multiple of 128, SIZE values a program, stored in the order of a product.
 
-    ORDER 0: as they come; 4: for `decode_fp4`, eight inputs of each of its four values; 40, 80: for the tensor-core
-    tiles of many rows, FP4 and FP8.
+    ORDER 0: as they come; 4: for `decode_fp4`, eight inputs of each of its four values; 40, 41, 80: for the
+    tensor-core tiles of many rows, FP4, tiled FP4 and FP8.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -53,6 +64,8 @@ def round_rows(
             + place // 32 % 4 * 2
             + place // 4 % 2
         )
+    if ORDER == 41:  # the same for tiled weights: inputs [4 lanes, p, r2, r1, r0]
+        k = place // 128 * 128 + place // 2 % 16 * 8 + place // 32 % 4 * 2 + place % 2
     if ORDER == 80:  # inputs [4 lanes, p, r2, r1, r0] to [p, r2, r1, lane, r0]
         k = place // 64 * 64 + place // 2 % 8 * 8 + place // 16 % 4 * 2 + place % 2
     tl.store(out + k, v.to(out.dtype.element_ty), mask=place < values)
@@ -79,10 +92,12 @@ def _chunk(
     STEPS: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    scales = scale_words(s, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS)
+    scales = scale_words(s, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS, False)
     for j in tl.static_range(STEPS):
         inputs = input_fields(xp + (c * STEPS + j) * (512 // FORMAT), there, FORMAT, BM, NW)
-        acc = add_fields(acc, weight_fields(words[j], scales[j], lane, FORMAT, ASM), inputs, 16 // FORMAT, BN, NW)
+        acc = add_fields(
+            acc, weight_fields(words[j], scales[j], lane * 8, FORMAT, False, ASM), inputs, 16 // FORMAT, BN, NW
+        )
     return acc
 
 
@@ -103,6 +118,7 @@ def few_rows(
     BLOCK_K: tl.constexpr,
     ADDEND: tl.constexpr,
     BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     NW: tl.constexpr,
@@ -134,12 +150,12 @@ def few_rows(
     acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    now = weight_words(wp, 0, STEPS)
+    now = weight_words(wp, 0, STEPS, 32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if AHEAD:
         for c in tl.range(0, CHUNKS - 1, num_stages=1):
-            ahead = weight_words(wp, c + 1, STEPS)
+            ahead = weight_words(wp, c + 1, STEPS, 32)
             acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
             now = ahead
         last: tl.constexpr = CHUNKS - 1
@@ -147,7 +163,7 @@ def few_rows(
     else:
         acc = _chunk(acc, now, 0, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
         for c in tl.range(1, CHUNKS, num_stages=1):
-            now = weight_words(wp, c, STEPS)
+            now = weight_words(wp, c, STEPS, 32)
             acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
     if NW > 1:
         acc = tl.sum(acc, 0)
@@ -159,11 +175,42 @@ def few_rows(
     t = tl.arange(0, BM)
     kept = (t < rows)[None, :] & (no < N)[:, None]
     place = t[None, :] * N + no[:, None]
-    if BIAS:
-        acc += tl.load(bias + no, mask=no < N, other=0.0).to(tl.float32)[:, None]
-    if ADDEND:
-        acc += tl.load(addend + place, mask=kept, other=0.0)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+    if LARGEST:  # `addend` says which outputs to leave out, `out` [rows, programs] gets a key each
+        left = tl.load(addend + no, mask=no < N, other=1)
+        acc = tl.where((left != 0)[:, None], float("-inf"), acc)
+        keys = tl.where((no < N)[:, None], _key(acc, no[:, None]), LOWEST)
+        tl.store(out + t * tl.num_programs(0) + tl.program_id(0), tl.max(keys, 0), mask=t < rows)
+    else:
+        if BIAS:
+            acc += tl.load(bias + no, mask=no < N, other=0.0).to(tl.float32)[:, None]
+        if ADDEND:
+            acc += tl.load(addend + place, mask=kept, other=0.0)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def largest_of_rows(y: tl.tensor, skip: tl.tensor, keys: tl.tensor, N: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """The key of SIZE outputs of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    left = tl.load(skip + n, mask=n < N, other=1)
+    v = tl.where(left != 0, float("-inf"), tl.load(y + row * N + n, mask=n < N, other=0.0))
+    key = tl.where(n < N, _key(v, n), LOWEST)
+    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(key, 0))
+
+
+@triton.jit
+def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Place and value of the largest of a row's P keys."""
+    row = tl.program_id(0)
+    best = tl.full((SIZE,), LOWEST, tl.int64)
+    for first in tl.range(0, P, SIZE):
+        p = first + tl.arange(0, SIZE)
+        best = tl.maximum(best, tl.load(keys + row * P + p, mask=p < P, other=LOWEST))
+    key = tl.max(best, 0)
+    high = (key >> 32).to(tl.int32)
+    tl.store(places + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
+    tl.store(values + row, (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -186,6 +233,7 @@ def many_rows(
     BT: tl.constexpr,
     NW: tl.constexpr,
     NS: tl.constexpr,
+    U: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
     """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80."""
@@ -207,13 +255,16 @@ def many_rows(
     sp = n // BLOCK_N * (K // BLOCK_K)
     xp = x + ((tl.minimum(t, rows - 1) * (N // GROUP) + n0 // GROUP) * K)[None, :] + k[:, None]
     acc = tl.zeros((BM, BT), tl.float32)
-    for c in tl.range(0, K // 64, num_stages=NS):
-        v = tl.load(wp + c * 32)
-        pair = scale_pair(s, sp + (c * 64 + la % 4 * 16) // BLOCK_K, 104)[:, None]
-        xt = tl.load(xp + c * 64)
-        v0, v1 = decode_fp8(v, pair, ASM)
-        v = tl.permute(tl.reshape(tl.join(v0, v1), (R, 2, NW, 8, 4, 2, 2, 2, 2)), (0, 2, 1, 3, 8, 5, 6, 4, 7))
-        acc = tl.dot(tl.reshape(v, (BM, 64)).to(x.dtype.element_ty), xt, acc)
+    for i in tl.range(0, K // (64 * U), num_stages=NS):
+        for u in tl.static_range(U):
+            c = i * U + u
+            v = tl.load(wp + c * 32)
+            pair = scale_pair(s, sp + (c * 64 + la % 4 * 16) // BLOCK_K, 104)[:, None]
+            xt = tl.load(xp + c * 64)
+            v0, v1 = decode_fp8(v, pair, ASM)
+            v = tl.permute(tl.reshape(tl.join(v0, v1), (R, 2, NW, 8, 4, 2, 2, 2, 2)), (0, 2, 1, 3, 8, 5, 6, 4, 7))
+            acc = tl.dot(tl.reshape(v, (BM, 64)).to(x.dtype.element_ty), xt, acc)
+        acc = settled(acc, ASM)
     acc = acc * 65536.0
     no = n0 + tl.arange(0, BM)
     kept = (t < rows)[None, :] & (no >= 0)[:, None]

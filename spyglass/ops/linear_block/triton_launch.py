@@ -25,6 +25,11 @@ def options() -> dict[str, Any]:
     return {"launch_pdl": True} if ahead() else {}
 
 
+def registers(most: int | None) -> dict[str, Any]:
+    """How a kernel is launched that may use so many registers a thread."""
+    return {} if most is None else {"maxnreg": most}
+
+
 def multiply(
     x: torch.Tensor,
     weight: Packed,
@@ -39,18 +44,18 @@ def multiply(
     """out [rows, groups * O] = round(x [rows, groups, I]) Wᵀ + addend + bias; `block` of the rounding, 0 without."""
     out_features, in_features = weight.shape
     rows = x.numel() // (in_features * groups)
-    bits = 8 if weight.format.name == "fp8" else 16
+    bits = choices.BITS[weight.format.name]
     if launch is None:
-        if rows <= 32:
+        if rows <= choices.FEW:
             launch = choices.few(rows, out_features, in_features, bits)
-        elif rows < _EXPANDED or groups > 1:
+        elif rows < _EXPANDED:
             launch = choices.Many(rows=128, tokens=64 if rows <= 64 else 128, warps=8, stages=4 if roomy() else 2)
     if isinstance(launch, choices.Few):
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
     elif launch is not None:
         _many(x, weight, out, rows, block, groups, addend, bias, launch)
     else:
-        _expanded(x, weight, out, rows, block, addend, bias)
+        _expanded(x, weight, out, rows, block, groups, addend, bias)
 
 
 def rounded(x: torch.Tensor, block: int, order: int) -> torch.Tensor:
@@ -83,7 +88,7 @@ def _few(
     data = weight.data.view(torch.int16)
     scale = data if weight.scale is None else weight.scale.view(torch.int16)
     block_n, block_k = weight.format.block or (1, 1)
-    kernels.few_rows[(triton.cdiv(out_features, 16),)](
+    kernels.few_rows[(triton.cdiv(out_features, launch.rows),)](
         x,
         data,
         scale,
@@ -99,7 +104,8 @@ def _few(
         BLOCK_K=block_k,
         ADDEND=addend is not None,
         BIAS=bias is not None,
-        BN=16,
+        LARGEST=out.dtype == torch.int64,
+        BN=launch.rows,
         BM=8 if rows <= 8 else 16 if rows <= 16 else 32,
         NW=launch.warps,
         STEPS=launch.steps,
@@ -146,9 +152,11 @@ def _many(
         BT=launch.tokens,
         NW=launch.warps,
         NS=launch.stages,
+        U=launch.unrolled,
         ASM=not interpreted(),
         num_warps=launch.warps,
         num_stages=launch.stages,
+        **registers(launch.registers),
     )
 
 
@@ -178,17 +186,42 @@ def _expanded(
     out: torch.Tensor,
     rows: int,
     block: int,
+    groups: int,
     addend: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    x_NI = rounded(x, block, 0).view(rows, -1)
-    out_NO, weight_IO = out.view(rows, -1), expanded(weight).mT
-    if addend is None and bias is None and out.dtype == x.dtype:
-        torch.mm(x_NI, weight_IO, out=out_NO)
-        return
-    sum_NO = torch.mm(x_NI, weight_IO, out_dtype=torch.float32)
-    if bias is not None:
-        sum_NO += bias
-    if addend is not None:
-        sum_NO += addend.view(rows, -1)
-    out_NO.copy_(sum_NO)
+    x_NGI = rounded(x, block, 0).view(rows, groups, -1)
+    weight_GIO = expanded(weight).view(groups, -1, weight.shape[1]).mT
+    plain = addend is None and bias is None and out.dtype == x.dtype
+    sum_NGO = (out if plain else torch.empty(out.shape, dtype=torch.float32, device=x.device)).view(rows, groups, -1)
+    for group in range(groups):
+        product = sum_NGO[:, group]
+        if plain:
+            torch.mm(x_NGI[:, group], weight_GIO[group], out=product)
+        else:
+            torch.mm(x_NGI[:, group], weight_GIO[group], out_dtype=torch.float32, out=product)
+    if not plain:
+        sum_NO = sum_NGO.view(out.shape)
+        if bias is not None:
+            sum_NO += bias
+        if addend is not None:
+            sum_NO += addend.view(out.shape)
+        out.copy_(sum_NO)
+
+
+def largest(x_TI: torch.Tensor, weight: Packed, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Place (int64) and value (fp32) of the largest output of each row that `skip_O` (bool) does not name."""
+    rows, (out_features, in_features) = len(x_TI), weight.shape
+    skip = skip_O.view(torch.uint8)
+    launch = choices.few(rows, out_features, in_features, choices.BITS[weight.format.name])
+    if rows <= choices.FEW and launch is not None:
+        keys_TP = torch.empty((rows, triton.cdiv(out_features, 16)), dtype=torch.int64, device=x_TI.device)
+        _few(x_TI, weight, keys_TP, rows, choices.BITS[weight.format.name], 0, 1, skip, None, launch)
+    else:
+        y_TO = torch.mm(x_TI, weight.data.mT, out_dtype=torch.float32)
+        keys_TP = torch.empty((rows, triton.cdiv(out_features, 2048)), dtype=torch.int64, device=x_TI.device)
+        kernels.largest_of_rows[(rows, keys_TP.shape[1])](y_TO, skip, keys_TP, N=out_features, SIZE=2048, num_warps=8)
+    places_T = torch.empty(rows, dtype=torch.int64, device=x_TI.device)
+    values_T = torch.empty(rows, dtype=torch.float32, device=x_TI.device)
+    kernels.largest_of_keys[(rows,)](keys_TP, places_T, values_T, P=keys_TP.shape[1], SIZE=2048, num_warps=8)
+    return places_T, values_T

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _VALUES = 2048  # of a program, where a row is not longer
 
 
@@ -32,6 +35,7 @@ def normalise(
         DIM=DIM,
         num_warps=4 if DIM <= 4096 else 8,
         enable_fp_fusion=False,
+        **overlap(x_ND),
     )
 
 
@@ -48,7 +52,9 @@ def _normalise_rows(
     STEPWISE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     channel = tl.arange(0, DIM)[None, :]
     there = (row < rows) & (channel < dim)

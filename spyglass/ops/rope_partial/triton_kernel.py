@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _VALUES = 2048  # of a program, where a head is not longer
 
 
@@ -31,6 +34,7 @@ def turn(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, out_TH
         PLAIN=PLAIN,
         PAIRS=pairs,
         enable_fp_fusion=False,  # products are rounded before they are added, as in the reference
+        **overlap(x_THD),
     )
 
 
@@ -48,7 +52,9 @@ def _turn_heads(
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     from_ptr = x_ptr + row * row_stride + head * head_stride

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
 from spyglass.ops.hyper_mix.triton_kernel import multiply
+from spyglass.ops.overlap import begin
 
 _INNER = 64
 _SINGLE, _WIDEST = 16, 1 << 13  # rows up to which they are multiplied one by one, and channels held in registers
@@ -31,6 +33,7 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
             EXPERTS=2,
             WIDTH=triton.next_power_of_2(width),
             num_warps=8,
+            **overlap(logits_TSE),
         )
         return logits_TSE[:rows]
     blocks = triton.cdiv(width, _INNER)
@@ -54,6 +57,7 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
             EXPERTS=EXPERTS,
             INNER=_INNER,
             num_warps=4,
+            **overlap(logits_TSE),
         )
     return out_TSE
 
@@ -69,6 +73,7 @@ def _project_single(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """All channels of some experts, multiplied and added up without tensor cores."""
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -76,6 +81,7 @@ def _project_single(
     inside = channel < width
     there = (expert < experts)[:, None] & inside[None, :]
     weight = tl.load(weight_ptr + expert[:, None] * width + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    begin(OVERLAPS)
     for index in tl.static_range(ROWS):
         row = (tl.program_id(0) * ROWS + index).to(tl.int64)
         x = tl.load(x_ptr + row * width + channel, mask=inside & (0 * channel + row < rows), other=0.0)
@@ -96,7 +102,9 @@ def _project(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     split = tl.program_id(2)
@@ -159,6 +167,7 @@ def choose(
         SPLITS=triton.next_power_of_2(splits),
         EXPERTS=triton.next_power_of_2(experts),
         num_warps=1 if splits == 1 and experts <= 512 else 4,
+        **overlap(logits_TSE),
     )
 
 
@@ -185,7 +194,9 @@ def _choose(
     K_2: tl.constexpr,
     SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     real = expert < experts

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 from spyglass.ops.fake_quant.triton_kernel import round_block, to_bf16
+from spyglass.ops.gpu import overlap
 from spyglass.ops.hadamard.triton_kernel import rotate_rows
+from spyglass.ops.overlap import begin
 from spyglass.ops.rms_norm.triton_kernel import inverse_size
 from spyglass.ops.rope_partial.triton_kernel import turn_pairs
 from spyglass.quant.formats import FakeQuant
@@ -66,6 +68,7 @@ def finish(
         PAIRS=cos_TR.shape[1],
         num_warps=4 if HEADS * dim > 512 else 2,
         enable_fp_fusion=False,
+        **overlap(x_THD),
     )
 
 
@@ -97,7 +100,9 @@ def _finish(
     DIM: tl.constexpr,
     LOG_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.gpu import overlap
+from spyglass.ops.overlap import begin
+
 _WIDTH = 512
 
 
@@ -24,6 +27,7 @@ def gate(gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit
         limit,
         WIDTH=_WIDTH,
         enable_fp_fusion=False,
+        **overlap(gate_TF),
     )
 
 
@@ -37,7 +41,9 @@ def _swiglu(
     width: tl.tensor,
     limit: tl.tensor,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width

@@ -187,7 +187,7 @@ def parse_conversation(
         )
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RequestError(f"a schema of the request cannot be shown to the model: {error}") from error
-    rendered = render_conversation(conversation, images.stubs.pictures, served.config)
+    rendered = render_conversation(conversation, images.stubs.images, served.config)
     require_short(served, [piece for piece in rendered.pieces if isinstance(piece, str)], "messages")
     prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits)
     stage = request.parsing_options.thinking_initial_stage

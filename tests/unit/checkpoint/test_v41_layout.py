@@ -24,6 +24,7 @@ from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import fp8
 from spyglass.quant.packed import Packed
+from tests.engram_values import values
 from tests.unit.config import v41_released as released
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
@@ -177,7 +178,7 @@ def test_a_new_checkpoint_holds_exactly_what_its_configuration_promises(tiny: di
 def test_packed_and_plain_tables_of_one_seed_hold_the_same_rows(tiny: dict[str, Path]) -> None:
     stores = [open_engram(tiny[form], read_model_config(tiny[form])) for form in ("packed", "bf16")]
     for layer in (1, 3):
-        first, second = (store.tables[layer].values() for store in stores)
+        first, second = (values(store.tables[layer]) for store in stores)
         assert (first == second).all() and 0.5 < first.std() < 1.0
     assert stores[0].tables[1].scale is not None and stores[1].tables[1].scale is None
 

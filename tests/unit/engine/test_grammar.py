@@ -227,7 +227,7 @@ def test_forms_are_compiled_from_several_threads_alike(llm: LLM) -> None:
     def compile_all() -> None:
         for number in range(20):
             try:
-                llm.engine.prepare(llm._prompt([0, 1]), asked("regex", f"a{{{number}}}b"))
+                llm.engine.prepare(prompt_from_parts([[0, 1]], llm.config), asked("regex", f"a{{{number}}}b"))
             except Exception as error:
                 found.append(error)
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from spyglass import LLM, Patches, SamplingParams
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.lora.low_rank import AdapterFile, LowRank
@@ -330,13 +331,13 @@ def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
     flat = [SamplingParams(temperature=1e6, max_tokens=25, ignore_eos=True, seed=seed) for seed in range(16)]
     drawn = {token for output in llm.generate([[0, 5]] * 16, flat) for token in output.token_ids}
     assert len(drawn) > 380 and not drawn & llm.banned_tokens()
-    assert not set(llm.engine._banned.tolist()) & set(llm.config.eos_token_ids)
+    assert not llm.banned_tokens() & set(llm.config.eos_token_ids)
 
 
 def test_box_tags_come_out_as_text(llm: LLM) -> None:
     """The answer's ids decide the text, so an answer with a box is spelled with its tags."""
-    token_bytes = llm.engine._token_bytes
-    assert token_bytes is not None
+    assert llm.tokenizer is not None
+    token_bytes = TokenBytes(llm.tokenizer)
     ids = [129276, *encode(llm, "[[1,2,3,4]]"), 129275, 1]
     assert b"".join(token_bytes[i] for i in ids).decode() == "<｜box｜>[[1,2,3,4]]<｜/box｜>"
 

@@ -13,6 +13,7 @@ from spyglass.engram import EngramStore, Placement, TableRows
 from spyglass.engram.feed import EngramFeed
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, fp8
+from tests.engram_values import rows_of, values
 from tests.small_v41 import small_store, small_v41_config
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_rows_of_a_step_are_those_of_each_sequence(form: str, placement: Placeme
     rows = EngramFeed(store, device=CPU, dtype=torch.float32).start(ids, kinds, lookback, starts)()
     for number in range(len(lengths)):
         mine = slice(int(starts[number]), int(starts[number + 1]))
-        alone = store.rows(ids[mine], kinds[mine], lookback[number])
+        alone = rows_of(store, ids[mine], kinds[mine], lookback[number])
         for layer in (1, 4):
             assert rows[layer].shape == (sum(lengths), 6 * 36)
             assert np.array_equal(rows[layer][mine].numpy(), alone[layer]), (layer, number)
@@ -93,5 +94,5 @@ def test_every_code_and_scale_is_looked_up_right(dtype: torch.dtype) -> None:
     table.scale[:4] = [[0, 1], [127, 254], [255, 100], [126, 128]]
     feed = EngramFeed(store, device=CPU, dtype=dtype)
     got = feed.values_of(1, np.arange(4)[None])
-    want = torch.from_numpy(table[np.arange(4)].values()).to(dtype)
+    want = torch.from_numpy(values(table[np.arange(4)])).to(dtype)
     assert torch.equal(got.nan_to_num(7e9), want.nan_to_num(7e9)) and torch.equal(got.isnan(), want.isnan())

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from spyglass.config import ModelConfig, read_model_config
 from spyglass.engram import EngramStore, Placement, open_engram
 from spyglass.errors import CheckpointError, ConfigError
+from tests.engram_values import rows_of, values
 
 START = np.full(3, -1, np.int32)
 
@@ -68,7 +69,7 @@ def test_rows_are_the_tables_values_wherever_they_lie(
     opened = store(tmp_path, config, made, placement)
     ids, kinds = np.arange(100, 160, dtype=np.int32), np.full(60, -1, np.int8)
     wanted = opened.row_ids(ids, kinds, START[None], np.array([0, 60], np.int32))
-    got = opened.rows(ids, kinds, START)
+    got = rows_of(opened, ids, kinds, START)
     for layer in (1, 3):
         assert np.array_equal(got[layer], values_of(made, layer)[wanted[layer]].reshape(60, -1))
     assert opened.nbytes == sum(tensor.nbytes for tensor in made.values())
@@ -77,10 +78,10 @@ def test_rows_are_the_tables_values_wherever_they_lie(
 def test_large_gathers_equal_small_ones(config: ModelConfig, tmp_path: Path) -> None:
     opened = store(tmp_path, config, tables(config, "fp8"))
     ids, kinds = np.arange(4096, dtype=np.int32) % 499, np.full(4096, -1, np.int8)
-    whole = opened.rows(ids, kinds, START)
+    whole = rows_of(opened, ids, kinds, START)
     for first in (0, 5, 4090):
         back = np.array([ids[first - step] if first >= step else -1 for step in (1, 2, 3)], np.int32)
-        part = opened.rows(ids[first : first + 6], kinds[first : first + 6], back)
+        part = rows_of(opened, ids[first : first + 6], kinds[first : first + 6], back)
         assert all(np.array_equal(part[layer], whole[layer][first : first + 6]) for layer in (1, 3))
 
 
@@ -90,7 +91,7 @@ def test_every_byte_of_a_table_has_its_value(config: ModelConfig, tmp_path: Path
     made["layers.1.engram.embed.weight"].view(torch.uint8)[:8] = codes
     made["layers.1.engram.embed.scale"].view(torch.uint8)[:8, 0] = torch.tensor([0, 1, 100, 127, 128, 254, 255, 127])
     table = store(tmp_path, config, made).tables[1]
-    got = table[np.arange(8)].values()
+    got = values(table[np.arange(8)])
     assert np.array_equal(got, values_of(made, 1)[:8], equal_nan=True)
 
 
@@ -132,4 +133,4 @@ def test_tables_are_found_under_transformers_names(config: ModelConfig, tmp_path
     made = tables(config, "fp8")
     renamed = {f"model.{name}".replace(".scale", ".weight_scale_inv"): tensor for name, tensor in made.items()}
     opened = store(tmp_path, config, renamed)
-    assert np.array_equal(opened.tables[1][np.arange(9)].values(), values_of(made, 1)[:9])
+    assert np.array_equal(values(opened.tables[1][np.arange(9)]), values_of(made, 1)[:9])

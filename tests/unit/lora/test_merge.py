@@ -18,7 +18,7 @@ from spyglass.cli.main import main
 from spyglass.config.read import read_model_config
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.lora.merge import Loss, dense_delta, merge
+from spyglass.lora.merge import Loss, dense_delta, merge_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.model import load_model
 from spyglass.params.table import Param
@@ -70,7 +70,7 @@ def test_touched_matrices_hold_their_sum_and_all_others_what_they_held(
     folder: Path, format: str, tmp_path: Path
 ) -> None:
     adapter = adapter_for(folder, GROUPS)
-    report = merge(folder, adapter, tmp_path / "out", format=format)  # type: ignore[arg-type]
+    report = merge_adapter(folder, adapter, tmp_path / "out", format=format)  # type: ignore[arg-type]
     before, after = stored(folder), stored(tmp_path / "out")
     specs = specs_of(folder)
     for name, spec in specs.items():
@@ -115,22 +115,22 @@ def test_a_change_below_the_steps_of_the_format_is_seen() -> None:
 def test_a_merge_that_changes_next_to_nothing_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     small = adapter_for(folder, ["attention", "shared"], size=1e-3)
     with pytest.raises(AdapterError, match="more than 90% of the values that the adapter touches in attention, shared"):
-        merge(folder, small, tmp_path / "out", format="same")
+        merge_adapter(folder, small, tmp_path / "out", format="same")
     large = adapter_for(folder, ["experts"])
     with pytest.raises(
         AdapterError, match="touches in attention, shared would"
     ):  # most of its values move all the same
-        merge(folder, AdapterFile(modules=small.modules | large.modules), tmp_path / "out", format="same")
+        merge_adapter(folder, AdapterFile(modules=small.modules | large.modules), tmp_path / "out", format="same")
     assert not list((tmp_path / "out").iterdir())
-    report = merge(folder, small, tmp_path / "out", format="same", force=True)
+    report = merge_adapter(folder, small, tmp_path / "out", format="same", force=True)
     assert report.unchanged_share > 0.9
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
-        merge(folder, small, tmp_path / "out")
+        merge_adapter(folder, small, tmp_path / "out")
 
 
 def test_draft_stages_are_merged_past_as_they_are(tmp_path: Path) -> None:
     write_drafted(tmp_path / "base")
-    merge(tmp_path / "base", adapter_for(tmp_path / "tiny", ["attention"]), tmp_path / "out", format="same")
+    merge_adapter(tmp_path / "base", adapter_for(tmp_path / "tiny", ["attention"]), tmp_path / "out", format="same")
     before, after = stored(tmp_path / "base"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     drafts = [name for name in before if name.startswith("mtp.0.")]
@@ -147,7 +147,7 @@ def test_an_adapter_whose_change_is_no_finite_number_is_never_merged(format: Any
         for name, pair in adapter_for(folder, ["attention"]).modules.items()
     }
     with pytest.raises(AdapterError, match=r"what the adapter adds to layers\.0\.attn\.\w+ is too large for fp32"):
-        merge(folder, AdapterFile(modules=modules), tmp_path / "out", format=format)
+        merge_adapter(folder, AdapterFile(modules=modules), tmp_path / "out", format=format)
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -157,13 +157,13 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
     pair = adapter.modules[name]
     other = {"layers.99.attn.wq_a": pair, name: pair}
     with pytest.raises(AdapterError, match=r"1 of 2 modules of the adapter matched.* no layers\.99\.attn\.wq_a"):
-        merge(folder, AdapterFile(modules=other), tmp_path / "out")
+        merge_adapter(folder, AdapterFile(modules=other), tmp_path / "out")
     wrong = LowRank(a_RI=pair.a_RI[:, 1:], b_OR=pair.b_OR, alpha=1.0)
     with pytest.raises(AdapterError, match="made for another model"):
-        merge(folder, AdapterFile(modules={name: wrong}), tmp_path / "out")
+        merge_adapter(folder, AdapterFile(modules={name: wrong}), tmp_path / "out")
     with pytest.raises(AdapterError, match="experts, the adapter 3"):
         stacked = AdapterFile(modules=adapter.modules, stacked={"layers.0.ffn.experts": 3})
-        merge(folder, stacked, tmp_path / "out")
+        merge_adapter(folder, stacked, tmp_path / "out")
 
 
 def test_each_printed_line_says_something_new(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

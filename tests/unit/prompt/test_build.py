@@ -175,9 +175,9 @@ def test_patches_that_do_not_fit_their_grid_are_refused(v4: ModelConfig, pixels:
 BROKEN_IDS: list[tuple[Any, str]] = [
     ([1, -1], r"part 0: id -1 is outside the vocabulary 0\.\.129279 \(index 1\)"),
     ([129_285], "id 129285 is outside the vocabulary"),
-    ([5, 6, 129_280], r"id 129280 is a picture role \(vocabulary size 129280 \+ START\).*\(index 2\)"),
+    ([5, 6, 129_280], r"id 129280 is an image role \(vocabulary size 129280 \+ START\).*\(index 2\)"),
     ([129_284], r"\+ END\)"),
-    ([1.0], "neither a flat list of integer token ids nor a picture"),
+    ([1.0], "neither a flat list of integer token ids nor an image"),
     ([[1, 2]], "neither a flat list"),
     (7, "part 0 is a int that is neither"),
     ([True], "neither a flat list"),
@@ -198,9 +198,9 @@ def test_an_unexpanded_placeholder_or_an_expanded_span_is_refused_with_the_form_
     v4: ModelConfig, v41: ModelConfig
 ) -> None:
     for ids in ([5, 129_264], [129_264] * 184):
-        with pytest.raises(PromptError, match=r"129264 .* is the picture placeholder; leave it out and give"):
+        with pytest.raises(PromptError, match=r"129264 .* is the image placeholder; leave it out and give"):
             prompt_from_parts([ids], v41)
-        with pytest.raises(PromptError, match="is the picture placeholder"):
+        with pytest.raises(PromptError, match="is the image placeholder"):
             prompt_from_parts([ids], v4, placeholder=129_264)
     without_vision = dataclasses.replace(v41, vision=None)
     assert prompt_from_parts([[129_264]], without_vision).ids_T.tolist() == [129_264]
@@ -214,7 +214,7 @@ def test_an_empty_prompt_is_refused(v4: ModelConfig) -> None:
 
 def test_a_model_without_vision_takes_no_pictures(text_only: ModelConfig) -> None:
     for picture in (noise(9, 9), patches(2, 2)):
-        with pytest.raises(PromptError, match="image 0: this model takes no pictures"):
+        with pytest.raises(PromptError, match="image 0: this model takes no images"):
             prompt_from_parts([[1], picture], text_only)
 
 
@@ -223,7 +223,7 @@ def test_pictures_are_named_by_their_number(v4: ModelConfig) -> None:
     for bad, message in (
         (b"no picture", "image 2 is none of"),
         (encode(good, "PNG")[:60], "image 2 cannot be decoded"),
-        (Image.new("RGB", (1, 20_000)), "image 2: a picture of 1x20000 pixels is too thin"),
+        (Image.new("RGB", (1, 20_000)), "image 2: an image of 1x20000 pixels is too thin"),
     ):
         with pytest.raises(PromptError, match=message):
             prompt_from_parts([good, [1], good, bad], v4)
@@ -246,7 +246,7 @@ def test_a_crowd_of_pictures_has_smaller_sides(v4: ModelConfig) -> None:
     server = ImageLimits()
     wide, small = noise(4097, 2), noise(4, 4)
     assert len(prompt_from_parts([wide] * 14, v4, limits=server).spans) == 14
-    with pytest.raises(PromptError, match="image 0 is 4097x2; from 15 pictures on a side may have 4096"):
+    with pytest.raises(PromptError, match="image 0 is 4097x2; from 15 images on a side may have 4096"):
         prompt_from_parts([wide] * 15, v4, limits=server)
     assert len(prompt_from_parts([small] * 15, v4, limits=server).spans) == 15
 
@@ -255,9 +255,9 @@ def test_pictures_are_counted_together(v4: ModelConfig) -> None:
     image = noise(30, 20)
     data = encode(image, "BMP")
     assert prompt_from_parts([data] * 3, v4, limits=ImageLimits(total_bytes=3 * len(data), images=3, total_pixels=1800))
-    with pytest.raises(PromptError, match="image 2: the pictures together exceed"):
+    with pytest.raises(PromptError, match="image 2: the images together exceed"):
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(total_bytes=3 * len(data) - 1))
-    with pytest.raises(PromptError, match="image 2: the pictures together exceed 1799 pixels"):
+    with pytest.raises(PromptError, match="image 2: the images together exceed 1799 pixels"):
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(total_pixels=1799))
 
 
@@ -280,7 +280,7 @@ def test_nothing_is_unpacked_before_all_pictures_are_known_to_fit(
     assert not unpacked
     prompt_from_parts([data] * 3, v4)
     assert unpacked == ["image 0", "image 1", "image 2"]
-    with pytest.raises(PromptError, match="the prompt has 3 pictures, the limit is 2"):
+    with pytest.raises(PromptError, match="the prompt has 3 images, the limit is 2"):
         prompt_from_parts([data] * 3, v4, limits=ImageLimits(images=2))
 
 

@@ -210,7 +210,7 @@ BROKEN: list[tuple[Any, str]] = [
     ([user([{"type": "image_url"}])], r"messages\[0\]\.content\[0\]\.image_url must be a data URL"),
     ([user([{"type": "image_url", "image_url": {}}])], r"image_url\.url must be a data URL"),
     ([user([{"type": "image_url", "image_url": {"url": 5}}])], r"image_url\.url must be a data URL"),
-    ([user("a"), assistant([PICTURE])], r"messages\[1\]\.content\[0\] is a picture in a message of role 'assistant'"),
+    ([user("a"), assistant([PICTURE])], r"messages\[1\]\.content\[0\] is an image in a message of role 'assistant'"),
     (["a"], r"messages\[0\] must be an object"),
     ("a", "must be a list of messages"),
     (None, "must be a list of messages"),
@@ -241,9 +241,7 @@ def test_a_model_without_vision_names_the_picture_or_leaves_a_note(
     text_only: ModelConfig, tokenizer: PromptTokenizer
 ) -> None:
     messages = [user([text("a"), PICTURE]), assistant("b"), user("c")]
-    with pytest.raises(
-        PromptError, match=r"messages\[0\]\.content\[1\] is a picture, and this model takes no pictures"
-    ):
+    with pytest.raises(PromptError, match=r"messages\[0\]\.content\[1\] is an image, and this model takes no images"):
         build_prompt(messages, text_only, tokenizer)
     assert rendered(messages, text_only, without_vision="note").startswith(
         f"{BOS}{USER}a\n\n[picture left out: this model takes none]{ASSISTANT}"

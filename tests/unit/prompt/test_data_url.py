@@ -69,7 +69,7 @@ def test_what_is_broken_is_refused_with_its_field(url: str, message: str) -> Non
 def test_the_size_limit_holds_before_and_after_decoding() -> None:
     few = ImageLimits(file_bytes=len(DATA) - 1)
     for spelling in ("plain", "percent-encoded bytes", "percent-encoded base64"):
-        with pytest.raises(PromptError, match=f"holds {len(DATA)} bytes, one picture may have {len(DATA) - 1}"):
+        with pytest.raises(PromptError, match=f"holds {len(DATA)} bytes, one image may have {len(DATA) - 1}"):
             open_image(SPELLINGS[spelling], limits=few)
         assert open_image(SPELLINGS[spelling], limits=ImageLimits(file_bytes=len(DATA))).size == (8, 8)
     with pytest.raises(PromptError, match="more than the 10 bytes"):

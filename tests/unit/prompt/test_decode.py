@@ -309,7 +309,7 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["https://example.org/a.png", "HTTP://example.org/a.png"])
 def test_an_address_given_as_a_file_is_told_to_be_one(address: str) -> None:
-    with pytest.raises(PromptError, match="it is an address, and pictures are not fetched; save it"):
+    with pytest.raises(PromptError, match="it is an address, and images are not fetched; save it"):
         open_image(Path(address))
 
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [7, None, ["a"], {"url": "x"}, 3.5])
 def test_what_is_no_picture_is_refused_by_its_type(source: object) -> None:
-    with pytest.raises(PromptError, match=f"is a {type(source).__name__}; a picture is bytes, a path"):
+    with pytest.raises(PromptError, match=f"is a {type(source).__name__}; an image is bytes, a path"):
         open_image(source)
 
 

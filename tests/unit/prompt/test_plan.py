@@ -224,7 +224,7 @@ def test_every_token_limit_that_holds_one_cell_plans_every_size(vision: VisionCo
         for size in ((640, 480), (300, 300), (33, 500), (500, 40)):
             plan = plan_image(*size, small)
             assert plan.num_tokens + layout_block(plan, 0, small).lead <= limit
-    with pytest.raises(ConfigError, match="no picture fits"):
+    with pytest.raises(ConfigError, match="no image fits"):
         plan_image(640, 480, dataclasses.replace(vision, max_tokens=least - 1))
 
 

@@ -21,6 +21,7 @@ from spyglass.model import VisionLanguageModel
 from spyglass.ops.table import OPS, Ops, bind_ops
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed
+from spyglass.text.hyper import Residual
 from spyglass.text.step import Step, make_step
 from spyglass.text.v4 import V4Layer
 from tests.driver import Part, Tokens, build_step, memory_for, prefill
@@ -210,14 +211,18 @@ def test_hyper_connections_agree(layer: int, setting: Setting) -> None:
     streams, theirs = given(setting, 20 + layer, 30, config.hc_mult, config.hidden_size)
     z, other_z = given(setting, 30 + layer, 30, config.hidden_size)
     for name in ("hc_attn", "hc_ffn"):
-        connection = getattr(setting.layer(layer), name)
-        pre, post, comb = connection.mix(streams)
+        connection, norm = getattr(setting.layer(layer), name), getattr(setting.layer(layer), f"{name[3:]}_norm")
+        x, pre, residual = connection.read(Residual(streams), norm)
         want = setting.other.mix(theirs, f"layers.{layer}.{name}")
-        for ours, expected in zip((pre, post, comb), want, strict=True):
+        for ours, expected in zip((pre, residual.post_TM, residual.comb_TMM), want, strict=True):
             np.testing.assert_allclose(ours.cpu().numpy(), expected, rtol=2e-5, atol=1e-6)
-        setting.same(connection.collapse(streams, pre), setting.other.collapse(theirs, want[0]), "collapse")
-        expanded = connection.expand(z, streams, post, comb)
-        setting.same(expanded, setting.other.expand(other_z, theirs, *want[1:]), "expand")
+        collapsed = setting.other.norm(setting.other.collapse(theirs, want[0]), f"layers.{layer}.{name[3:]}_norm")
+        setting.same(x, collapsed, "read")
+        expanded = setting.other.expand(other_z, theirs, *want[1:])
+        written = residual.given(z)
+        setting.same(written.written(setting.model.options.build.ops), expanded, "written")
+        x, pre, residual = connection.read(written, norm)
+        setting.same(residual.streams_TMC, expanded, "written and read")
 
 
 @torch.inference_mode()
