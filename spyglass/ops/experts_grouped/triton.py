@@ -158,19 +158,36 @@ def _suits(
 
 
 def tile(weight: Packed) -> Packed:
-    """FP4 stacks in the order in which `few` reads them, as many bytes: tiles of 16 rows and 128 inputs, a row's 64
-    bytes after the other. Four values a 16-bit element (see `decode_fp4_tiled`), four steps of 128 a scale word.
+    """FP4 stacks in the order in which the kernels read them, as many bytes: tiles of 16 rows and 128 inputs, a row's
+    64 bytes after the other. Eight codes a 32-bit word (see `decode_fp4_tiled`), four steps of 128 a scale word.
 
     Rows must be a multiple of 16, inputs of 512.
     """
     assert weight.scale is not None
     code = torch.stack([weight.data & 15, weight.data >> 4], -1).flatten(-2)  # [.., N, K]
-    v0, v1, v2, v3 = code.unflatten(-1, (-1, 4, 8)).to(torch.int32).unbind(-2)
-    word = (v0 & 8) << 12 | (v0 & 7) << 6 | (v1 & 8) << 9 | (v1 & 7) << 3 | (v2 & 8) << 6 | (v2 & 7)
-    word = word | (v3 & 8) << 11 | (v3 & 4) << 11 | (v3 & 3) << 10
-    data = _tiles(word.to(torch.int16).flatten(-2), 32).view(torch.uint8).view(weight.data.shape)
+    pairs = code.unflatten(-1, (-1, 4, 4, 2)).to(torch.int64)  # [.., N, group, value, word, half]
+    word = sum(_bits(pairs[..., value, :, half], *places) for value, half, *places in _PLACES)
+    assert isinstance(word, torch.Tensor)
+    data = _tiles(word.to(torch.int32).flatten(-2).view(torch.uint8), 64).view(weight.data.shape)
     scale = weight.scale.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).flatten(-3)
     return Packed(weight.format, data, _tiles(scale, 16).view(weight.scale.shape), weight.shape)
+
+
+# Value and half of a 32-bit word, and where the bits 3 (sign), 2, 1, 0 of its code lie in the word
+_PLACES = (
+    (0, 0, 15, 8, 7, 6),
+    (0, 1, 31, 24, 23, 22),
+    (1, 0, 9, 2, 1, 0),
+    (1, 1, 25, 18, 17, 16),
+    (2, 0, 19, 12, 11, 10),
+    (2, 1, 3, 28, 27, 26),
+    (3, 0, 5, 30, 29, 4),
+    (3, 1, 21, 14, 13, 20),
+)
+
+
+def _bits(code: torch.Tensor, sign: int, two: int, one: int, zero: int) -> torch.Tensor:
+    return (code >> 3 & 1) << sign | (code >> 2 & 1) << two | (code >> 1 & 1) << one | (code & 1) << zero
 
 
 def _tiles(values: torch.Tensor, width: int) -> torch.Tensor:
