@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.add_shared.triton_kernel import add
 from spyglass.ops.gpu import overlap
 from spyglass.ops.hyper_expand.triton_kernel import expand
 from spyglass.ops.overlap import begin
@@ -55,11 +54,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
     """Products and squares of the streams; with `write`, of the streams that it makes. All contiguous."""
     rows, streams, width = streams_TMC.shape
     if write is not None and rows > _FEW:
-        z_TC = write.z_TC
-        if write.shared_TC is not None:
-            z_TC = torch.empty_like(write.shared_TC)
-            add(write.z_TC, write.shared_TC, z_TC)
-        expand(z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC)
+        expand(write.z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC, write.shared_TC)
         streams_TMC, write = write.out_TMC, None
     J, E = fn_JE.shape
     OUTPUTS = max(triton.next_power_of_2(J), 16)
