@@ -49,26 +49,12 @@ GOALS = {1: 9.0, 8: 14.0, 32: 25.0, 128: 42.0}
 PROTOTYPE = {1: 7.9, 8: 14.3, 32: 27.3, 128: 43.7}
 STREAM, STREAM_PARTS = 12, 6  # warps of the streaming kernel: mark of its launches
 DECODE = {
-    1: [(16, 32, 20, 4, 1), (16, 32, 20, 8, 1), (32, 32, 20, 8, 1), (64, 64, 10, STREAM, 2)],
-    8: [
-        (64, 64, 10, 8, 1),
-        (32, 64, 10, 8, 1),
-        (32, 64, 8, 4, 1),
-        (16, 64, 8, 4, 1),
-        (16, 64, 10, 4, 1),
-        (64, 64, 10, STREAM, 2),
-    ],
-    32: [
-        (64, 64, 4, 8, 1),
-        (32, 64, 4, 8, 1),
-        (16, 64, 2, 4, 2),
-        (64, 32, 4, 8, 3),
-        (64, 64, 4, STREAM, 2),
-        (64, 64, 2, STREAM, 2),
-    ],
-    128: [(64, 64, 1, 8, 2), (64, 64, 1, STREAM, 2), (64, 64, 2, STREAM, 2)],
+    1: [(16, 32, 20, 4, 1), (16, 16, 40, 4, 1), (16, 64, 10, 4, 1), (16, 64, 10, 8, 1), (16, 32, 20, 2, 1)],
+    8: [(64, 64, 10, 8, 1), (32, 64, 10, 8, 1), (16, 64, 10, 4, 1), (32, 32, 20, 4, 1), (64, 64, 10, STREAM, 2)],
+    32: [(64, 64, 4, 8, 1), (16, 64, 10, 4, 1), (64, 64, 10, 8, 1), (64, 64, 4, STREAM, 2)],
+    128: [(64, 64, 1, STREAM, 2), (64, 64, 2, STREAM, 2)],
 }
-PREFILL = [(64, 64, 1, 8, 3), (64, 128, 1, 8, 1), (64, 64, 1, STREAM, 2)]
+PREFILL = [(64, 128, 1, 8, 1), (64, 64, 1, STREAM, 2)]
 
 
 def ints(values: Any) -> torch.Tensor:
@@ -148,6 +134,7 @@ def edges(rows: int, dtype: torch.dtype, picks: bool, page: int = PAGE) -> dict[
         "pool": (pool, pool_table, ints(visible), ints(chosen) if picks else None),
         "sink": torch.randn(H, device=DEV),
         "turn": turn(rows),
+        "widths": (400, X if picks else entries),
     }
 
 
@@ -171,9 +158,9 @@ def expected(case: dict[str, Any], turned: bool, pooled: bool, rows: Any = slice
 
 def run(case: dict[str, Any], launch: Launch, turned: bool, pooled: bool = True) -> torch.Tensor:
     pool = case["pool"] if pooled else None
-    return attention.attend(
-        case["q"], case["window"], pool, case["sink"], SCALE, launch, case["turn"] if turned else None
-    )
+    widths = case.get("widths", (W, X)) if pooled else (case.get("widths", (W, 0))[0], 0)
+    given = case["turn"] if turned else None
+    return attention.attend(case["q"], case["window"], pool, case["sink"], SCALE, launch, given, widths)
 
 
 def judge(got: torch.Tensor, want: torch.Tensor, bound: float) -> float:

@@ -72,6 +72,10 @@ class EngineConfig:
             "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
         ),
     )
+    async_scheduling: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=about("start a step before the tokens of the last one are read: on, off or auto (on a GPU)"),
+    )
     load: Literal["files", "dummy"] = field(
         default="files",
         metadata=about(

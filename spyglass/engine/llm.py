@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -92,6 +91,7 @@ class LLM:
         grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
+        async_scheduling: Literal["auto", "on", "off"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
@@ -122,12 +122,16 @@ class LLM:
             progress=progress,
         )
         self.config: ModelConfig = self.loaded.config
+        self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self.lora = AdapterPool(self.loaded.model)
         for name, file in files.items():  # before rows take what memory is left
             self.lora.attach(name, file)
-        engram_feed = self._open_engram(path)
+        engram_feed = None
+        if self.config.text.engram is not None:
+            store = open_engram(path, self.config, placement=options.engram)
+            engram_feed = EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
         self.engine = Engine(
             self.loaded.model,
             self.config,
@@ -259,8 +263,9 @@ class LLM:
         Raises:
             PromptError: as `chat`.
         """
-        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
-        return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=limits)
+        return build_prompt(
+            messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._images
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -309,13 +314,6 @@ class LLM:
             raise AdapterError(f"the adapter {name!r} is used by {count} answers under way; end them, or wait")
         self.lora.detach(name)
 
-    def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
-        """The tables of a model with engram layers, placed as the options say."""
-        if self.config.text.engram is None:
-            return None
-        store = open_engram(Path(path), self.config, placement=self.options.engram)
-        return EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
-
     def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
         prompts = []
         for number, request in enumerate(requests):
@@ -334,8 +332,7 @@ class LLM:
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
         parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
-        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
-        return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
+        return prompt_from_parts(parts, self.config, limits=self._images, placeholder=self._placeholder)
 
     def _run(
         self,

@@ -26,7 +26,7 @@ _POLL_S = 0.02
 _LOG = logging.getLogger(__name__)
 
 
-class StepLoop(Protocol):
+class EngineParts(Protocol):
     """What the thread drives: an `Engine`, or in tests anything that answers like one."""
 
     @property
@@ -116,7 +116,7 @@ class WorkerStats:
 class EngineWorker:
     """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end."""
 
-    def __init__(self, engine: StepLoop, *, max_live: int) -> None:
+    def __init__(self, engine: EngineParts, *, max_live: int) -> None:
         self._engine, self._max_live = engine, max_live
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []

@@ -126,9 +126,9 @@ def test_the_oldest_is_never_preempted_and_the_youngest_comes_back_first(model: 
     progress = dict.fromkeys(ids, 0)
     while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.output is not None]
-        oldest = min(engine._sequences, default=None)
+        oldest = min(engine.sequences, default=None)
         if oldest is not None:
-            computed = engine._sequences[oldest].computed
+            computed = engine.sequences[oldest].computed
             assert computed >= progress[oldest], "the oldest request lost its rows"
             progress[oldest] = computed
     assert order == ids

@@ -298,15 +298,15 @@ def test_a_step_of_the_real_engine_that_fails_costs_only_its_requests(
 ) -> None:
     body = {"ids": [0, 7, 8, 9], "max_tokens": 30}
     expected = live.post(body).json()
-    run, steps = llm.engine._runner.run, []
+    run, steps = llm.engine.runner.run, []
 
-    def fail_once(chunks: Any) -> Any:
+    def fail_once(chunks: Any, *more: Any) -> Any:
         steps.append(len(chunks))
         if len(steps) == 10:
             raise RuntimeError("out of luck")
-        return run(chunks)
+        return run(chunks, *more)
 
-    monkeypatch.setattr(llm.engine._runner, "run", fail_once)
+    monkeypatch.setattr(llm.engine.runner, "run", fail_once)
     with caplog.at_level(logging.CRITICAL), ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(live.post, [{**body, "stream": n > 0} for n in range(3)]))
         assert answers[0].status_code == 500 and "model failed" in answers[0].json()["errors"][0]

@@ -244,6 +244,35 @@ class CacheAllocator:
         for name, pages in snapshot.pages.items():
             self.pools[name].give_back(pages)
 
+    def truncate(self, row: int, tokens: int) -> bool:
+        """Keep the first `tokens` tokens of a sequence, at most the lookahead of the plans less than it has.
+
+        A page that others share and that will be written again is copied. False, and nothing changed: there is none.
+        """
+        shared: list[tuple[Group, int, int]] = []
+        for group in self.groups:
+            if group.retention is None:
+                whole, rest = divmod(tokens // group.tokens_per_row, group.page_rows)
+                page = int(self._tables[group.name][row, whole]) if rest else -1
+                if page >= 0 and self.pools[group.name].is_shared(page):
+                    shared.append((group, whole, rest))
+        pools = [self.pools[group.name] for group, _, _ in shared]
+        if any(pool.limit is not None and not pool.num_free for pool in pools):
+            return False
+        for group in self.groups:
+            first, stop = self._live[group.name][:, row].tolist()
+            kept = max(first, group.pages_for(tokens))
+            self._drop(group, row, kept, stop)
+            self._live[group.name][1, row] = min(kept, stop)
+        for (group, whole, rest), pool in zip(shared, pools, strict=True):
+            table = self._tables[group.name]
+            page = int(table[row, whole])
+            table[row, whole] = pool.take(1)[0]
+            pool.copy(page, int(table[row, whole]), rest)
+            pool.give_back(np.array([page]))
+        self._stable_until_S[row] = 0
+        return True
+
     def release(self, row: int) -> None:
         """Take back all pages and the table row."""
         self._clear(row)

@@ -16,7 +16,8 @@ from spyglass.ops.index_topk import reference
 __all__ = ["index_topk", "score", "select", "suits", "usable"]
 
 _SCORES_AT_ONCE = 1 << 26
-_SHORT, _SMALL, _LARGE = 1024, 4096, 16384  # candidates that one program holds in registers
+_SHORT, _LONG = 1024, 4096  # candidates that one program reads at once
+_GROUPED, _LARGE = 4096, 16384  # rows longer than that are looked at in groups, in not many more than this
 _MOST, _MOST_PICKS = 1 << 20, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,7 +77,7 @@ def index_topk(
 
 def group_of(candidates: int) -> int:
     """Neighbours of which only the best is looked at first; 0 for short rows."""
-    return max(8, 1 << (-(-candidates // _LARGE) - 1).bit_length()) if candidates > _SMALL else 0
+    return max(8, 1 << (-(-candidates // _LARGE) - 1).bit_length()) if candidates > _GROUPED else 0
 
 
 def suits(q_TNI: torch.Tensor, keys_NBI: torch.Tensor, max_visible: int) -> bool:
@@ -175,8 +176,7 @@ def select(
     from spyglass.ops.index_topk.triton_kernel import select_entries
 
     candidates = scores.shape[1]
-    short = min(_SHORT, max(16, 1 << (candidates - 1).bit_length()))
-    small = max(short, min(_SMALL if group else 2 * _LARGE, 1 << (candidates - 1).bit_length()))
+    short = min(_SHORT, max(32, 1 << (candidates - 1).bit_length()))
     spare = 1 << (2 * k - 1).bit_length() if group else 0
     select_entries[(len(picks_TX),)](
         scores,
@@ -196,8 +196,7 @@ def select(
         GROUP=group,
         BITS=16 if scores.dtype == torch.bfloat16 else 32,
         SHORT=short,
-        SMALL=small,
-        LARGE=max(small, 1 << (-(-candidates // group) - 1).bit_length()) if group else 0,
+        LONG=_LONG,
         SPARE=spare,
-        num_warps=4 if small <= 256 else 16,
+        num_warps=4 if candidates <= 256 else 16,
     )

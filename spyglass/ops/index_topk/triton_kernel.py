@@ -1,9 +1,9 @@
 """The kernels behind `triton.py` (and `index_blocks/triton.py`); importing it needs Triton.
 
 `score_entries` writes the scores of the visible entries, or of the listed candidates, to scratch, and the best score of
-every group of neighbours. `select_entries` finds the k-th best score of a row by bisecting the bits of an integer that
-orders like it, and lists what lies above it, and the first of what equals it, in order. Of a long row it first chooses
-the groups that can hold what it looks for.
+every group of neighbours. `select_entries` finds the k-th best score of a row through histograms of the digits of an
+integer that orders like it, and lists what lies above it, and the first of what equals it, in order. Of a long row it
+first chooses the groups that can hold what it looks for.
 """
 
 from __future__ import annotations
@@ -131,15 +131,14 @@ def select_entries(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     SHORT: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
+    LONG: tl.constexpr,
     SPARE: tl.constexpr,
 ) -> None:
     """The k best of a row, `width` numbers. UNIT entries make one candidate; PINNED: the newest is always listed.
 
-    BLOCK > 0: numbers are places in the list of blocks of that size. GROUP > 0: rows may be longer than SMALL; then
-    `groups` holds the best of every GROUP candidates, LARGE of them at most, and `spare` [rows, SPARE] int32 is there
-    to write to, SPARE >= 2 k.
+    BLOCK > 0: numbers are places in the list of blocks of that size. Rows up to SHORT are read
+    at once, others in parts of LONG. GROUP > 0: of a longer row the best of every GROUP candidates stand in `groups`,
+    and `spare` [rows, SPARE] int32 is there to write to, SPARE >= 2 k.
     """
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + row)
@@ -159,49 +158,40 @@ def select_entries(
             i = at + tl.arange(0, SHORT)
             tl.store(picks_ptr + i, tl.where(i < limit, i, -1), mask=i < width)
     else:
+        groups_ptr += row * group_stride
+        spare_ptr += row * SPARE
         if limit <= SHORT:
             listed = _choose(
-                scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SHORT, 0
+                scores_ptr, spare_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, 0, BLOCK, BITS, SHORT, 0
             )
         else:
             if GROUP == 0:
                 listed = _choose(
-                    scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SMALL, 0
+                    scores_ptr, spare_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, 0, BLOCK, BITS, LONG, 0
                 )
             else:
-                if limit <= SMALL:
-                    listed = _choose(
-                        scores_ptr, picks_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, BLOCK, BITS, SMALL, 0
-                    )
-                else:
-                    groups_ptr += row * group_stride
-                    spare_ptr += row * SPARE
-                    count = (limit + GROUP - 1) // GROUP
-                    if count <= SMALL:
-                        count = _best_groups(groups_ptr, spare_ptr, count, k, BITS, SMALL)
-                    else:
-                        count = _best_groups(groups_ptr, spare_ptr, count, k, BITS, LARGE)
-                    tl.debug_barrier()
-                    count = count * GROUP
-                    if count <= SMALL:
-                        listed = _choose(
-                            scores_ptr, spare_ptr, blocks_ptr, picks_ptr, count, limit, -1, k, BLOCK, BITS, SMALL, GROUP
-                        )
-                    else:
-                        listed = _choose(
-                            scores_ptr,
-                            spare_ptr,
-                            blocks_ptr,
-                            picks_ptr,
-                            count,
-                            limit,
-                            -1,
-                            k,
-                            BLOCK,
-                            BITS,
-                            SPARE * GROUP,
-                            GROUP,
-                        )
+                # what is better than the k-th best group lies in fewer than k groups; of what equals it the first k
+                # candidates will do, and every group whose best equals it has one
+                groups = (limit + GROUP - 1) // GROUP
+                groups = _choose(
+                    groups_ptr, spare_ptr, blocks_ptr, spare_ptr, groups, groups, -1, k, k, 0, BITS, LONG, 0
+                )
+                tl.debug_barrier()
+                listed = _choose(
+                    scores_ptr,
+                    spare_ptr,
+                    blocks_ptr,
+                    picks_ptr,
+                    groups * GROUP,
+                    limit,
+                    -1,
+                    k,
+                    0,
+                    BLOCK,
+                    BITS,
+                    LONG,
+                    GROUP,
+                )
         for at in range(0, width, SHORT):
             i = at + tl.arange(0, SHORT)
             tl.store(picks_ptr + i, tl.full([SHORT], -1, tl.int32), mask=(i >= listed) & (i < width))
@@ -217,51 +207,57 @@ def _choose(
     total: tl.tensor,
     pinned: tl.tensor,
     k: tl.tensor,
+    spare: tl.tensor,
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """The k best of `limit` <= SIZE candidates, in order; returns how many there are. GROUP > 0: candidates are those
-    of the listed groups, as far as they lie below `total`."""
-    c = tl.arange(0, SIZE)
-    number = c
-    there = c < limit
-    if GROUP > 0:
-        number = tl.load(groups_ptr + c // GROUP, mask=there, other=0) * GROUP + c % GROUP
-        there = there & (number < total)
-    key = _key(tl.load(scores_ptr + number, mask=there, other=float("-inf")).to(tl.float32), BITS)
-    key = tl.where(number == pinned, tl.full([], (1 << BITS) - 1, tl.uint32), key)
-    bar = _bisect(key, k, BITS, SIZE)
-    better = key > bar
-    equal = key == bar
-    above = tl.sum(better.to(tl.int32), 0)
-    quota = tl.where(bar > 0, k - above, 0)  # absent candidates equal a bar of 0, of which none are wanted
-    place, taken = _places(better, equal, quota)
-    if BLOCK > 0:
-        number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
-    tl.store(picks_ptr + place, number, mask=taken)
-    return above + tl.minimum(quota, tl.sum(equal.to(tl.int32), 0))
+    """Write the k best of `limit` candidates, SIZE at a time, in order; returns how many there are.
+
+    GROUP > 0: candidates are those of the listed groups, as far as they lie below `total`. `spare` > 0: of those that
+    equal the k-th best so many are written, not only as many as belong to the k best.
+    """
+    bar, above = _threshold(scores_ptr, groups_ptr, limit, total, pinned, k, BITS, SIZE, GROUP)
+    quota = tl.where(bar > 0, tl.maximum(k - above, spare), 0)  # absent candidates equal a bar of 0
+    num_better = 0
+    num_equal = 0
+    for at in range(0, limit, SIZE):
+        number, key = _candidates(scores_ptr, groups_ptr, at, limit, total, pinned, BITS, SIZE, GROUP)
+        better = key > bar
+        equal = key == bar
+        both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+        better_to_here = (both & 0xFFFF) + num_better
+        equal_to_here = (both >> 16) + num_equal
+        taken = better | (equal & (equal_to_here <= quota))
+        if BLOCK > 0:
+            number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
+        tl.store(picks_ptr + better_to_here + tl.minimum(equal_to_here, quota) - 1, number, mask=taken)
+        num_better = tl.max(better_to_here, 0)
+        num_equal = tl.max(equal_to_here, 0)
+    return num_better + tl.minimum(num_equal, quota)
 
 
 @triton.jit
-def _best_groups(
-    groups_ptr: tl.tensor, spare_ptr: tl.tensor, count: tl.tensor, k: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
-) -> tl.tensor:
-    """Numbers of the groups that hold the k best candidates, in order; returns how many there are, fewer than 2 k.
-
-    What is better than the k-th best group lies in fewer than k groups; of what equals it the first k candidates will
-    do, and every group whose best equals it has one.
-    """
-    g = tl.arange(0, SIZE)
-    key = _key(tl.load(groups_ptr + g, mask=g < count, other=float("-inf")).to(tl.float32), BITS)
-    bar = _bisect(key, k, BITS, SIZE)
-    quota = tl.where(bar > 0, k, 0)
-    better = key > bar
-    equal = key == bar
-    place, taken = _places(better, equal, quota)
-    tl.store(spare_ptr + place, g, mask=taken)
-    return tl.sum(better.to(tl.int32), 0) + tl.minimum(quota, tl.sum(equal.to(tl.int32), 0))
+def _candidates(
+    scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    at: tl.tensor,
+    limit: tl.tensor,
+    total: tl.tensor,
+    pinned: tl.tensor,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Numbers and keys of SIZE candidates from `at` on; the key of one that is not there is 0."""
+    number = at + tl.arange(0, SIZE)
+    there = number < limit
+    if GROUP > 0:
+        number = tl.load(groups_ptr + number // GROUP, mask=there, other=0) * GROUP + number % GROUP
+        there = there & (number < total)
+    key = _key(tl.load(scores_ptr + number, mask=there, other=float("-inf")).to(tl.float32), BITS)
+    return number, tl.where(number == pinned, tl.full([], (1 << BITS) - 1, tl.uint32), key)
 
 
 @triton.jit
@@ -275,34 +271,31 @@ def _key(score: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _bisect(key: tl.tensor, k: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """The k-th largest key, 0 where there are fewer than k; some bits at a time, as many as pay."""
-    AT_ONCE: tl.constexpr = 4 if SIZE <= 1024 else 2 if SIZE <= 4096 else 1
+def _threshold(
+    scores_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    limit: tl.tensor,
+    total: tl.tensor,
+    pinned: tl.tensor,
+    k: tl.tensor,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The k-th largest key, 0 where there are fewer than k, and how many are larger; eight bits at a time."""
     bar = tl.full([], 0, tl.uint32)
-    if AT_ONCE == 1:
-        for step in range(BITS):
-            higher = bar | (tl.full([], 1 << (BITS - 1), tl.uint32) >> step)
-            enough = tl.sum((key >= higher).to(tl.int32), 0) >= k
-            bar = tl.where(enough, higher, bar)
-    else:
-        keys = key[:, None]
-        digit = tl.arange(0, 1 << AT_ONCE).to(tl.uint32)
-        for step in range(BITS // AT_ONCE):
-            shift = BITS - AT_ONCE * (step + 1)
-            higher = bar | (digit << shift.to(tl.uint32))
-            enough = tl.sum((keys >= higher[None, :]).to(tl.int32), 0) >= k
-            # enough of them reach the lowest digit always: at least the bar that is known
-            bar = tl.maximum(bar, tl.max(tl.where(enough, higher, tl.full([], 0, tl.uint32)), 0))
-    return bar
-
-
-@triton.jit
-def _places(better: tl.tensor, equal: tl.tensor, quota: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Where each candidate is listed, and which are: all better ones and the first `quota` equal ones, in order.
-
-    Both counts go through one sum: at most 32,768 candidates, fewer than that of them better.
-    """
-    both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    num_better = both & 0xFFFF
-    num_equal = (both >> 16) & 0xFFFF
-    return num_better + tl.minimum(num_equal, quota) - 1, better | (equal & (num_equal <= quota))
+    above = tl.full([], 0, tl.int32)
+    bins = tl.arange(0, 256)
+    for level in tl.static_range(BITS // 8):
+        counts = tl.zeros([256], tl.int32)
+        for at in range(0, limit, SIZE):
+            _, key = _candidates(scores_ptr, groups_ptr, at, limit, total, pinned, BITS, SIZE, GROUP)
+            digit = (key >> (BITS - 8 * (level + 1))) & 255
+            if level > 0:  # how many have digit 0 does not matter
+                digit = tl.where(key >> (BITS - 8 * level) == bar, digit, tl.full([], 0, tl.uint32))
+            counts += tl.histogram(digit.to(tl.int32), 256)
+        reach = tl.cumsum(counts, 0, reverse=True) + above
+        best = tl.max(tl.where(reach >= k, bins, 0), 0)
+        above = tl.maximum(above, tl.max(tl.where(bins == best + 1, reach, 0), 0))
+        bar = (bar << 8) | best.to(tl.uint32)
+    return bar, above

@@ -17,6 +17,7 @@ __all__ = ["Launch", "Turn", "attend", "choose", "launch_for", "sparse_attention
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
+_STREAM_ROWS = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -87,7 +88,7 @@ def sparse_attention(
         pool = (pool_NBD, pool_table_SP, visible_T, picks_TX)
     window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
     launch = choose(q_THD, window_width, pool_width)
-    return attend(q_THD, window, pool, sink_H, scale, launch, None)
+    return attend(q_THD, window, pool, sink_H, scale, launch, None, (window_width, pool_width))
 
 
 def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor | None) -> bool:
@@ -104,24 +105,32 @@ def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor 
 
 def choose(q_THD: torch.Tensor, window_width: int, pool_width: int) -> Launch:
     """The launch for rows of this kind; `spyglass/ops/sparse_attention/triton.py` is the only place that knows."""
-    wide, keys = q_THD.shape[-1] * q_THD.element_size(), window_width + pool_width
-    return launch_for(generation(), processors(q_THD.device), len(q_THD), q_THD.shape[1], wide, keys)
+    heads, dim = q_THD.shape[1:]
+    width = dim * q_THD.element_size()
+    streams = generation() == 90 and q_THD.dtype == torch.bfloat16 and (heads, dim) == (64, 512)
+    keys = window_width + pool_width
+    return launch_for(generation(), processors(q_THD.device), len(q_THD), heads, width, keys, streams)
 
 
-def launch_for(arch: int, num_processors: int, rows: int, heads: int, row_bytes: int, keys: int) -> Launch:
+def launch_for(
+    arch: int, num_processors: int, rows: int, heads: int, row_bytes: int, keys: int, streams: bool
+) -> Launch:
     """By generation (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
     step, and the most keys a row may see. Programs that share a row fill the device, with a tile each at least."""
     big = arch in (90, 100)
     if row_bytes > 1024:  # fp32: exact products on the plain cores
         heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
-    elif big and rows * -(-keys // 64) >= num_processors:
-        heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 3
+    elif streams and rows >= _STREAM_ROWS:
+        heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 2
+    elif big and rows > 2:
+        heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 1
     else:
         heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 1
+    stream = streams and rows >= _STREAM_ROWS
     heads_at_once = min(heads_at_once, max(16, 1 << (heads - 1).bit_length()))
     groups, tiles = -(-heads // heads_at_once), max(1, -(-keys // keys_at_once))
     splits = max(1, min(num_processors // max(1, rows * groups), tiles, _MOST_SPLITS))
-    return Launch(heads=heads_at_once, keys=keys_at_once, splits=splits, warps=warps, stages=stages)
+    return Launch(heads=heads_at_once, keys=keys_at_once, splits=splits, warps=warps, stages=stages, stream=stream)
 
 
 def attend(
@@ -132,14 +141,16 @@ def attend(
     scale: float,
     launch: Launch,
     turn: Turn | None,
+    widths: tuple[int, int],
 ) -> torch.Tensor:
-    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks."""
+    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks;
+    `widths` bound the keys of either."""
     from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
 
     if launch.stream:
         from spyglass.ops.sparse_attention.triton_hopper_kernel import attend_stream
 
-    rows, heads, dim = q_THD.shape
+    (rows, heads, dim), (window_width, pool_width) = q_THD.shape, widths
     window_NBD, table_SP, seq_T, lo_T, hi_T = window
     pool_NBD, pool_table_SP, visible_T, picks_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
     q_THD, out_THD = q_THD.contiguous(), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -177,7 +188,9 @@ def attend(
     else:
         attend_share[(rows * -(-heads // launch.heads) * splits,)](
             *inputs,
+            -(-window_width // launch.keys),
             **meaning,
+            ONE=split and splits >= -(-window_width // launch.keys) - (-pool_width // launch.keys),
             HEADS=launch.heads,
             STAGES=launch.stages,
             PDL=pdl,
@@ -192,11 +205,11 @@ def attend(
             cos,
             sin,
             out_THD,
-            splits,
             NUM_HEADS=heads,
             DIM=dim,
             TURNED=turned,
-            SPLITS=1 << (splits - 1).bit_length(),
+            SPLITS=splits,
+            PADDED=1 << (splits - 1).bit_length(),
             PDL=pdl and not launch.stream,
             num_warps=4,
             **({"launch_pdl": True} if pdl and not launch.stream else {}),

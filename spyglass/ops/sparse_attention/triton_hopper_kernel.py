@@ -22,6 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# its name since Triton 3.8, and the one before
+_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
 
 @gluon.jit
 def _span(
@@ -62,62 +65,71 @@ def _span(
 
 
 @gluon.jit
-def _locate(
-    part: gl.constexpr,
+def _entries(
     tile: gl.tensor,
     stop: gl.tensor,
     row: gl.tensor,
-    seq: gl.tensor,
-    lo: gl.tensor,
     num_window: gl.tensor,
     window_tiles: gl.tensor,
-    visible: gl.tensor,
     lists: gl.tensor,
     widths: gl.tensor,
     C: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """The rows of the pages in which 16 keys of a tile lie, and which of them there are."""
+    """Places of the keys of a tile in the window, -1 where there is none, and compressed rows, visible or not."""
     KEYS: gl.constexpr = C[2]
-    WINDOW_PAGE: gl.constexpr = C[3]
     POOL_PAGE: gl.constexpr = C[4]
     PICKS: gl.constexpr = C[5]
     seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
     splits, table_width, pool_table_width, pick_width = widths
-    n = tile * KEYS + part * 16 + gl.arange(0, 16, gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])))
-    ok = n < gl.where(tile < stop, num_window, 0)
-    position = lo + n
+    n = tile * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    entry = gl.where(tile < stop, n - window_tiles * KEYS, -1)
+    place = gl.where(n < gl.where(tile < stop, num_window, 0), n, -1)
+    if POOL_PAGE > 0 and PICKS:
+        listed = (entry >= 0) & (entry < pick_width)
+        entry = gl.load(picks_ptr + row.to(gl.int64) * pick_width + entry, mask=listed, other=-1)
+    return place, entry
+
+
+@gluon.jit
+def _rows(
+    place: gl.tensor,
+    entry: gl.tensor,
+    seq: gl.tensor,
+    lo: gl.tensor,
+    visible: gl.tensor,
+    lists: gl.tensor,
+    widths: gl.tensor,
+    C: gl.constexpr,
+) -> gl.tensor:
+    """The rows of the pages in which those keys lie, -1 where there is none."""
+    WINDOW_PAGE: gl.constexpr = C[3]
+    POOL_PAGE: gl.constexpr = C[4]
+    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
+    splits, table_width, pool_table_width, pick_width = widths
+    position = lo + place
     slot = position // WINDOW_PAGE + (lo // WINDOW_PAGE % table_width - lo // WINDOW_PAGE)
     slot = gl.where(slot >= table_width, slot - table_width, slot)
-    page = gl.load(table_ptr + seq.to(gl.int64) * table_width + slot, mask=ok, other=0)
-    at = page * WINDOW_PAGE + position % WINDOW_PAGE
+    page = gl.load(table_ptr + seq.to(gl.int64) * table_width + slot, mask=place >= 0, other=0)
+    rows = gl.where(place >= 0, page * WINDOW_PAGE + position % WINDOW_PAGE, -1)
     if POOL_PAGE > 0:
-        entry = n - window_tiles * KEYS
-        if PICKS:
-            listed = (entry >= 0) & (entry < pick_width)
-            entry = gl.load(picks_ptr + row.to(gl.int64) * pick_width + entry, mask=listed, other=-1)
-        chosen = (entry >= 0) & (entry < gl.where(tile < stop, visible, 0))
+        entry = gl.where(entry < visible, entry, -1)
         table_ptr = pool_table_ptr + seq.to(gl.int64) * pool_table_width
-        page = gl.load(table_ptr + entry // POOL_PAGE, mask=chosen, other=0)
-        at = gl.where(tile < window_tiles, at, page * POOL_PAGE + entry % POOL_PAGE)
-        ok = ok | chosen
-    return at, ok
+        page = gl.load(table_ptr + entry // POOL_PAGE, mask=entry >= 0, other=0)
+        rows = gl.where(entry >= 0, page * POOL_PAGE + entry % POOL_PAGE, rows)
+    return rows
 
 
 @gluon.jit
 def _copy(
-    part: gl.constexpr,
-    into: gl.tensor,
-    absent: gl.tensor,
-    base: gl.tensor,
-    at: gl.tensor,
-    ok: gl.tensor,
-    channel: gl.tensor,
-    DIM: gl.constexpr,
+    into: gl.tensor, rows: gl.tensor, base: gl.tensor, channel: gl.tensor, L: gl.constexpr, C: gl.constexpr
 ) -> None:
-    """Start to copy 16 keys of a tile; what is not there becomes zeros."""
-    absent.slice(part * 16, 16).store(gl.where(ok, 0.0, float("-inf")))
-    rows = base + at.to(gl.int64)[:, None] * DIM + channel
-    async_copy.async_copy_global_to_shared(into.slice(part * 16, 16), rows, mask=ok[:, None])
+    """Start to copy the keys of a tile, 16 at a time; those that are not there become zeros."""
+    DIM: gl.constexpr = C[1]
+    KEYS: gl.constexpr = C[2]
+    for part in gl.static_range(KEYS // 16):
+        at = rows.slice(part * 16, 16).load(L)
+        from_ptr = base + at.to(gl.int64)[:, None] * DIM + channel
+        _to_shared(into.slice(part * 16, 16), from_ptr, mask=(at >= 0)[:, None])
 
 
 @gluon.jit
@@ -134,7 +146,7 @@ def _weigh(
     qs: gl.tensor,
     ks: gl.tensor,
     ps: gl.tensor,
-    absent: gl.tensor,
+    where: gl.tensor,
     kept: gl.tensor,
     ends: gl.tensor,
     bars: gl.tensor,
@@ -161,21 +173,26 @@ def _weigh(
     ahead = gl.program_id(0)
     f_row, f_share, f_tile, f_last, f_stop, f_lo, f_window, f_window_tiles, f_visible = _span(ahead, lists, widths, C)
     f_seq = gl.maximum(gl.load(seq_ptr + f_row), 0)
-    async_copy.async_copy_global_to_shared(qs, q_ptr + f_row.to(gl.int64) * (NUM_HEADS * DIM) + head + channel)
+    _to_shared(qs, q_ptr + f_row.to(gl.int64) * (NUM_HEADS * DIM) + head + channel)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
-    at0, ok0 = _locate(0, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C)
-    at1, ok1 = _locate(1, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C)
-    at2, ok2 = _locate(2, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C)
-    at3, ok3 = _locate(3, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C)
-    base = window_ptr
-    if POOL_PAGE > 0:
-        base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
-    _copy(0, ks.index(0), absent.index(0), base, at0, ok0, channel, DIM)
-    _copy(1, ks.index(0), absent.index(0), base, at1, ok1, channel, DIM)
-    _copy(2, ks.index(0), absent.index(0), base, at2, ok2, channel, DIM)
-    _copy(3, ks.index(0), absent.index(0), base, at3, ok3, channel, DIM)
-    async_copy.mbarrier_arrive(full.index(0), increment_count=False)
-    f_tile += 1
+    for early in gl.static_range(2):
+        place, entry = _entries(f_tile, f_stop, f_row, f_window, f_window_tiles, lists, widths, C)
+        where.index(early).store(_rows(place, entry, f_seq, f_lo, f_visible, lists, widths, C))
+        base = window_ptr
+        if POOL_PAGE > 0:
+            base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
+        if early == 0:
+            _copy(ks.index(0), where.index(0), base, channel, KL, C)
+            async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+        more = ahead < work_count
+        f_tile += 1
+        if f_tile >= f_last:
+            ahead += step
+            if ahead < work_count:
+                f_row, f_share, f_tile, f_last, f_stop, f_lo, f_window, f_window_tiles, f_visible = _span(
+                    ahead, lists, widths, C
+                )
+                f_seq = gl.maximum(gl.load(seq_ptr + f_row), 0)
 
     count = 0
     turn = 0
@@ -188,46 +205,25 @@ def _weigh(
         top = gl.full([NUM_HEADS], -1e30, gl.float32, gl.SliceLayout(1, SL))
         total = gl.zeros([NUM_HEADS], gl.float32, gl.SliceLayout(1, SL))
         for tile in range(first, last):
-            if f_tile == f_last:
-                ahead += step
-                if ahead < work_count:
-                    f_row, f_share, f_tile, f_last, f_stop, f_lo, f_window, f_window_tiles, f_visible = _span(
-                        ahead, lists, widths, C
-                    )
-                    f_seq = gl.maximum(gl.load(seq_ptr + f_row), 0)
-            at0, ok0 = _locate(
-                0, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C
-            )
-            at1, ok1 = _locate(
-                1, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C
-            )
-            at2, ok2 = _locate(
-                2, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C
-            )
-            at3, ok3 = _locate(
-                3, f_tile, f_stop, f_row, f_seq, f_lo, f_window, f_window_tiles, f_visible, lists, widths, C
-            )
-            if POOL_PAGE > 0:
-                base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
+            # what lies two tiles ahead is looked up while this one is made
+            place, entry = _entries(f_tile, f_stop, f_row, f_window, f_window_tiles, lists, widths, C)
             b = count & 1
             mbarrier.wait(full.index(b), (count >> 1) & 1)
             fence_async_shared()
             token = warpgroup_mma(qs, ks.index(b).permute([1, 0]), zero, use_acc=False, is_async=True)
-            if ahead < work_count:  # the next tile, into the buffer of the one before this
+            if more:  # the next tile, into the buffer of the one before this
                 mbarrier.wait(empty.index(b ^ 1), (((count + 1) >> 1) & 1) ^ 1)
-                _copy(0, ks.index(b ^ 1), absent.index(b ^ 1), base, at0, ok0, channel, DIM)
-                _copy(1, ks.index(b ^ 1), absent.index(b ^ 1), base, at1, ok1, channel, DIM)
-                _copy(2, ks.index(b ^ 1), absent.index(b ^ 1), base, at2, ok2, channel, DIM)
-                _copy(3, ks.index(b ^ 1), absent.index(b ^ 1), base, at3, ok3, channel, DIM)
+                _copy(ks.index(b ^ 1), where.index(b ^ 1), base, channel, KL, C)
                 async_copy.mbarrier_arrive(full.index(b ^ 1), increment_count=False)
-                f_tile += 1
+            rows = _rows(place, entry, f_seq, f_lo, f_visible, lists, widths, C)
             logit = warpgroup_mma_wait(0, [token])
             if tile == last - 1:
                 if work + step < work_count:
                     next_row = _span(work + step, lists, widths, C)[0].to(gl.int64)
-                    async_copy.async_copy_global_to_shared(qs, q_ptr + next_row * (NUM_HEADS * DIM) + head + channel)
+                    _to_shared(qs, q_ptr + next_row * (NUM_HEADS * DIM) + head + channel)
                     async_copy.mbarrier_arrive(q_full, increment_count=False)
-            logit = logit * scale + absent.index(b).load(gl.SliceLayout(0, SL))[None, :]
+            there = where.index(b).load(gl.SliceLayout(0, SL)) >= 0
+            logit = gl.where(there[None, :], logit * scale, float("-inf"))
             higher = gl.maximum(top, gl.max(logit, 1))
             less = gl.exp2(top - higher)
             weight = gl.exp2(logit - higher[:, None])
@@ -238,6 +234,18 @@ def _weigh(
             fence_async_shared()
             mbarrier.arrive(weighed.index(b), count=1)
             count += 1
+            where.index(b).store(rows)
+            more = ahead < work_count
+            if POOL_PAGE > 0:
+                base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
+            f_tile += 1
+            if f_tile >= f_last:
+                ahead += step
+                if ahead < work_count:
+                    f_row, f_share, f_tile, f_last, f_stop, f_lo, f_window, f_window_tiles, f_visible = _span(
+                        ahead, lists, widths, C
+                    )
+                    f_seq = gl.maximum(gl.load(seq_ptr + f_row), 0)
         mbarrier.wait(end_empty, (turn & 1) ^ 1)
         ends.index(0).store(top)
         ends.index(1).store(total)
@@ -394,7 +402,7 @@ def attend_stream(
     ks = gl.allocate_shared_memory(dtype, [2, KEYS, DIM], ROWS)
     ps = gl.allocate_shared_memory(dtype, [2, NUM_HEADS, KEYS], ROWS)
     kept = gl.allocate_shared_memory(gl.float32, [2, NUM_HEADS], FLAT)
-    absent = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)  # 0, or -inf where a key is none
+    where = gl.allocate_shared_memory(gl.int32, [2, KEYS], FLAT)  # rows of the pages
     ends = gl.allocate_shared_memory(gl.float32, [2, NUM_HEADS], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     end_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -433,7 +441,7 @@ def attend_stream(
                     qs,
                     ks,
                     ps,
-                    absent,
+                    where,
                     kept,
                     ends,
                     bars,

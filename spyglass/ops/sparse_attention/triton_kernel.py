@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_VARYING = ("table_width", "pool_table_width", "pick_width", "splits")
+_VARYING = ("table_width", "pool_table_width", "pick_width", "splits", "window_tiles")
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -35,6 +35,7 @@ def attend_share(
     pool_table_width: tl.int32,
     pick_width: tl.int32,
     splits: tl.int32,
+    window_tiles: tl.int32,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TURNED: tl.constexpr,
@@ -46,12 +47,14 @@ def attend_share(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    ONE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """With SPLIT the un-normed sum, the largest logit and the sum of p of each head go to `out` and `part`, else the
     finished row to `out`. POOL_PAGE 0: no compressed rows. TURNED: channels that are rotated, 0 = q comes rotated and
-    the output stays so. NORM of q before: 0 none, 1 in fp32, 2 stepwise (see `rms_norm`)."""
+    the output stays so. NORM of q before: 0 none, 1 in fp32, 2 stepwise (see `rms_norm`). ONE: a share is one tile, the
+    first `window_tiles` of them of the window; the keys are on their way before q is made ready."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -69,7 +72,8 @@ def attend_share(
     lo = tl.maximum(lo, 0)
     table_ptr += seq * table_width
     ring = lo // WINDOW_PAGE % table_width - lo // WINDOW_PAGE
-    window_tiles = (num_window + KEYS - 1) // KEYS
+    if not ONE:
+        window_tiles = (num_window + KEYS - 1) // KEYS
     tiles = window_tiles
     visible = 0
     if POOL_PAGE > 0:
@@ -86,6 +90,10 @@ def attend_share(
 
     channel = tl.arange(0, DIM)
     there = head < NUM_HEADS
+    window = (lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr)
+    pool = (pool_table_ptr, picks_ptr, pick_width, visible, pool_ptr)
+    if ONE:
+        keys, ok = _tile(share, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, PICKS, KEYS)
     q = tl.load(q_ptr + (row * NUM_HEADS + head)[:, None] * DIM + channel[None, :], mask=there[:, None], other=0.0)
     if NORM > 0:
         q = _norm(q, NORM, EPS, DIM)
@@ -96,37 +104,12 @@ def attend_share(
     top = tl.full([HEADS], -1e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, DIM], tl.float32)
-    for tile in tl.range(first, last, num_stages=STAGES):
-        at, ok = _locate(
-            tile,
-            lo,
-            num_window,
-            window_tiles,
-            ring,
-            table_ptr,
-            table_width,
-            pool_table_ptr,
-            picks_ptr,
-            pick_width,
-            visible,
-            DIM,
-            WINDOW_PAGE,
-            POOL_PAGE,
-            PICKS,
-            KEYS,
-        )
-        keys_ptr = window_ptr
-        if POOL_PAGE > 0:
-            keys_ptr = tl.where(tile < window_tiles, window_ptr, pool_ptr)
-        keys = tl.load(keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None], other=0.0)
-        logit = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        logit = tl.where(ok[None, :], logit * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(logit, 1))
-        weight = tl.exp2(logit - higher[:, None])
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(weight, 1)
-        mixed = tl.dot(weight.to(keys.dtype), keys, mixed * kept[:, None], input_precision="ieee")
-        top = higher
+    if ONE:
+        top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
+    else:
+        for tile in tl.range(first, last, num_stages=STAGES):
+            keys, ok = _tile(tile, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, PICKS, KEYS)
+            top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
 
     if SPLIT:
         at = (row * splits + share) * NUM_HEADS + head
@@ -148,7 +131,7 @@ def attend_share(
         tl.store(to, out, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=("splits",))
+@triton.jit
 def combine_shares(
     shares_ptr: tl.tensor,
     part_ptr: tl.tensor,
@@ -156,71 +139,66 @@ def combine_shares(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    splits: tl.int32,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TURNED: tl.constexpr,
     SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row and head from its `splits` <= SPLITS shares."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    """One row and head from its SPLITS <= PADDED shares."""
     program = tl.program_id(0)
     row = (program // NUM_HEADS).to(tl.int64)
     head = program % NUM_HEADS
     channel = tl.arange(0, DIM)
-    share = tl.arange(0, SPLITS)
-    first = row * splits * NUM_HEADS + head
-    top_S = tl.load(part_ptr + (first + share * NUM_HEADS) * 2, mask=share < splits, other=-1e30)
-    total_S = tl.load(part_ptr + (first + share * NUM_HEADS) * 2 + 1, mask=share < splits, other=0.0)
+    share = tl.arange(0, PADDED)
     sink = tl.load(sink_ptr + head) * 1.4426950408889634
+    if TURNED > 0:
+        cos, sin = _tables(cos_ptr, sin_ptr, row, TURNED, DIM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = row * SPLITS * NUM_HEADS + head
+    top_S = tl.load(part_ptr + (first + share * NUM_HEADS) * 2, mask=share < SPLITS, other=-1e30)
+    total_S = tl.load(part_ptr + (first + share * NUM_HEADS) * 2 + 1, mask=share < SPLITS, other=0.0)
     higher = tl.maximum(tl.max(top_S, 0), sink)
     total = tl.sum(total_S * tl.exp2(top_S - higher), 0) + tl.exp2(sink - higher)
     mixed = tl.zeros([DIM], tl.float32)
     for s in tl.static_range(SPLITS):
         at = first + s * NUM_HEADS
-        there = s < splits
-        top = tl.load(part_ptr + at * 2, mask=there, other=-1e30)
-        some = tl.load(part_ptr + at * 2 + 1, mask=there, other=0.0) > 0
-        mixed += tl.load(shares_ptr + at * DIM + channel, mask=channel < tl.where(some, DIM, 0), other=0.0) * tl.exp2(
-            top - higher
-        )
+        top = tl.load(part_ptr + at * 2)
+        some = tl.load(part_ptr + at * 2 + 1) > 0
+        part = tl.load(shares_ptr + at * DIM + channel, mask=channel < tl.where(some, DIM, 0), other=0.0)
+        mixed += part * tl.exp2(top - higher)
     out = (mixed / total).to(out_ptr.dtype.element_ty)
     if TURNED > 0:
-        cos, sin = _tables(cos_ptr, sin_ptr, row, TURNED, DIM)
         a, b = tl.split(tl.reshape(out.to(tl.float32), (DIM // 2, 2)))
         out = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (DIM,)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * NUM_HEADS + head) * DIM + channel, out)
 
 
 @triton.jit
-def _locate(
+def _tile(
     tile: tl.tensor,
-    lo: tl.tensor,
-    num_window: tl.tensor,
-    window_tiles: tl.tensor,
-    ring: tl.tensor,
-    table_ptr: tl.tensor,
-    table_width: tl.tensor,
-    pool_table_ptr: tl.tensor,
-    picks_ptr: tl.tensor,
-    pick_width: tl.tensor,
-    visible: tl.tensor,
+    window: tl.tensor,
+    pool: tl.tensor,
+    channel: tl.tensor,
     DIM: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
     PICKS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where the keys of a tile begin, in elements, and which of them there are."""
+    """The keys of a tile, zeros where there are none, and which there are."""
+    lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr = window
+    pool_table_ptr, picks_ptr, pick_width, visible, pool_ptr = pool
     n = tile * KEYS + tl.arange(0, KEYS)
     position = lo + n
-    ok = n < num_window  # a tile behind the window's has none
+    ok = n < tl.where(tile < window_tiles, num_window, 0)
     slot = position // WINDOW_PAGE + ring
     slot = tl.where(slot >= table_width, slot - table_width, slot)
     page = tl.load(table_ptr + slot, mask=ok, other=0).to(tl.int64)
     at = (page * WINDOW_PAGE + position % WINDOW_PAGE) * DIM
+    keys_ptr = window_ptr
     if POOL_PAGE > 0:
         entry = n - window_tiles * KEYS
         if PICKS:
@@ -229,7 +207,28 @@ def _locate(
         page = tl.load(pool_table_ptr + entry // POOL_PAGE, mask=chosen, other=0).to(tl.int64)
         at = tl.where(tile < window_tiles, at, (page * POOL_PAGE + entry % POOL_PAGE) * DIM)
         ok = ok | chosen
-    return at, ok
+        keys_ptr = tl.where(tile < window_tiles, window_ptr, pool_ptr)
+    return tl.load(keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None], other=0.0), ok
+
+
+@triton.jit
+def _step(
+    q: tl.tensor,
+    keys: tl.tensor,
+    ok: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    scale: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The online softmax goes on with one tile."""
+    logit = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    logit = tl.where(ok[None, :], logit * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(logit, 1))
+    weight = tl.exp2(logit - higher[:, None])
+    kept = tl.exp2(top - higher)
+    mixed = tl.dot(weight.to(keys.dtype), keys, mixed * kept[:, None], input_precision="ieee")
+    return higher, total * kept + tl.sum(weight, 1), mixed
 
 
 @triton.jit

@@ -15,16 +15,13 @@ from spyglass.engine.request import SamplingParams
 from spyglass.engine.sampler import (
     SampleInput,
     UsedTokens,
-    draw,
+    argmax,
     inverse_draw,
-    kept_weights,
-    largest,
     penalise,
-    threshold_of_all,
-    threshold_of_top,
-    top_entries,
+    sample,
     uniform,
 )
+from spyglass.engine.thresholds import kept_weights, threshold_of_all, threshold_of_top, top_entries
 
 NONE = torch.tensor([], dtype=torch.int64)
 
@@ -38,7 +35,7 @@ def draws(logits: Any, params: SamplingParams, count: int, seed: int = 0, banned
         position_S=np.arange(count, dtype=np.uint64),
         used=[None] * count,
     )
-    return draw(rows, step, banned).ids
+    return sample(rows, step, banned).read().ids
 
 
 def slow_kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -187,7 +184,7 @@ def test_the_largest_is_torchs_argmax_ties_and_nan_included(columns: int) -> Non
     rows[3] = -math.inf
     rows[4, torch.randint(columns, (1,), generator=generator)] = math.nan
     rows[5, -1] = 9.0
-    assert torch.equal(largest(rows), rows.argmax(dim=-1))
+    assert torch.equal(argmax(rows), rows.argmax(dim=-1))
 
 
 def test_a_huge_temperature_draws_evenly_and_never_what_is_banned() -> None:
@@ -232,7 +229,7 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         step = SampleInput(
             params=[params[r] for r in rows], seed_S=seeds[rows], position_S=places[rows], used=[None] * len(rows)
         )
-        return draw(logits[rows].clone(), step, NONE).ids
+        return sample(logits[rows].clone(), step, NONE).read().ids
 
     together = run([0, 1, 2, 3, 4])
     assert [run([row])[0] for row in range(5)] == together
@@ -297,7 +294,7 @@ def test_logprobs_are_the_models_own_and_add_up_to_one() -> None:
         position_S=np.zeros(2, np.uint64),
         used=[used([int(logits[0].argmax())], [1]), None],
     )
-    drawn = draw(logits.clone(), step, torch.tensor([5]))
+    drawn = sample(logits.clone(), step, torch.tensor([5])).read()
     entry = drawn.logprobs[0]
     assert entry is not None and drawn.logprobs[1] is None
     own = logits[0].log_softmax(-1)
@@ -320,6 +317,6 @@ def test_a_row_without_numbers_is_reported_and_spoils_no_other(bad: float) -> No
     logits[4:] = 0.0
     logits[4:, 1] = 50.0
     step = SampleInput(params=params, seed_S=np.zeros(6, np.uint64), position_S=np.zeros(6, np.uint64), used=[None] * 6)
-    drawn = draw(logits, step, NONE)
-    assert drawn.sound == [False] * 4 + [True] * 2
+    drawn = sample(logits, step, NONE).read()
+    assert drawn.is_finite == [False] * 4 + [True] * 2
     assert drawn.ids[4:] == [1, 1]
