@@ -147,14 +147,14 @@ class Fields:
         return f" (because of {self.prefix}{self.spelling(limit)})" if limit else ""
 
     def refuse_unseen(self) -> None:
-        """Refuse fields nobody asked for: in this object, an unknown field may change what is computed."""
+        """Refuse fields that were not read: in this object, an unknown field may change what is computed."""
         for key in self.values:
             if key not in self.seen:
                 shown = repr(f"{self.prefix}{key}")
                 raise ConfigError(f"{self.file}: {shown} is not understood; remove it if it has no effect")
 
     def unseen(self) -> dict[str, object]:
-        """The fields nobody asked for."""
+        """The fields that were not read."""
         return {key: value for key, value in self.values.items() if key not in self.seen}
 
 

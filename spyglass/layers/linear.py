@@ -6,7 +6,6 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 from spyglass.errors import CheckpointError
-from spyglass.layers.adapted import ExpertsAdapter, ExpertStacks, adapted_experts
 from spyglass.layers.build import Build
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
 
@@ -136,6 +135,14 @@ class GroupedLinear(nn.Module):
         return out
 
 
+class ExpertsAdapter(Protocol):
+    """What an adapter bank does for the routed experts of a layer."""
+
+    def __call__(self) -> ExpertAdapters | None:
+        """All adapters that it holds; None if there is none."""
+        ...
+
+
 class Experts(nn.Module):
     """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
 
@@ -152,7 +159,6 @@ class Experts(nn.Module):
         self.build = build
         self._wanted_rounding = rounding
         self._product = build.ops.experts_grouped
-        self._trains = build.ops.chosen["experts_grouped"] == "training"  # an op that takes pairs
         self._found: tuple[str, Format] | None = None
 
     def slots(self) -> list[WeightSlot]:
@@ -212,28 +218,15 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
 
-        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter are computed as if all were, so
-        that they get the same bits whoever else is in the step.
+        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
+        in the step.
         """
-        adapted_T = None if self.adapter is None or slot_T is None else self.adapter.adapted(slot_T)
-        if adapted_T is None or not adapted_T.any():
-            return self._plain(x_TC, ids_TK, weights_TK)
-        assert self.adapter is not None and slot_T is not None
-        if adapted_T.all() and self._trains and (pairs := self.adapter.pairs()) is not None:
-            return self._plain(x_TC, ids_TK, weights_TK, {"pairs": pairs})
-        experts = ExpertStacks(self.stacks, self.limit, self._rounding(), self.build.ops.linear_block)
-        if adapted_T.all():
-            return adapted_experts(x_TC, ids_TK, weights_TK, slot_T, experts, self.adapter)
-        rows = adapted_T.nonzero()[:, 0]
-        own = (x_TC[rows], ids_TK[rows], weights_TK[rows], slot_T[rows])
-        return self._plain(x_TC, ids_TK, weights_TK).index_copy(0, rows, adapted_experts(*own, experts, self.adapter))
-
-    def _plain(
-        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, more: Mapping[str, Any] | None = None
-    ) -> torch.Tensor:
+        adapters = None if self.adapter is None or slot_T is None else self.adapter()
+        more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        options = {"limit": self.limit, "rounding": self._rounding(), **(more or {})}
-        out: torch.Tensor = self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, **options)
+        out: torch.Tensor = self._product(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more
+        )
         return out
 
     def _rounding(self) -> FakeQuant | None:

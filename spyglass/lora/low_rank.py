@@ -52,7 +52,7 @@ class AdapterFile:
         return count_groups(self.modules)
 
     def bank_bytes(self) -> int:
-        """Memory that its rank rows take beside a model: in fp32, for routed experts in the dtype they are stored in.
+        """Memory that its rank rows take: in fp32, for routed experts in the dtype they are stored in.
 
         With an A for each group of `wo_a`, every rank row of it gets a row of B as long as all outputs.
         """

@@ -102,7 +102,7 @@ def _pairs(path: Path, headers: Mapping[str, TensorHeader], config: AdapterConfi
     pairs: list[_Pair] = []
     unmatched: list[str] = []
     for module, sides in found.sides.items():
-        native, parameter = _place(module, found.sides, config)
+        native, parameter = _target_of(module, found.sides, config)
         if parameter is None and group_of(native) is None:
             reason = why_refused(native)
             unmatched.append(f"{module} ({reason})" if reason else module)
@@ -126,7 +126,7 @@ def _sort(headers: Mapping[str, TensorHeader]) -> _Found:
     return found
 
 
-def _place(module: str, modules: Mapping[str, object], config: AdapterConfig) -> tuple[str, str | None]:
+def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig) -> tuple[str, str | None]:
     """The native module, and for stacked experts their layer and which of the two stacked tensors it is.
 
     PEFT nests the pairs of one module: `gate_up_proj` lies inside (`.base_layer`) where both have one.

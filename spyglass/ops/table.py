@@ -47,6 +47,7 @@ OPS = (
     "swiglu",
     "add_shared",
     "vit_attention",
+    "engram_gate",
 )
 # Device type -> implementation files, best first. `varlen` is torch's own variable-length attention, `cublas` its bf16
 # matrix product.
@@ -89,6 +90,7 @@ class Ops:
     swiglu: Callable[..., Any]
     add_shared: Callable[..., Any]
     vit_attention: Callable[..., Any]
+    engram_gate: Callable[..., Any]
     chosen: Mapping[str, str]
 
     @property

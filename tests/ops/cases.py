@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
+from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
 from tests.ops.row_cases import (
@@ -67,6 +68,7 @@ def experts_grouped(
     format: Format = BF16,
     rounding: FakeQuant | None = None,
     sizes: tuple[int, int, int, int] = (6, 96, 64, 2),
+    adapters: torch.dtype | None = None,
 ) -> Call:
     """Expert 3 has no rows; rows that drew it have one expert less."""
     experts, width, hidden, chosen = sizes
@@ -77,16 +79,10 @@ def experts_grouped(
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     stacks = [source.weight(experts, *shape, format=format) for shape in shapes]
     args = (source.normal(source.rows, hidden), ids, source.uniform(source.rows, chosen), *stacks)
-    return Call(args=args, options={"limit": 0.8, "rounding": rounding}, padding=source.padding)
-
-
-def lora_delta(source: Source, groups: int) -> Call:
-    """Two adapters of ranks 3 and 4 in slots 2 and 5; some rows have none, some an adapter that owns nothing here."""
-    slots = torch.tensor([5, 2, 0, 4], dtype=torch.int32)[source.below(4, source.rows).long()]
-    owner = torch.tensor([2] * 3 + [5] * 4, dtype=torch.int32)
-    a, b = source.fp32(7, 64), source.fp32(7, groups, 40)
-    args = (source.normal(source.rows, groups, 64, scale=0.1), slots, a, b, owner, source.uniform(7))
-    return Call(args=args, options={})
+    options: dict[str, Any] = {"limit": 0.8, "rounding": rounding}
+    if adapters is not None:
+        options |= expert_adapters(source, sizes, adapters)
+    return Call(args=args, options=options, padding=source.padding)
 
 
 def router_topk(
@@ -303,7 +299,10 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp8": lambda s: experts_grouped(s, FP8_SMALL, E4M3),
         "fp4": lambda s: experts_grouped(s, FP4, E4M3),
         "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
+        "adapters": lambda s: experts_grouped(s, FP4, None, adapters=torch.float32),
+        "bf16 adapters": lambda s: experts_grouped(s, adapters=torch.bfloat16),
     },
+    "engram_gate": {"text": engram_gate, "images": lambda s: engram_gate(s, images=True)},
     "lora_delta": {"dense": lambda s: lora_delta(s, 1), "groups": lambda s: lora_delta(s, 3)},
     "router_topk": {
         "text": router_topk,

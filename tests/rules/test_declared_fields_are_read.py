@@ -17,8 +17,6 @@ READ_WHOLE = {
     "Record",  # a line of the server's log
     "EngineStats",  # for users
     "Counters",  # becomes an `EngineStats`
-    "Kernels",  # one library's functions, whole
-    "Batch",  # what a model may read
     "Words",  # two cases are the same when all of it is
 }
 

@@ -11,6 +11,7 @@ import torch
 
 from spyglass.ops import gpu
 from spyglass.ops.experts_grouped import reference
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.ops.linear_block.triton import linear_block
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
@@ -82,10 +83,16 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
+    slot_T: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     launches: Tuning | None = None,
     tiled: bool = False,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
+    """See `reference.py`, which also serves adapters, fp32 activations, gradients and odd shapes or formats."""
+    if adapters is not None:
+        return reference.experts_grouped(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+        )
     if not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
         if w1.shape[0] <= _FEW_EXPERTS and not gpu.learns(x_TC, weights_TK, w1.data, w3.data, w2.data):
             return _every_expert(x_TC, ids_TK, weights_TK, w1, w3, w2, limit, rounding)
