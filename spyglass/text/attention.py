@@ -15,11 +15,8 @@ from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import GroupedLinear, Linear, common_quant
 from spyglass.layers.norm import RMSNorm
-<<<<<<< HEAD
-from spyglass.quant.formats import FakeQuant
-=======
 from spyglass.ops.sparse_attention.reference import Turn
->>>>>>> main
+from spyglass.quant.formats import FakeQuant
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
 from spyglass.text.rounding import RowFinish
@@ -85,17 +82,10 @@ class Attention(nn.Module):
         self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What these rows read from memory, [T, C]; `remember` of this step came first."""
-<<<<<<< HEAD
-        slot_T, tables = step.batch.slot_T, step.tables[self._plan.rope]
+        slot_T = step.batch.slot_T
         quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)
         q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
-        q_THD = self._ops.row_finish(q_THD, *tables, eps=self._q_eps, stepwise=self._stepwise)
-=======
-        slot_T = step.batch.slot_T
-        u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
-        q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
->>>>>>> main
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
         out: torch.Tensor = self.wo_b(out_TGO.flatten(1), slot_T)
