@@ -37,7 +37,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 USABLE = 0.92  # of a device's memory: driver, context and fragmentation take the rest
 STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
-MIN_CONTEXT = 4096  # tokens that must fit beside the weights before we say that a model fits
+MIN_CONTEXT = 4096  # tokens of cache that must fit with the weights for a model to count as fitting
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -77,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache left beside them.
+    """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache that fit in the rest.
 
     `weights` counts adapters too. `context` is 0 when it does not fit. `tables` says where its engram tables are,
     "none" for models without.
@@ -117,7 +117,7 @@ class MemoryPlan:
 def plan_memory(
     config: ModelConfig, sources: Mapping[str, Source], machine: Machine, *, adapter_bytes: int = 0
 ) -> MemoryPlan:
-    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), adapters beside them."""
+    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), with its adapters."""
     params = param_table(config)
     weights, divisible = _weight_bytes(sources, params), _bytes_by_units(sources, params)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
@@ -163,14 +163,14 @@ def require_room(
     path: str | os.PathLike[str],
     free: int,
     *,
-    pictures: bool = True,
+    images: bool = True,
     expand: bool = False,
     tables: bool = False,
     adapters: int = 0,
 ) -> None:
     """Refuse a checkpoint whose weights, with the bytes of its `adapters`, exceed `free`; headers decide.
 
-    `pictures`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
+    `images`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
     go to the same memory.
 
     Raises:
@@ -180,13 +180,13 @@ def require_room(
     config = read_model_config(path)
     params = param_table(config)
     weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), params).sources, params)
-    left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
+    left_out = {name for name, wanted in (("vision", images), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)
     if need + adapters > free:
-        beside = f", its adapters {adapters / 1e9:.2f} GB," if adapters else ""
+        more = f", its adapters {adapters / 1e9:.2f} GB," if adapters else ""
         raise CapacityError(
-            f"the weights of {os.fspath(path)} take {need / 1e9:.2f} GB{beside} and {free / 1e9:.2f} GB are free here; "
+            f"the weights of {os.fspath(path)} take {need / 1e9:.2f} GB{more} and {free / 1e9:.2f} GB are free here; "
             f"`spyglass check {os.fspath(path)} --plan` tells where they fit"
         )
 
@@ -283,7 +283,7 @@ def this_machine() -> Machine:
 
 
 def host_memory() -> Device:
-    """Memory of this machine, or of the container it is; all zero where the system does not tell."""
+    """Memory of this machine, or of the container it is; all zero where unknown."""
     total, free = _meminfo()
     for limit_file, used_file, cached in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -306,7 +306,7 @@ def _cached_files(stat: Path, names: tuple[str, ...]) -> int:
 
 
 def _meminfo() -> tuple[int, int]:
-    """Total and available bytes; zero where the system does not tell."""
+    """Total and available bytes; zero where unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

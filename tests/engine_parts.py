@@ -13,6 +13,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.drafts import Drafter
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -46,13 +47,15 @@ def make_engine(
     cache_bytes: int | None = None,
     step: int = 64,
     token_bytes: Any = None,
+    lookahead: int = 0,
+    drafter: Drafter | None = None,
     **options: Any,
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
     settings = {"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
     blocks = CacheAllocator(
-        cache_plans(config.text),
+        cache_plans(config.text, lookahead),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_sequences=chosen.max_sequences,
@@ -72,6 +75,8 @@ def make_engine(
         banned=[0],
         allocator=blocks,
         prefixes=prefixes,
+        lookahead=lookahead,
+        drafter=drafter,
         token_bytes=token_bytes,
     )
 

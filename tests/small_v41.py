@@ -15,6 +15,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
+from spyglass.engine.drafts import Drafter
 from spyglass.engine.engine import Engine
 from spyglass.engram import EngramStore, TableRows, hash_constants
 from spyglass.engram.feed import EngramFeed
@@ -122,14 +123,21 @@ def small_v41_model(seed: int = 0, *, config: ModelConfig | None = None, packed:
 
 
 def make_engine(
-    model: Any, *, cache_bytes: int | None = None, step: int = 64, store: EngramStore | None = None, **options: Any
+    model: Any,
+    *,
+    cache_bytes: int | None = None,
+    step: int = 64,
+    store: EngramStore | None = None,
+    lookahead: int = 0,
+    drafter: Drafter | None = None,
+    **options: Any,
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
     config = model.config
     chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options})
     dtype = model.options.build.dtype
     blocks = CacheAllocator(
-        cache_plans(config.text),
+        cache_plans(config.text, lookahead),
         dtype=dtype,
         device=torch.device("cpu"),
         max_sequences=chosen.max_sequences,
@@ -150,6 +158,8 @@ def make_engine(
         banned=[0, 69],
         allocator=blocks,
         prefixes=prefixes,
+        lookahead=lookahead,
+        drafter=drafter,
         engram=feed,
     )
 

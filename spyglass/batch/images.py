@@ -6,7 +6,7 @@ Patches, grids and image positions of the prompt come from three places; all of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -75,30 +75,6 @@ def check_pictures(
         )
     for picture, (pixels, grid, positions) in enumerate(zip(patches, vit_grids, image_positions, strict=True)):
         _check_picture(picture, pixels, grid, positions, vision)
-
-
-def split_patches(patches_U: PatchArray, vit_grids: Sequence[Grid]) -> list[PatchArray]:
-    """Cut the concatenated patches [U, 3, p, p] of several pictures back into one array per picture.
-
-    Raises:
-        PromptError: patches run out inside a picture, or some are left behind the last one.
-    """
-    bounds = offsets(vit_grids)
-    total = len(patches_U)
-    for picture, (start, stop) in enumerate(pairwise(bounds)):
-        if stop > total:
-            rows, columns = vit_grids[picture]
-            raise PromptError(
-                f"picture {picture}: its grid of {rows} x {columns} needs {stop - start} patches, but only "
-                f"{max(total - start, 0)} of the {total} given are left for it; {bounds[-1]} are needed for all "
-                f"{len(vit_grids)} pictures"
-            )
-    if total > bounds[-1]:
-        raise PromptError(
-            f"{total - bounds[-1]} patches are left over behind picture {len(vit_grids) - 1}: the grids of "
-            f"{len(vit_grids)} pictures need {bounds[-1]} patches, {total} were given"
-        )
-    return [patches_U[start:stop] for start, stop in pairwise(bounds)]
 
 
 def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     bodies = list(make_bodies(load))
     machine = describe_machine()
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{load.requests} requests, {_shape(load)}, {load.images:.0%} with a picture, {load.max_tokens} tokens each")
+    print(f"{load.requests} requests, {_shape(load)}, {load.images:.0%} with an image, {load.max_tokens} tokens each")
     baseline = None
     if options.url is None and not options.no_baseline:
         baseline = _baseline(options.model, bodies)
@@ -245,7 +245,7 @@ def _plot(path: Path, answers: Sequence[Answer], load: Load) -> None:
         axis.plot(np.sort(values) * 1e3, np.linspace(0, 1, len(values)))
         axis.set(xlabel=f"milliseconds {name}", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{len(good)} answers, {_shape(load)}, {load.images:.0%} with a picture")
+    figure.suptitle(f"{len(good)} answers, {_shape(load)}, {load.images:.0%} with an image")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=number, metavar="R", help="open loop: arrivals a second, instead of clients")
     parser.add_argument("--words", type=positive, default=40, metavar="N", help="words of a question (default 40)")
     parser.add_argument(
-        "--pictures", type=number, default=0.25, metavar="S", help="share with a picture (default 0.25)"
+        "--images", "--pictures", type=number, default=0.25, metavar="S", help="share with an image (default 0.25)"
     )
     parser.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="the same seed asks the same (default 0)")

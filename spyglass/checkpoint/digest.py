@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another of the same shape, without reading it whole. Torch-free."""
+"""A digest of a checkpoint that differs between checkpoints of one shape, from samples of it. Torch-free."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _plain_format(entry: Wanted, weight: TensorHeader) -> Format | str:
 
 
 def _packed_format(entry: Wanted, weight: TensorHeader, scale: TensorHeader) -> Format | str:
-    """The format that dtype and scale shape tell, or what was expected instead."""
+    """The format by dtype and scale shape, or what was expected instead."""
     shape = entry.shape
     if entry.kind == "table":
         formats, known = [TABLE_ROWS], weight.dtype == "F8_E4M3" and scale.dtype in _E8M0
@@ -218,7 +218,7 @@ def _describe(header: TensorHeader) -> str:
 
 
 def _skipped_part(name: str, found: Mapping[str, TensorHeader], skip: frozenset[Part]) -> Part | None:
-    """The part a tensor nobody took is skipped under; None when it is a surprise."""
+    """The part under which an untaken tensor is skipped; None = it is left over."""
     part = part_of(name)
     if part in skip:
         return part

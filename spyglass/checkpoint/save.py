@@ -43,7 +43,7 @@ def save_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Layout:
-    """Write weights and index; `progress` is told the bytes of each entry. Config and tokenizer are the caller's.
+    """Write weights and index; `progress` gets the bytes of each entry. Config and tokenizer are the caller's.
 
     Raises:
         CheckpointError: the folder holds other safetensors files, the disk is too small, or a write fails; the folder

@@ -30,8 +30,10 @@ class CachePlan:
     snapshot: bool
 
 
-def cache_plans(text: TextConfig) -> tuple[CachePlan, ...]:
+def cache_plans(text: TextConfig, lookahead: int = 0) -> tuple[CachePlan, ...]:
     """Every row tensor of the backbone, layer by layer.
+
+    So much is retained that the last `lookahead` tokens of a sequence may be taken back and others run in their place.
 
     Window rows [D]; pool rows [D] and index keys [I] per KV source; un-pooled (kv, gate) rows in fp32, twice as wide
     where groups overlap (spec v4 5.4). A state group keeps `group_rows` tokens, enough to finish any open group.
@@ -46,7 +48,7 @@ def cache_plans(text: TextConfig) -> tuple[CachePlan, ...]:
                 row_dim=text.head_dim,
                 dtype="activation",
                 tokens_per_row=1,
-                retention=text.sliding_window - 1,
+                retention=text.sliding_window - 1 + lookahead,
                 snapshot=True,
             )
         )
@@ -82,7 +84,7 @@ def cache_plans(text: TextConfig) -> tuple[CachePlan, ...]:
                         row_dim=2 * series * dim,
                         dtype="float32",
                         tokens_per_row=1,
-                        retention=compressor.group_rows,
+                        retention=compressor.group_rows + lookahead,
                         snapshot=True,
                     )
                 )

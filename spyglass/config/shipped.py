@@ -75,7 +75,7 @@ def _or(names: tuple[str, ...]) -> str:
 
 
 def base_note(adapter: Path, model_name: str) -> str | None:
-    """What to tell a person if an adapter says that it was made for a model of another name; None = nothing.
+    """A warning if an adapter says that it was made for a model of another name, else None.
 
     A name is the last part of a path or of a hub's name, upper and lower case alike. An adapter that cannot be read
     says nothing here.
@@ -89,5 +89,5 @@ def base_note(adapter: Path, model_name: str) -> str | None:
     base = stated.rstrip("/").rpartition("/")[2]
     if base.lower() == model_name.lower():
         return None
-    told = f"the adapter {adapter.name} was made for {base!r}, this is {model_name!r}"
-    return f"{told}; unless they are the same model, what it answers means nothing"
+    note = f"the adapter {adapter.name} was made for {base!r}, this is {model_name!r}"
+    return f"{note}; unless they are the same model, what it answers means nothing"

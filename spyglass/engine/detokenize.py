@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from spyglass.prompt.tokenizer import PromptTokenizer
 
+DetokenizerState = tuple[tuple[bytes, int], str, str, str]
 GROUNDING_TAGS = frozenset(
     f"<｜{slash}{name}｜>" for name in ("polygon", "point", "box", "ref") for slash in ("", "/")
 ) | frozenset(f"<|{slash}{name}|>" for name in ("polygon", "point", "box", "ref") for slash in ("", "/"))
@@ -54,6 +55,16 @@ class Detokenizer:
         self._held = ""
         self._after, self._seen = after or "", ""
         self.stopped_by: str | None = None
+
+    @property
+    def state(self) -> DetokenizerState:
+        """Everything that later text depends on."""
+        return self._decoder.getstate(), self._held, self._after, self._seen
+
+    @state.setter
+    def state(self, state: DetokenizerState) -> None:
+        decoder, self._held, self._after, self._seen = state
+        self._decoder.setstate(decoder)
 
     def push(self, token: int) -> tuple[str, bool]:
         """Text that is now certain, and whether a stop string has ended the answer."""

@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -16,7 +15,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import read_beside, require_fit
+from spyglass.engine.fit import read_fitting, require_fit
 from spyglass.engine.inputs import (
     AdapterNames,
     adapters_each,
@@ -60,7 +59,7 @@ class LLM:
 
     `path` is a checkpoint folder or a shipped model's name. The options are those of `EngineConfig`, which documents
     each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json
-    serves ids and pictures. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
+    serves ids and images. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
@@ -92,14 +91,15 @@ class LLM:
         grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
+        async_scheduling: Literal["auto", "on", "off"] | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
-        stated = {
+        given = {
             name: value for name, value in locals().items() if name not in ("self", "path", "adapters", "progress")
         }
-        self.options = options = read_engine_config(stated)
+        self.options = options = read_engine_config(given)
         self._path = path = model_folder(path, options.load)
         self.name = path.resolve().name
         if options.threads is not None:
@@ -122,12 +122,16 @@ class LLM:
             progress=progress,
         )
         self.config: ModelConfig = self.loaded.config
+        self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self.lora = AdapterPool(self.loaded.model)
         for name, file in files.items():  # before rows take what memory is left
             self.lora.attach(name, file)
-        engram_feed = self._open_engram(path)
+        engram_feed = None
+        if self.config.text.engram is not None:
+            store = open_engram(path, self.config, placement=options.engram)
+            engram_feed = EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
         self.engine = Engine(
             self.loaded.model,
             self.config,
@@ -154,7 +158,7 @@ class LLM:
         """Answers to prompts of any kinds and lengths, run together.
 
         A prompt is text (raw, after a BOS), a list of token ids (taken as it is), a `Prompt`, or a list of parts:
-        token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds a picture
+        token-id lists, images (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds an image
         is one prompt in parts. `params`: one for all, or one each, and so the name of an `adapter` (None = without).
         All are checked before any runs.
 
@@ -199,11 +203,11 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """The answer to a conversation in OpenAI form, or the answers to a list of conversations.
 
-        Picture parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
-        PIL picture. `thinking` lets the model reason first; `effort` says how much.
+        Image parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
+        PIL image. `thinking` lets the model reason first; `effort` says how much.
 
         Raises:
-            PromptError: malformed messages or pictures, or a model that takes none.
+            PromptError: malformed messages or images, or a model that takes none.
             CapacityError: a prompt is too long for the model or the memory.
         """
         one = is_conversation(messages)
@@ -238,7 +242,7 @@ class LLM:
         return self._stream(prompt, params_each(params, 1)[0], adapter)
 
     def logits(self, parts: Sequence[int] | Sequence[Part], *, adapter: str | None = None) -> torch.Tensor:
-        """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
+        """Logits float32 [T, V], on the host, of every position of a prompt, image blocks included.
 
         The prompt is given as in `generate`: parts in order, or just token ids.
 
@@ -259,8 +263,9 @@ class LLM:
         Raises:
             PromptError: as `chat`.
         """
-        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
-        return build_prompt(messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=limits)
+        return build_prompt(
+            messages, self.config, self.tokenizer, thinking=thinking, effort=effort, limits=self._images
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -285,7 +290,7 @@ class LLM:
         Raises:
             AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        file = read_beside(find_adapter(directory, self._path), self.loaded.device)
+        file = read_fitting(find_adapter(directory, self._path), self.loaded.device)
         self.lora.attach(adapter_name(name), file, factor=factor)
 
     def new_adapter(
@@ -309,13 +314,6 @@ class LLM:
             raise AdapterError(f"the adapter {name!r} is used by {count} answers under way; end them, or wait")
         self.lora.detach(name)
 
-    def _open_engram(self, path: str | os.PathLike[str]) -> EngramFeed | None:
-        """The tables of a model with engram layers, placed as the options say."""
-        if self.config.text.engram is None:
-            return None
-        store = open_engram(Path(path), self.config, placement=self.options.engram)
-        return EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
-
     def _build_all(self, requests: Sequence[_R], build: Callable[[_R], Prompt]) -> list[Prompt]:
         prompts = []
         for number, request in enumerate(requests):
@@ -334,8 +332,7 @@ class LLM:
             ids = [self.config.bos_token_id, *self.tokenizer.encode_text(prompt)]
             return prompt_from_parts([ids], self.config, placeholder=self._placeholder)
         parts = [cast("Part", prompt)] if is_ids(prompt) or is_image(prompt) else listed(prompt, _PROMPT)
-        limits = replace(PYTHON_LIMITS, images=self.options.images or PYTHON_LIMITS.images)
-        return prompt_from_parts(parts, self.config, limits=limits, placeholder=self._placeholder)
+        return prompt_from_parts(parts, self.config, limits=self._images, placeholder=self._placeholder)
 
     def _run(
         self,
@@ -391,7 +388,7 @@ class LLM:
         self._users.pop(request, None)
 
     def banned_tokens(self) -> set[int]:
-        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
+        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play image roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:
             banned.add(self.tokenizer.special_id(_PAD_SPELLING))

@@ -1,46 +1,51 @@
-"""One step of the model: pictures, then tokens, through the model's four parts."""
+"""One step on the device: images, rows, the model, sampled tokens. Nothing here waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from math import isfinite
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.images import pack_images
+from spyglass.batch.types import Batch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache, Key
-from spyglass.engine.cache.prefix import PrefixCache
-from spyglass.engine.sampler import SampledTokens
+from spyglass.engine.sampler import PendingTokens, SampleInput, UsedTokens, sample
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.transfer import to_device
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.runtime.step_input import StepInput, join_parts, slots_of
-from spyglass.runtime.steps import ModelParts, StepRunner
+from spyglass.runtime.steps import ModelParts, StepResult, StepRunner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """Hidden states of a step's rows; `first` row of each chunk; `draw_rows` int64 rows whose chunks draw a token.
+@dataclass(slots=True, kw_only=True)
+class RunningStep:
+    """A step under way. `first` row of each chunk; `resumable` (number of a chunk, position): a snapshot is left there.
 
-    `argmax`: id and logit of the best token of each of these, where it was asked for.
+    `sampled` tokens come from the rows of `sampling`, chunk by chunk.
     """
 
-    hidden_TC: torch.Tensor
+    chunks: Sequence[Chunk]
     first: Sequence[int]
-    draw_rows: torch.Tensor
-    argmax: tuple[torch.Tensor, torch.Tensor] | None = None
+    resumable: Sequence[tuple[int, int]]
+    result: StepResult
+    sampling: Sequence[Chunk] = ()
+    sampled: PendingTokens | None = None
+    sampled_rows: dict[int, int] = field(default_factory=dict)  # request -> its last row in `sampled`
 
 
 class Runner:
-    """Turns chunks into hidden states. Holds no request state: that is in the sequences and in `allocator`.
+    """Runs chunks through a model. Holds no request state: that is in the sequences and in `allocator`.
 
-    `banned` int64 ids are never chosen.
+    `banned` int64 ids are never chosen. `capture`: layers whose streams a step's output has. The last `lookahead`
+    tokens of a sequence may be taken back.
     """
 
     def __init__(
@@ -51,128 +56,154 @@ class Runner:
         device: torch.device,
         banned: torch.Tensor,
         *,
-        prefixes: PrefixCache,
         images: ImageCache,
         engram: EngramFeed | None = None,
+        capture: tuple[int, ...] = (),
+        lookahead: int = 0,
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
-        self._prefixes, self._image_cache = prefixes, images
-        self._banned_V = torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
+        self._banned, self._banned_V = banned, torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
         self._banned_V[banned] = True
         self._model, self._config, self._allocator, self._device = model, config, allocator, device
-        self._engram = engram
-        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V)
+        self._image_cache, self._engram, self._lookahead = images, engram, lookahead
+        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V, capture=capture)
 
-    def run(self, chunks: Sequence[Chunk], *, argmax: bool = False) -> StepOutput:
-        """One forward pass over all chunks; afterwards their tokens count as computed."""
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._config.text.vocab_size
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the host must know all ids of a step before it runs."""
+        return self._engram is not None
+
+    def run(
+        self, chunks: Sequence[Chunk], resumable: Sequence[tuple[int, int]], before: RunningStep | None
+    ) -> RunningStep:
+        """One forward pass over all chunks; afterwards their tokens count as computed.
+
+        Ids that the host does not know yet are those that the step `before` samples.
+        """
         engram_rows = self._fetch_engram(chunks)
-        pictures = [_pictures(chunk) for chunk in chunks]
-        self._encode_pictures(chunks, pictures)
-        rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
-        start = np.array([chunk.start for chunk in chunks], np.int64)
-        stop = np.array([chunk.stop for chunk in chunks], np.int64)
-        places = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
-        resumable = [(seq, place) for seq, each in enumerate(places) for place in each]
-        self._allocator.allocate(rows, start, stop, [(int(rows[seq]), place) for seq, place in resumable])
-        image_rows, image_index_T = _image_rows(chunks, pictures)
+        images = [_images(chunk) for chunk in chunks]
+        self._encode_images(chunks, images)
+        image_rows, image_index_T = _image_rows(chunks, images)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
-        step = StepInput(
+        wanted: list[int] = []
+        for chunk, start, count in zip(chunks, first, counts, strict=True):
+            wanted += range(start + count - chunk.rows_wanted, start + count)
+        given = StepInput(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
-            kinds_T=_kinds(chunks) if any(pictures) else np.full(sum(counts), TokenKind.TEXT, np.int8),
-            start_S=start,
-            stop_S=stop,
-            table_SP=self._allocator.table_rows(rows),
-            logit_rows_R=np.array(
-                [row + count - 1 for chunk, row, count in zip(chunks, first, counts, strict=True) if chunk.draws],
-                np.int64,
-            ),
+            kinds_T=_kinds(chunks) if any(images) else np.full(sum(counts), TokenKind.TEXT, np.int8),
+            start_S=np.array([chunk.start for chunk in chunks], np.int64),
+            stop_S=np.array([chunk.stop for chunk in chunks], np.int64),
+            table_SP=self._allocator.table_rows(np.array([chunk.sequence.row for chunk in chunks], np.int64)),
+            logit_rows_R=np.array(wanted, np.int64),
             resumable=resumable,
-            visible_T2=_visible(chunks, pictures),
+            visible_T2=_visible(chunks, images),
             image_index_T=image_index_T,
             slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
+            lookahead=self._lookahead,
         )
         result = self.steps.run(
-            step, self._allocator.pages, image_rows_IC=image_rows, engram_rows=engram_rows, argmax=argmax
+            given,
+            self._allocator.pages,
+            image_rows_IC=image_rows,
+            engram_rows=engram_rows,
+            amend=None if before is None else partial(_put_sampled, chunks, first, before),
+            argmax=bool(wanted) and all(chunk.sequence.is_greedy for chunk in chunks if chunk.rows_wanted),
         )
-        for seq, place in resumable:
-            self._prefixes.store(chunks[seq].sequence, place)
-        self._allocator.release_expired(rows, stop)
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
-                _forget_pictures(chunk)
-        return StepOutput(hidden_TC=result.hidden_TC, first=first, draw_rows=result.logit_rows_R, argmax=result.argmax)
+                _forget_images(chunk)
+        return RunningStep(chunks=chunks, first=first, resumable=resumable, result=result)
 
-    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-        """Logits fp32 [R, V] of rows of a step."""
-        return self._model.logits(hidden_TC, rows_R)
+    def sample(self, step: RunningStep, sampling: Sequence[Chunk], allowed: torch.Tensor | None) -> None:
+        """Sample a token for every row that is wanted of some chunks of a step; `allowed` as `SampleInput` has it."""
+        step.sampling, rows_R, found = sampling, step.result.logit_rows_R, step.result.argmax
+        last = accumulate(chunk.rows_wanted for chunk in sampling)
+        step.sampled_rows = {c.sequence.request_id: row - 1 for c, row in zip(sampling, last, strict=True)}
+        if len(sampling) < sum(chunk.rows_wanted > 0 for chunk in step.chunks):  # some have ended in the meantime
+            alive = {chunk.sequence.request_id for chunk in sampling}
+            ended = [c.sequence.request_id not in alive for c in step.chunks for _ in range(c.rows_wanted)]
+            alive_R = to_device(np.flatnonzero(np.logical_not(ended)), self._device)
+            rows_R = rows_R.index_select(0, alive_R)
+            found = None if found is None else (found[0].index_select(0, alive_R), found[1].index_select(0, alive_R))
+        if found is not None:
+            step.sampled = PendingTokens(*found)
+            return
+        each = [(chunk, number) for chunk in sampling for number in range(chunk.rows_wanted)]
+        logits_RV = self._model.logits(step.result.hidden_TC, rows_R)
+        given = SampleInput(
+            params=[chunk.sequence.params for chunk, _ in each],
+            seed_S=[chunk.sequence.seed for chunk, _ in each],
+            position_S=[chunk.stop - chunk.rows_wanted + 1 + number for chunk, number in each],
+            used=[used for chunk in sampling for used in _used(chunk)],
+            grammar_rows=[r for r, (chunk, _) in enumerate(each) if chunk.sequence.answer.matcher is not None],
+            allowed=allowed,
+        )
+        step.sampled = sample(logits_RV, given, self._banned)
 
-    def argmax(self, output: StepOutput) -> SampledTokens | None:
-        """For every row that draws the token of its largest logit that is not banned.
-
-        None if the model knows no way to it that spares the other logits.
-        """
-        if output.argmax is None:
-            return None
-        ids_S, logits_S = output.argmax
-        sound = [isfinite(logit) for logit in logits_S.tolist()]
-        return SampledTokens(ids=ids_S.tolist(), logprobs=[None] * len(sound), sound=sound)
+    def logits(self, step: RunningStep, start: int, stop: int) -> torch.Tensor:
+        """Logits fp32 [stop - start, V] of rows of a step."""
+        return self._model.logits(step.result.hidden_TC, torch.arange(start, stop, device=self._device))
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
         if self._engram is None:
             return None
-        depth = self._engram.store.config.lookback
-        spans = [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        counts = [chunk.stop - chunk.start for chunk in chunks]
         return self._engram.start(
-            np.concatenate([sequence.ids(start, stop) for sequence, start, stop in spans]),
+            np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
             _kinds(chunks),
-            _lookback(chunks, depth),
-            np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32),
+            _lookback(chunks, self._engram.store.config.lookback),
+            np.cumsum([0, *counts], dtype=np.int32),
         )
 
-    def _encode_pictures(self, chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]) -> None:
-        """Rows of all pictures that are first needed now: known ones, and the others, each encoded once."""
+    def _encode_images(self, chunks: Sequence[Chunk], images: Sequence[Sequence[int]]) -> None:
+        """Rows of all images that are first needed now: known ones, and the others, each encoded once."""
         unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
-        for sequence, picture in ((c.sequence, n) for c, each in zip(chunks, pictures, strict=True) for n in each):
-            if picture not in sequence.image_rows:
-                key = sequence.prompt.digests[picture], sequence.adapter.vision_digest
+        for sequence, image in ((c.sequence, n) for c, each in zip(chunks, images, strict=True) for n in each):
+            if image not in sequence.image_rows:
+                key = sequence.prompt.digests[image], sequence.adapter.vision_digest
                 rows_IC = self._image_cache.get(key)
                 if rows_IC is None:
-                    unknown.setdefault(key, []).append((sequence, picture))
+                    unknown.setdefault(key, []).append((sequence, image))
                 else:
-                    sequence.image_rows[picture] = rows_IC
+                    sequence.image_rows[image] = rows_IC
         if not unknown:
             return
-        assert self._config.vision is not None, "a prompt with pictures was accepted without a tower"
-        for keys in self._calls(unknown):
-            first = [unknown[key][0] for key in keys]
-            images = pack_images(
-                [sequence.prompt.patches[picture] for sequence, picture in first],
-                [sequence.prompt.plans[picture].vit_grid for sequence, picture in first],
-                [len(sequence.prompt.spans[picture].order) for sequence, picture in first],
+        assert self._config.vision is not None, "a prompt with images was accepted without a tower"
+        for keys in self._tower_calls(unknown):
+            holders = [unknown[key][0] for key in keys]
+            batch = pack_images(
+                [sequence.prompt.patches[image] for sequence, image in holders],
+                [sequence.prompt.plans[image].vit_grid for sequence, image in holders],
+                [len(sequence.prompt.spans[image].order) for sequence, image in holders],
                 self._config.vision,
                 device=self._device,
-                slots=[sequence.adapter.slot for sequence, _ in first],
+                slots=[sequence.adapter.slot for sequence, _ in holders],
             )
-            rows = self._model.encode_images(images)
-            parts = rows.split([_cells(sequence.prompt, picture) for sequence, picture in first])
+            rows = self._model.encode_images(batch)
+            parts = rows.split([_cells(sequence.prompt, image) for sequence, image in holders])
             for key, part in zip(keys, parts, strict=True):
                 self._image_cache.put(key, part)
-                for sequence, picture in unknown[key]:
-                    sequence.image_rows[picture] = part
+                for sequence, image in unknown[key]:
+                    sequence.image_rows[image] = part
 
-    def _calls(self, unknown: Mapping[Key, Sequence[tuple[TokenSequence, int]]]) -> list[list[Key]]:
-        """The pictures by call of the tower. All in one, unless their rows exceed what a step's tokens are.
+    def _tower_calls(self, unknown: Mapping[Key, Sequence[tuple[TokenSequence, int]]]) -> list[list[Key]]:
+        """The images by call of the tower. All in one, unless their rows exceed what a step's tokens are.
 
-        Where pictures may be cut, each of many requests can begin one in the same step.
+        Where images may be cut, each of many requests can begin one in the same step.
         """
         calls: list[list[Key]] = [[]]
         taken = 0
         for key, holders in unknown.items():
-            sequence, picture = holders[0]
-            cells = _cells(sequence.prompt, picture)
+            sequence, image = holders[0]
+            cells = _cells(sequence.prompt, image)
             if calls[-1] and taken + cells > self._allocator.step_tokens:
                 calls.append([])
                 taken = 0
@@ -181,57 +212,84 @@ class Runner:
         return calls
 
 
-def _pictures(chunk: Chunk) -> list[int]:
-    """Pictures with tokens in the chunk, in prompt order."""
+def _put_sampled(chunks: Sequence[Chunk], first: Sequence[int], before: RunningStep, batch: Batch) -> None:
+    """Write ids that were sampled in the step before, on the device."""
+    rows, sources = [], []
+    for chunk, row in zip(chunks, first, strict=True):
+        known = chunk.sequence.known
+        if known < chunk.stop:
+            assert known == chunk.stop - 1
+            rows.append(row + known - chunk.start)
+            sources.append(before.sampled_rows[chunk.sequence.request_id])
+    if rows:
+        assert before.sampled is not None
+        row_J, source_J = (to_device(np.array(each, np.int64), batch.ids_T.device) for each in (rows, sources))
+        ids_J = before.sampled.ids_S.index_select(0, source_J)
+        batch.ids_T.index_copy_(0, row_J, ids_J.to(batch.ids_T.dtype))
+
+
+def _used(chunk: Chunk) -> list[UsedTokens | None]:
+    """Used tokens for each sampled row: drafts before it count as if they had been drawn."""
+    counts = chunk.sequence.answer.counts
+    if counts is None:
+        return [None] * chunk.rows_wanted
+    if not chunk.drafts:
+        return [counts.used]
+    used: list[UsedTokens | None] = [counts.used.copy()]
+    for token in chunk.drafts:
+        counts.add(token)
+        used.append(counts.used.copy())
+    for token in reversed(chunk.drafts):
+        counts.remove(token)
+    return used
+
+
+def _images(chunk: Chunk) -> list[int]:
+    """Images with tokens in the chunk, in prompt order."""
     if chunk.start >= len(chunk.sequence.prompt):
         return []
     spans = chunk.sequence.prompt.spans
     return [span.image for span in spans if span.start < chunk.stop and span.start + span.length > chunk.start]
 
 
-def _cells(prompt: Prompt, picture: int) -> int:
-    rows, columns = prompt.plans[picture].llm_grid
+def _cells(prompt: Prompt, image: int) -> int:
+    rows, columns = prompt.plans[image].llm_grid
     return rows * columns
 
 
-def _end(prompt: Prompt, picture: int) -> int:
-    span = prompt.spans[picture]
-    return span.start + span.length
-
-
-def _forget_pictures(chunk: Chunk) -> None:
-    """Rows of pictures whose tokens are all computed are needed no more."""
-    sequence = chunk.sequence
-    for picture in [p for p in sequence.image_rows if _end(sequence.prompt, p) <= chunk.stop]:
-        del sequence.image_rows[picture]
+def _forget_images(chunk: Chunk) -> None:
+    """Rows of images whose tokens are all computed are needed no more."""
+    spans, held = chunk.sequence.prompt.spans, chunk.sequence.image_rows
+    for image in [image for image in held if spans[image].start + spans[image].length <= chunk.stop]:
+        del held[image]
 
 
 def _image_rows(
-    chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]
+    chunks: Sequence[Chunk], images: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor | None, NDArray[np.int32] | None]:
-    """Image rows of all pictures in the step, and the row of each position of the step (-1 = none)."""
+    """Image rows of all images in the step, and the row of each position of the step (-1 = none)."""
     parts: list[torch.Tensor] = []
     index: list[NDArray[np.int32] | None] = []
     first = 0
-    for chunk, seen in zip(chunks, pictures, strict=True):
+    for chunk, seen in zip(chunks, images, strict=True):
         if not seen:
             index.append(None)
             continue
         prompt = chunk.sequence.prompt
-        # a prompt counts rows over all its pictures; the step only has those from `seen[0]` on
-        before = sum(_cells(prompt, picture) for picture in range(seen[0]))
+        # a prompt counts rows over all its images; the step only has those from `seen[0]` on
+        before = sum(_cells(prompt, image) for image in range(seen[0]))
         row_n = _padded(prompt.image_row_T[chunk.start : chunk.stop], chunk.stop - chunk.start, -1)
         index.append(np.where(row_n >= 0, row_n - before + first, -1).astype(np.int32))
-        parts += [chunk.sequence.image_rows[picture] for picture in seen]
-        first += sum(_cells(prompt, picture) for picture in seen)
+        parts += [chunk.sequence.image_rows[image] for image in seen]
+        first += sum(_cells(prompt, image) for image in seen)
     return (torch.cat(parts) if parts else None), join_parts(index, _lengths(chunks), -1)
 
 
-def _visible(chunks: Sequence[Chunk], pictures: Sequence[Sequence[int]]) -> NDArray[np.int32] | None:
-    """`Prompt.visible_T2` of the rows of the step; None without a picture."""
+def _visible(chunks: Sequence[Chunk], images: Sequence[Sequence[int]]) -> NDArray[np.int32] | None:
+    """`Prompt.visible_T2` of the rows of the step; None without an image."""
     parts = [
         _padded(c.sequence.prompt.visible_T2[c.start : c.stop], c.stop - c.start, 0) if seen else None
-        for c, seen in zip(chunks, pictures, strict=True)
+        for c, seen in zip(chunks, images, strict=True)
     ]
     return join_parts(parts, _lengths(chunks), 0)
 

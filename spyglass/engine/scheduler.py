@@ -11,7 +11,7 @@ Answers under way take one token each and come before prompts. Nobody is cut ins
 the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
-preempted: it goes back to its place in the queue and is run again later, with all it has drawn.
+preempted: it goes back into the queue and is run again later, with all it has drawn.
 
 Laws, for at most half as many running requests as a step has tokens:
 - every answer under way, and every prompt whose next piece is within the quantum (text always is), gets tokens in one
@@ -20,7 +20,7 @@ Laws, for at most half as many running requests as a step has tokens:
 - the oldest always runs and is never preempted, since a request alone fits, or it is refused when it comes: so the
   oldest always finishes, and by induction so does everyone.
 
-Whoever these laws fail, by a fault of ours, is named in a `StuckError`: the step loop must never spin on nothing.
+Whoever these laws fail, by an internal error, is named in a `StuckError`: the step loop must never spin on nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASSING = 16  # how many behind the head may be asked whether they fit
 
 
 class StuckError(SpyglassError):
-    """`sequences` would wait for ever: a fault of the engine. Once they are removed, the others go on."""
+    """`sequences` would wait for ever: an internal error. Once they are removed, the others go on."""
 
     def __init__(self, sequences: Sequence[TokenSequence], why: str) -> None:
         super().__init__(f"{why}: a fault of the engine, which ends the request; please report it")
@@ -82,7 +82,7 @@ class Scheduler:
                 f"a picture of this prompt takes {piece} tokens in one piece, a step has max_step_tokens "
                 f"{self._step_tokens}; raise it to at least {piece}"
             )
-        self.allocator.refuse_if_never(sequence.length + sequence.limit)
+        self.allocator.refuse_if_never(sequence.length + sequence.answer.limit)
         self.waiting.append(sequence)
         self._changed = True
 
@@ -97,13 +97,15 @@ class Scheduler:
         for sequence in self.running:
             if sequence.pending > 1:
                 self._prefixes.resume(sequence)
-        if done := [sequence for sequence in self.running if sequence.pending < 1]:
+        ready = [sequence for sequence in self.running if not sequence.waits_for_steps]
+        if done := [sequence for sequence in ready if sequence.pending < 1]:
             raise StuckError(done, "nothing of this request is left to run, and it has not ended")
         chunks: list[Chunk] = []
-        while not chunks and (shares := self._share()):
+        while not chunks and (shares := self._share(ready)):
             chunks = self._with_memory(shares)
-        if not chunks and (self.running or self.waiting):
-            raise StuckError(self.running or [self.waiting[0]], "no step can be made for this request")
+            ready = [sequence for sequence in ready if sequence.row is not None]
+        if not chunks and (ready or (self.waiting and not self.running)):
+            raise StuckError(ready or [self.waiting[0]], "no step can be made for this request")
         for chunk in chunks:
             chunk.sequence.served = self._step
         return chunks
@@ -136,7 +138,7 @@ class Scheduler:
             return False
         while not self._fits(head):
             assert self.running[-1].request_id > head.request_id, "only guests give way, or two would in turn for ever"
-            self._preempt()
+            self.preempt()
         self._start(head)
         return True
 
@@ -153,34 +155,34 @@ class Scheduler:
         sequence.served = self._step - 1
         insort(self.running, sequence, key=_age)
 
-    def _share(self) -> list[Chunk]:
+    def _share(self, ready: Sequence[TokenSequence]) -> list[Chunk]:
         """Who gets how many tokens, as if memory were no matter; oldest first."""
-        if len(self.running) <= self._step_tokens and all(s.pending == 1 for s in self.running):
+        if len(ready) <= self._step_tokens and all(s.pending == 1 for s in ready):
             self._jumped = False
-            return [Chunk(s, s.computed, s.length) for s in self.running]
-        prompts = sum(s.pending > 1 for s in self.running)
+            return [Chunk.of(s, s.length) for s in ready]
+        prompts = sum(s.pending > 1 for s in ready)
         quantum = max(1, self._step_tokens // (2 * max(1, prompts)))
         left = self._step_tokens
         stops: dict[int, int] = {}
-        for sequence in self._line(quantum):
+        for sequence in self._line(ready, quantum):
             want = max(min(quantum, sequence.pending), sequence.next_piece())
-            stop = sequence.cut_at_most(sequence.computed + min(want, left))
+            stop = sequence.last_cut(sequence.computed + min(want, left))
             stops[sequence.request_id] = stop
             left -= stop - sequence.computed
         chunks = []
-        for sequence in self.running:
+        for sequence in ready:
             before = stops[sequence.request_id]
-            stop = sequence.cut_at_most(min(before + left, sequence.length)) if left else before
+            stop = sequence.last_cut(min(before + left, sequence.length)) if left else before
             left -= stop - before
             if stop > sequence.computed:
-                chunks.append(Chunk(sequence, sequence.computed, stop))
+                chunks.append(Chunk.of(sequence, stop))
         return chunks
 
-    def _line(self, quantum: int) -> list[TokenSequence]:
-        """The order in which the running take their quantum or their next piece."""
+    def _line(self, ready: Sequence[TokenSequence], quantum: int) -> list[TokenSequence]:
+        """The order in which they take their quantum or their next piece."""
         easy: list[TokenSequence] = []
         hard: list[TokenSequence] = []
-        for sequence in sorted(self.running, key=lambda s: (s.served, s.pending > 1, s.request_id)):
+        for sequence in sorted(ready, key=lambda s: (s.served, s.pending > 1, s.request_id)):
             (easy if sequence.next_piece() <= quantum else hard).append(sequence)
         taken = sum(min(quantum, sequence.pending) for sequence in easy)
         crowded = bool(hard) and taken + hard[0].next_piece() > self._step_tokens
@@ -196,18 +198,32 @@ class Scheduler:
                 if not self._prefixes.evict_one():
                     if len(self.running) == 1:
                         raise StuckError(self.running, "the memory of this request was promised and is not there")
-                    self._preempt()
+                    self.preempt()
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
         return self.allocator.reserve(rows, np.array([chunk.stop for chunk in chunks], np.int64))
 
-    def _preempt(self) -> None:
-        """Send the youngest running sequence back into the queue."""
-        sequence = self.running.pop()
+    def with_drafts(self, chunks: Sequence[Chunk], drafts: Sequence[Sequence[int]]) -> list[Chunk]:
+        """The chunks of a step, made longer by drafts as far as the step and the memory allow; nobody gives way."""
+        left = self._step_tokens - sum(chunk.stop - chunk.start for chunk in chunks)
+        longer = []
+        for chunk, tried in zip(chunks, drafts, strict=True):
+            tried = tuple(tried[:left])
+            grown = Chunk(chunk.sequence, chunk.start, chunk.stop + len(tried), 1 + len(tried), tried)
+            if tried and self._reserve([grown]):
+                left -= len(tried)
+                chunk = grown
+            longer.append(chunk)
+        return longer
+
+    def preempt(self, sequence: TokenSequence | None = None) -> None:
+        """Send a running sequence back into the queue, the youngest if none is named."""
+        sequence = sequence or self.running[-1]
+        self.running.remove(sequence)
         assert sequence.row is not None
-        self._prefixes.store(sequence, sequence.computed)
+        self._prefixes.store(sequence, min(sequence.computed, sequence.known))
         self.allocator.release(sequence.row)
         sequence.restart()
         insort(self.waiting, sequence, key=_age)

@@ -22,11 +22,12 @@ from spyglass.errors import CapacityError, OverloadedError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
+SHUTTING_DOWN = "the server is shutting down"
 _POLL_S = 0.02
 _LOG = logging.getLogger(__name__)
 
 
-class StepLoop(Protocol):
+class EngineParts(Protocol):
     """What the thread drives: an `Engine`, or in tests anything that answers like one."""
 
     @property
@@ -116,7 +117,7 @@ class WorkerStats:
 class EngineWorker:
     """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end."""
 
-    def __init__(self, engine: StepLoop, *, max_live: int) -> None:
+    def __init__(self, engine: EngineParts, *, max_live: int) -> None:
         self._engine, self._max_live = engine, max_live
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
@@ -187,7 +188,7 @@ class EngineWorker:
         while self._live and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         with self._changed:
-            self._command(partial(self._end_all, "the server is shutting down"))
+            self._command(partial(self._end_all, SHUTTING_DOWN))
 
     def stop(self, wait_s: float = 5.0) -> None:
         """End the thread after the step it is in; returns after `wait_s` seconds at the latest."""

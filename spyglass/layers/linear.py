@@ -6,7 +6,7 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from spyglass.errors import CheckpointError
-from spyglass.layers.adapted import ExpertsAdapter, ExpertStacks, adapted_experts
 from spyglass.layers.build import Build
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
+from spyglass.quant.tiles import can_tile, tile
 
 
 class Adapter(Protocol):
@@ -70,11 +71,24 @@ class Linear(nn.Module):
         on_gpu = self.build.device.type == "cuda"
         self.bias_O = bias.data.to(self.build.device, bias.data.dtype if on_gpu else torch.float32)
 
-    def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
+    @property
+    def quant(self) -> FakeQuant | None:
+        """The rounding of the input that what makes the input may do ahead; an adapter takes the input as it is."""
+        return self._rounding if self.adapter is None and self.build.ops.rounds_ahead else None
+
+    def forward(
+        self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters.
+
+        `rounded_TI`: what `quant` makes of the input, where that is known.
+        """
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
+        rounding = self._rounding
+        if rounded_TI is not None and self.quant is not None:
+            x_TI, rounding = rounded_TI, None
         out: torch.Tensor = self._product(
-            x_TI, self.weight, rounding=self._rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
+            x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
         return out
 
@@ -86,6 +100,12 @@ class Linear(nn.Module):
         assert self.bias_O is None and self._rounding is None
         out: tuple[torch.Tensor, torch.Tensor] = self.build.ops.linear_largest(x_TI, self.weight, skip_O)
         return out
+
+
+def common_quant(*maps: Linear) -> FakeQuant | None:
+    """The rounding that all of these want of their common input, None where they differ."""
+    wanted = {linear.quant for linear in maps}
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 class GroupedLinear(nn.Module):
@@ -117,6 +137,14 @@ class GroupedLinear(nn.Module):
         return out
 
 
+class ExpertsAdapter(Protocol):
+    """What an adapter bank does for the routed experts of a layer."""
+
+    def __call__(self) -> ExpertAdapters | None:
+        """All adapters that it holds; None if there is none."""
+        ...
+
+
 class Experts(nn.Module):
     """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
 
@@ -133,7 +161,6 @@ class Experts(nn.Module):
         self.build = build
         self._wanted_rounding = rounding
         self._product = build.ops.experts_grouped
-        self._trains = build.ops.chosen["experts_grouped"] == "training"  # an op that takes pairs
         self._found: tuple[str, Format] | None = None
 
     def slots(self) -> list[WeightSlot]:
@@ -169,8 +196,11 @@ class Experts(nn.Module):
                 "all routed experts of a layer must have one format: convert them to one"
             )
         held = self.build.hold(full_name, weight)
+        if self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
+            held = tile(held)
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
+            empty = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
+            self.stacks[name] = replace(empty, tiled=held.tiled)
         stack = self.stacks[name][expert]
         if stack.data.data_ptr() == held.data.data_ptr():
             return  # it was read into its place
@@ -193,28 +223,15 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
 
-        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter are computed as if all were, so
-        that they get the same bits whoever else is in the step.
+        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
+        in the step.
         """
-        adapted_T = None if self.adapter is None or slot_T is None else self.adapter.adapted(slot_T)
-        if adapted_T is None or not adapted_T.any():
-            return self._plain(x_TC, ids_TK, weights_TK)
-        assert self.adapter is not None and slot_T is not None
-        if adapted_T.all() and self._trains and (pairs := self.adapter.pairs()) is not None:
-            return self._plain(x_TC, ids_TK, weights_TK, {"pairs": pairs})
-        experts = ExpertStacks(self.stacks, self.limit, self._rounding(), self.build.ops.linear_block)
-        if adapted_T.all():
-            return adapted_experts(x_TC, ids_TK, weights_TK, slot_T, experts, self.adapter)
-        rows = adapted_T.nonzero()[:, 0]
-        own = (x_TC[rows], ids_TK[rows], weights_TK[rows], slot_T[rows])
-        return self._plain(x_TC, ids_TK, weights_TK).index_copy(0, rows, adapted_experts(*own, experts, self.adapter))
-
-    def _plain(
-        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, more: Mapping[str, Any] | None = None
-    ) -> torch.Tensor:
+        adapters = None if self.adapter is None or slot_T is None else self.adapter()
+        more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        options = {"limit": self.limit, "rounding": self._rounding(), **(more or {})}
-        out: torch.Tensor = self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, **options)
+        out: torch.Tensor = self._product(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more
+        )
         return out
 
     def _rounding(self) -> FakeQuant | None:

@@ -1,4 +1,4 @@
-"""Banks: the adapters that live beside the weights of one linear map, each in its slot.
+"""Banks: the adapters of one linear map, each in its slot.
 
 A bank is plain tensors. What trains is what serves: where they want a gradient, the same addend is differentiable.
 Rank rows lie one after another, so adapters of different ranks share a bank, and only slots that occur cost anything.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.nn.functional import dropout
 
-from spyglass.layers.adapted import ExpertsDelta
 from spyglass.layers.build import Build
-from spyglass.ops.experts_grouped.reference import ExpertPair
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 
 MATRICES = ("w1", "w2", "w3")
 
@@ -40,10 +40,6 @@ class Rows:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.a_RI, self.b_RO, self.scale_R, self.slot_R
-
-    def select(self, keep_R: torch.Tensor) -> Rows:
-        """The rows where `keep_R` (bool) holds."""
-        return Rows(self.a_RI[keep_R], self.b_RO[keep_R], self.scale_R[keep_R], self.slot_R[keep_R])
 
 
 def make_rows(a_RI: torch.Tensor, b_RO: torch.Tensor, scales: Sequence[float], slot: int) -> Rows:
@@ -95,15 +91,10 @@ class LinearBank:
         return iter(()) if self._rows is None else iter(self._rows.tensors())
 
     def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
-        """See `layers.linear.Adapter`. On a GPU nothing is read back, so rows of absent slots are multiplied too."""
+        """See `layers.linear.Adapter`."""
         rows = self._rows
         if rows is None:
             return None
-        if not x_TI.is_cuda:
-            keep_R = torch.isin(rows.slot_R, slot_T)
-            if not keep_R.any():
-                return None
-            rows = rows if keep_R.all() else rows.select(keep_R)
         x_TGI = self._dropout(x_TI).reshape(len(slot_T), self._groups, -1)
         b_RGO = rows.b_RO.unflatten(1, (self._groups, -1))
         delta_TGO: torch.Tensor = self._delta(x_TGI, slot_T, rows.a_RI, b_RGO, rows.slot_R, rows.scale_R)
@@ -117,26 +108,14 @@ class ExpertRows:
     rows: Rows
     ranks_E: tuple[int, ...]
 
-    def pages(self) -> list[Rows]:
-        """The rows of each expert, as views; cut in one piece, so that their gradients are joined once."""
-        rows, ranks = self.rows, list(self.ranks_E)
-        parts = (tensor.split(ranks) for tensor in (rows.a_RI, rows.b_RO, rows.scale_R, rows.slot_R))
-        return [Rows(*page) for page in zip(*parts, strict=True)]
-
-    def pair(self, dropout: float) -> ExpertPair:
-        """All experts as three tensors; their ranks are the same."""
-        rows, size = self.rows, (len(self.ranks_E), -1)
-        a_ERI, b_ERO = (tensor.unflatten(0, size) for tensor in (rows.a_RI, rows.b_RO))
-        return ExpertPair(a_ERI, b_ERO, rows.scale_R.view(size), dropout)
-
 
 class ExpertsBank:
-    """The adapters of the routed experts of one layer (`layers.adapted.ExpertsAdapter`)."""
+    """The adapters of the routed experts of one layer (`layers.linear.ExpertsAdapter`)."""
 
     def __init__(self, build: Build, dropout: Dropout) -> None:
-        self._delta, self._dropout, self._version = build.ops.lora_delta, dropout, build.version
+        self._dropout, self._version = dropout, build.version
         self._parts: dict[int, Mapping[str, ExpertRows]] = {}
-        self._pages: dict[int, Mapping[str, list[Rows]]] = {}
+        self._joined: ExpertAdapters | None = None
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -144,12 +123,8 @@ class ExpertsBank:
         return tuple(self._parts)
 
     def put(self, slot: int, parts: Mapping[str, ExpertRows]) -> None:
-        """Add an adapter: rank rows by matrix (w1, w2, w3). Pages of tensors that never change are cut here."""
-        frozen = not any(part.rows.a_RI.requires_grad for part in parts.values())
-        if frozen:
-            self._pages = {**self._pages, slot: {matrix: part.pages() for matrix, part in parts.items()}}
-        self._parts = {**self._parts, slot: parts}
-        self._version.bump()
+        """Add an adapter: rank rows by matrix (w1, w2, w3)."""
+        self._take({**self._parts, slot: parts})
 
     def swap(self, slot: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in place of those of one matrix of an adapter."""
@@ -158,44 +133,62 @@ class ExpertsBank:
 
     def remove(self, slot: int) -> None:
         """Take one out, if it is there."""
-        self._parts = {number: parts for number, parts in self._parts.items() if number != slot}
-        self._pages = {number: pages for number, pages in self._pages.items() if number != slot}
-        self._version.bump()
+        self._take({number: parts for number, parts in self._parts.items() if number != slot})
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that a step reads."""
-        return iter([t for parts in self._parts.values() for part in parts.values() for t in part.rows.tensors()])
+        if self._joined is not None:
+            yield self._joined.slot_S
+            for ranks in self._joined.matrices.values():
+                yield from (ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_SE1)
 
-    def adapted(self, slot_T: torch.Tensor) -> torch.Tensor:
-        """See `ExpertsAdapter`."""
-        return torch.isin(slot_T, torch.tensor(self.slots, dtype=slot_T.dtype, device=slot_T.device))
+    def __call__(self) -> ExpertAdapters | None:
+        """See `layers.linear.ExpertsAdapter`. While one of several trains they are joined anew in every pass."""
+        if self._joined is None and self._parts:
+            return _join_experts(self._parts, self._dropout.share)
+        return self._joined if self._joined is None else replace(self._joined, dropout=self._dropout.share)
 
-    def pairs(self) -> Mapping[str, ExpertPair] | None:
-        """See `ExpertsAdapter`."""
-        if len(self._parts) != 1:
-            return None
-        (parts,) = self._parts.values()
-        if any(len(set(part.ranks_E)) != 1 for part in parts.values()):
-            return None
-        found = [(matrix, parts[matrix]) for matrix in MATRICES if matrix in parts]
-        return {matrix: part.pair(self._dropout.share) for matrix, part in found}
+    def _take(self, parts: dict[int, Mapping[str, ExpertRows]]) -> None:
+        """What never changes is joined once, and the parts become views of that: it may be gigabytes."""
+        learns = any(part.rows.a_RI.requires_grad for each in parts.values() for part in each.values())
+        self._joined = None if learns or not parts else _join_experts(parts, 0.0)
+        if self._joined is not None and len(parts) > 1:
+            parts = {slot: _views(self._joined, number, each) for number, (slot, each) in enumerate(parts.items())}
+        self._parts = parts
+        self._version.bump()
 
-    def deltas(self) -> ExpertsDelta:
-        """See `ExpertsAdapter`."""
-        pages = {
-            slot: self._pages[slot] if slot in self._pages else {m: part.pages() for m, part in parts.items()}
-            for slot, parts in self._parts.items()
-        }
 
-        def delta(matrix: str, expert: int, x_NI: torch.Tensor, slot_N: torch.Tensor) -> torch.Tensor | None:
-            total: torch.Tensor | None = None
-            for slot, found in pages.items():
-                rows = found[matrix][expert] if matrix in found else None
-                if rows is None or len(rows.a_RI) == 0 or not (slot_N == slot).any():
-                    continue
-                x_N1I, b_R1O = self._dropout(x_NI)[:, None], rows.b_RO[:, None]
-                added = self._delta(x_N1I, slot_N, rows.a_RI, b_R1O, rows.slot_R, rows.scale_R)[:, 0]
-                total = added if total is None else total + added
-            return total
+def _join_experts(parts: Mapping[int, Mapping[str, ExpertRows]], dropout: float) -> ExpertAdapters:
+    rows = [part.rows for each in parts.values() for part in each.values()]
+    dtypes = {tensor.dtype for one in rows for tensor in (one.a_RI, one.b_RO)}
+    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    num_experts = max(len(part.ranks_E) for each in parts.values() for part in each.values())
+    device = rows[0].a_RI.device
+    matrices = {}
+    for matrix in MATRICES:
+        found = [each[matrix] for each in parts.values() if matrix in each]
+        if not found:
+            continue
+        joined = _join([part.rows for part in found])
+        ranks = [each[matrix].ranks_E if matrix in each else (0,) * num_experts for each in parts.values()]
+        last = np.cumsum([0, *(n for ranks_E in ranks for n in ranks_E)])
+        start = [last[s * num_experts : (s + 1) * num_experts + 1] for s in range(len(ranks))]
+        matrices[matrix] = ExpertRanks(
+            joined.a_RI.to(dtype).contiguous(),
+            joined.b_RO.to(dtype).contiguous(),
+            joined.scale_R,
+            torch.from_numpy(np.stack(start).astype(np.int32)).to(device),
+            tuple(ranks),
+        )
+    return ExpertAdapters(torch.tensor(list(parts), dtype=torch.int32, device=device), matrices, dropout)
 
-        return delta
+
+def _views(joined: ExpertAdapters, number: int, parts: Mapping[str, ExpertRows]) -> dict[str, ExpertRows]:
+    out = {}
+    for matrix, part in parts.items():
+        ranks = joined.matrices[matrix]
+        first = sum(map(sum, ranks.ranks_SE[:number]))
+        kept = slice(first, first + len(part.rows.a_RI))
+        rows = replace(part.rows, a_RI=ranks.a_RI[kept], b_RO=ranks.b_RO[kept], scale_R=ranks.scale_R[kept])
+        out[matrix] = replace(part, rows=rows)
+    return out

@@ -99,7 +99,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Read and judge the config of a PEFT folder.
+    """Read and check the config of a PEFT folder.
 
     Raises:
         AdapterError: it is missing, malformed, no LoRA, or asks for something that is not implemented (named).

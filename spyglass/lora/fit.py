@@ -1,4 +1,4 @@
-"""Whether an adapter fits a model, loaded or on disk. Judged wholly before anything is changed."""
+"""Whether an adapter fits a model, loaded or on disk. Everything is checked before anything changes."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ class AdapterFile:
         return count_groups(self.modules)
 
     def bank_bytes(self) -> int:
-        """Memory that its rank rows take beside a model: in fp32, for routed experts in the dtype they are stored in.
+        """Memory that its rank rows take: in fp32, for routed experts in the dtype they are stored in.
 
         With an A for each group of `wo_a`, every rank row of it gets a row of B as long as all outputs.
         """
         return sum(_pair_bytes(pair, split_expert(name) is not None) for name, pair in self.modules.items())
 
     def digests(self, factor: float = 1.0) -> tuple[bytes, bytes]:
-        """What acts on tokens and what acts on pictures, as hashes of names, values and scales; empty = nothing."""
+        """What acts on tokens and what acts on images, as hashes of names, values and scales; empty = nothing."""
         seeing = [name for name in sorted(self.modules) if group_of(name) in VISION_GROUPS]
         reading = [name for name in sorted(self.modules) if group_of(name) not in VISION_GROUPS]
         return self._digest(reading, factor), self._digest(seeing, factor)

@@ -63,7 +63,7 @@ class Loss:
 
     @property
     def relative_error(self) -> float:
-        """Size of what is missing from the change, beside the size of the change."""
+        """Size of what is missing from the change, over the size of the change."""
         return float((self.missed / self.wanted) ** 0.5) if self.wanted else 0.0
 
     def add(self, before: torch.Tensor, delta: torch.Tensor, after: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ def merge_adapter(
     """Write the checkpoint `model` with an adapter (a PEFT folder) merged in to a new folder, with its other files.
 
     `format`: "bf16" stores every matrix in bfloat16 (engram tables stay as they are), "same" in the format it had.
-    `progress` is told the bytes of each entry written.
+    `progress` gets the bytes of each entry written.
 
     Raises:
         AdapterError: the adapter does not fit the model, or more than nine tenths of the values it touches in one group

@@ -1,4 +1,4 @@
-"""Where adapters go in a model: its linear maps by native name, and the bank beside each."""
+"""Where adapters go in a model: its linear maps by native name, each with its bank."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class LoraTargets:
 
     def clear(self, slot: int) -> None:
         """Take one adapter out of every bank; a module whose bank is empty is as if it never had one."""
-        for place in (*self.linears.values(), *self.experts.values()):
-            bank = place.adapter
+        for module in (*self.linears.values(), *self.experts.values()):
+            bank = module.adapter
             if isinstance(bank, LinearBank | ExpertsBank):
                 bank.remove(slot)
                 if not bank.slots:
-                    place.adapter = None
+                    module.adapter = None
 
     def names(self, group: AdapterGroup) -> list[str]:
-        """Names of the places of a group; the experts of a layer are one place."""
+        """Names of the targets of a group; the experts of a layer are one module."""
         if group == "experts":
             return list(self.experts)
         return [name for name in self.linears if self.params[name].adapter == group]
@@ -66,14 +66,14 @@ class LoraTargets:
 
 def find_targets(model: nn.Module) -> LoraTargets:
     """Every linear map of a model that an adapter may change."""
-    places = LoraTargets()
+    targets = LoraTargets()
     for module in model.modules():
         if isinstance(module, Linear | GroupedLinear):
             param = module.build.params[module.name]
             if param.adapter is not None:
-                places.linears[module.name], places.params[module.name] = module, param
+                targets.linears[module.name], targets.params[module.name] = module, param
         elif isinstance(module, Experts):
-            places.experts[module.name] = module
+            targets.experts[module.name] = module
             for slot in module.slots():
-                places.params[slot.name] = module.build.params[slot.name]
-    return places
+                targets.params[slot.name] = module.build.params[slot.name]
+    return targets

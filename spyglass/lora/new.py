@@ -26,7 +26,7 @@ TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableAdapter:
-    """`parameters` fp32 leaves by `<place>.lora_A` [R, in] and `<place>.lora_B` [R, out] (B transposed).
+    """`parameters` fp32 leaves by `<module>.lora_A` [R, in] and `<module>.lora_B` [R, out] (B transposed).
 
     R is the rank; for the experts of a layer and one of their matrices (`layers.3.ffn.experts.w1`) it is experts times
     rank, expert after expert. Rows of a step that shall use it carry slot `slot`. `counts`: modules per group.
@@ -45,13 +45,13 @@ class TrainableAdapter:
         the model is evaluated."""
         self.targets.dropout.share = share
 
-    def swap(self, place: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
-        """Let the model use these tensors in place of the leaves `<place>.lora_A` and `<place>.lora_B`."""
-        layer, _, matrix = place.rpartition(".")
+    def swap(self, module: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+        """Let the model use these tensors in place of the leaves `<module>.lora_A` and `<module>.lora_B`."""
+        layer, _, matrix = module.rpartition(".")
         if layer in self.targets.experts:
             self.targets.experts_bank(layer).swap(self.slot, matrix, a_RI, b_RO)
         else:
-            self.targets.linear_bank(place).swap(self.slot, a_RI, b_RO)
+            self.targets.linear_bank(module).swap(self.slot, a_RI, b_RO)
 
     def file(self) -> AdapterFile:
         """A copy of what was trained so far, on the host, one pair per native module."""
@@ -60,10 +60,10 @@ class TrainableAdapter:
             for name, a_RI in self.parameters.items():
                 if not name.endswith(".lora_A"):
                     continue
-                place = name.removesuffix(".lora_A")
-                b_RO = self.parameters[f"{place}.lora_B"]
+                module = name.removesuffix(".lora_A")
+                b_RO = self.parameters[f"{module}.lora_B"]
                 pages = zip(
-                    _native_names(place, self.targets), a_RI.split(self.rank), b_RO.split(self.rank), strict=True
+                    _native_names(module, self.targets), a_RI.split(self.rank), b_RO.split(self.rank), strict=True
                 )
                 for native, a_rI, b_rO in pages:
                     modules[native] = LowRank(
@@ -98,7 +98,7 @@ def new_adapter(
     rslora: bool = False,
     seed: int = 0,
 ) -> TrainableAdapter:
-    """Put a fresh adapter beside every module of the groups `targets` (see `names.GROUPS`).
+    """Add a fresh adapter to every module of the groups `targets` (see `params.targets.GROUPS`).
 
     A is uniform in ±1/sqrt(in), B zero, as PEFT begins: the model computes what it did before. Values depend on seed
     and module name alone.
@@ -109,10 +109,10 @@ def new_adapter(
     """
     groups = check_targets(targets)
     check_trained(rank, alpha)
-    places = find_targets(model)
-    if any(place.adapter is not None for place in (*places.linears.values(), *places.experts.values())):
+    modules = find_targets(model)
+    if any(module.adapter is not None for module in (*modules.linears.values(), *modules.experts.values())):
         raise AdapterError("the model already holds an adapter; detach it before another is trained")
-    empty = [group for group in groups if not places.names(group)]
+    empty = [group for group in groups if not modules.names(group)]
     if empty:
         raise AdapterError(
             f"0 modules matched for {', '.join(empty)}: this model has none; leave them out of the targets"
@@ -121,33 +121,35 @@ def new_adapter(
     parameters: dict[str, nn.Parameter] = {}
     counts: dict[AdapterGroup, int] = {}
     for group in groups:
-        for name in places.names(group):
+        for name in modules.names(group):
             if group == "experts":
-                parameters |= _experts(places, name, rank, scale, seed)
-                counts[group] = counts.get(group, 0) + len(MATRICES) * places.experts[name].num_experts
+                parameters |= _experts(modules, name, rank, scale, seed)
+                counts[group] = counts.get(group, 0) + len(MATRICES) * modules.experts[name].num_experts
             else:
-                parameters |= _linear(places, name, rank, scale, seed)
+                parameters |= _linear(modules, name, rank, scale, seed)
                 counts[group] = counts.get(group, 0) + 1
-    return TrainableAdapter(parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, targets=places)
+    return TrainableAdapter(
+        parameters=parameters, counts=counts, rank=rank, alpha=alpha, rslora=rslora, targets=modules
+    )
 
 
-def _linear(places: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
-    _, inner, outer = places.params[name].map_shape
-    rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, places.device(name))
-    places.linear_bank(name).put(TRAINED_SLOT, rows)
+def _linear(modules: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+    _, inner, outer = modules.params[name].map_shape
+    rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, modules.device(name))
+    modules.linear_bank(name).put(TRAINED_SLOT, rows)
     return leaves
 
 
-def _experts(places: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
-    count = places.experts[name].num_experts
+def _experts(modules: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
+    count = modules.experts[name].num_experts
     parts: dict[str, ExpertRows] = {}
     leaves: dict[str, nn.Parameter] = {}
     for matrix in MATRICES:
-        _, inner, outer = places.params[f"{name}.0.{matrix}"].map_shape
-        rows, found = _fresh(f"{name}.{matrix}", (count * rank, inner, outer), scale, seed, places.device(name))
+        _, inner, outer = modules.params[f"{name}.0.{matrix}"].map_shape
+        rows, found = _fresh(f"{name}.{matrix}", (count * rank, inner, outer), scale, seed, modules.device(name))
         parts[matrix] = ExpertRows(rows, (rank,) * count)
         leaves |= found
-    places.experts_bank(name).put(TRAINED_SLOT, parts)
+    modules.experts_bank(name).put(TRAINED_SLOT, parts)
     return leaves
 
 
@@ -165,9 +167,9 @@ def _fresh(
     return rows, {f"{name}.lora_A": a_leaf, f"{name}.lora_B": b_leaf}
 
 
-def _native_names(place: str, places: LoraTargets) -> list[str]:
+def _native_names(module: str, modules: LoraTargets) -> list[str]:
     """The modules whose rank rows a leaf holds, in order."""
-    layer, _, matrix = place.rpartition(".")
-    if layer not in places.experts:
-        return [place]
-    return [f"{layer}.{expert}.{matrix}" for expert in range(places.experts[layer].num_experts)]
+    layer, _, matrix = module.rpartition(".")
+    if layer not in modules.experts:
+        return [module]
+    return [f"{layer}.{expert}.{matrix}" for expert in range(modules.experts[layer].num_experts)]

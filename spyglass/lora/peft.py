@@ -102,7 +102,7 @@ def _pairs(path: Path, headers: Mapping[str, TensorHeader], config: AdapterConfi
     pairs: list[_Pair] = []
     unmatched: list[str] = []
     for module, sides in found.sides.items():
-        native, parameter = _place(module, found.sides, config)
+        native, parameter = _target_of(module, found.sides, config)
         if parameter is None and group_of(native) is None:
             reason = why_refused(native)
             unmatched.append(f"{module} ({reason})" if reason else module)
@@ -126,7 +126,7 @@ def _sort(headers: Mapping[str, TensorHeader]) -> _Found:
     return found
 
 
-def _place(module: str, modules: Mapping[str, object], config: AdapterConfig) -> tuple[str, str | None]:
+def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig) -> tuple[str, str | None]:
     """The native module, and for stacked experts their layer and which of the two stacked tensors it is.
 
     PEFT nests the pairs of one module: `gate_up_proj` lies inside (`.base_layer`) where both have one.
@@ -139,7 +139,8 @@ def _place(module: str, modules: Mapping[str, object], config: AdapterConfig) ->
         return native, "gate_up_proj"
     if f"{outer}.base_layer" in modules:
         return native, "down_proj"
-    named = [name for name in ("gate_up_proj", "down_proj") if _is_target(f"{outer}.{name}", config)]
+    targets = tuple(f".{target}" for target in config.target_parameters)
+    named = [name for name in ("gate_up_proj", "down_proj") if f".{outer}.{name}".endswith(targets)]
     if len(named) != 1:
         raise AdapterError(
             f"{module} holds one pair for stacked experts, and target_parameters {list(config.target_parameters)} name "
@@ -150,10 +151,6 @@ def _place(module: str, modules: Mapping[str, object], config: AdapterConfig) ->
 
 def _outer(module: str) -> str:
     return module.removesuffix(".base_layer")
-
-
-def _is_target(name: str, config: AdapterConfig) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters)
 
 
 def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:

@@ -37,7 +37,7 @@ class AdapterPool:
     """Adapters of one model. Its methods may be called from any thread."""
 
     def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK) -> None:
-        self._places = find_targets(model)
+        self._targets = find_targets(model)
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
@@ -75,14 +75,14 @@ class AdapterPool:
             check_alpha(factor)
         except AdapterError as error:
             raise AdapterError(f"factor is no factor: {error}") from error
-        check_fit(adapter, self._places.params, self._places.num_experts, self._max_rank)
+        check_fit(adapter, self._targets.params, self._targets.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
             if name in self._attached:
                 raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
             use = AdapterHandle(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
             self._next_slot += 1
-            _fill(self._places, use.slot, adapter, factor)
+            _fill(self._targets, use.slot, adapter, factor)
             self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
         return use
 
@@ -106,17 +106,17 @@ class AdapterPool:
         return use
 
     def free(self, use: AdapterHandle) -> None:
-        """Give the memory of an adapter back that has been withdrawn and that nobody uses any more."""
+        """Free the memory of an unregistered adapter that no request uses."""
         with self._lock:
-            self._places.clear(use.slot)
+            self._targets.clear(use.slot)
 
 
-def _fill(places: LoraTargets, slot: int, adapter: AdapterFile, factor: float) -> None:
+def _fill(targets: LoraTargets, slot: int, adapter: AdapterFile, factor: float) -> None:
     """Copy every pair that adds something into the bank of its module.
 
-    All was judged before; only memory can be missing. Pairs of zeros, as before the first step of training, are left
-    out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the bits of the
-    base.
+    Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training, are
+    left out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the bits of
+    the base.
     """
     experts: dict[str, dict[str, dict[int, LowRank]]] = {}
     try:
@@ -127,26 +127,26 @@ def _fill(places: LoraTargets, slot: int, adapter: AdapterFile, factor: float) -
             if expert is not None:
                 experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair
                 continue
-            a_RI, b_RO = _shared(pair, places, name)
-            device = places.device(name)
+            a_RI, b_RO = _shared(pair, targets, name)
+            device = targets.device(name)
             rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
-            places.linear_bank(name).put(slot, rows)
+            targets.linear_bank(name).put(slot, rows)
         for layer, matrices in experts.items():
-            count, device = places.experts[layer].num_experts, places.device(layer)
+            count, device = targets.experts[layer].num_experts, targets.device(layer)
             parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
-            places.experts_bank(layer).put(slot, parts)
+            targets.experts_bank(layer).put(slot, parts)
     except (RuntimeError, MemoryError) as error:  # what allocators raise
-        places.clear(slot)
+        targets.clear(slot)
         raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
 
 
-def _shared(pair: LowRank, places: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _shared(pair: LowRank, targets: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank rows fp32 A [R, in] and B [R, out]. An A for each group is a shared one whose B is zero in other groups."""
     a_RI = pair.a_RI.to(torch.float32, copy=True)
     b_RO = pair.b_OR.T.to(torch.float32, copy=True).contiguous()
     if len(a_RI) == pair.rank:
         return a_RI, b_RO
-    groups = places.params[name].groups
+    groups = targets.params[name].groups
     eye_GG = torch.eye(groups)[:, None, :, None]
     b_rGO = b_RO.view(pair.rank, groups, -1)
     return a_RI, (eye_GG * b_rGO).reshape(len(a_RI), -1)

@@ -29,7 +29,9 @@ _SIGNATURES = {
     "sg_replay": "pl",
     "sg_linear": "pillppiilliiiiippp" + "ii",
     "sg_linear_largest": "pilppiilliiiiippp" + "i",
-    "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "pi",
+    "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "ppli" + "pppp" * 3 + "pi",
+    "sg_lora_delta": "pilll" + "ppppp" + "ll" + "pi",
+    "sg_engram_gate": "pilll" + "pppp" + "f" + "pi",
     "sg_router": "pill" + "pill" + "f" + "pppppp" + "ppi",
     "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
     "sg_index_topk": "pipif" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
@@ -58,18 +60,19 @@ _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of one library; `isa` is what it was compiled for.
+    """The functions of one library.
 
     `replay` makes many calls at once (see `runtime/cpu_graph.py`), by what `on_tape` knows of each function: the
     address of the form that takes words, and the letters of its arguments.
     """
 
-    isa: str
     on_tape: Mapping[str, tuple[int, str]]
     replay: Function
     linear: Function
     linear_largest: Function
     experts: Function
+    lora_delta: Function
+    engram_gate: Function
     router: Function
     attention: Function
     index_topk: Function
@@ -140,7 +143,7 @@ def kernels_for(isa: str) -> Kernels:
             assert address_of is not None
             on_tape[short] = address_of, letters
     functions.pop("keep_memory")()
-    return Kernels(isa, on_tape=on_tape, **functions)
+    return Kernels(on_tape=on_tape, **functions)
 
 
 @cache

@@ -47,6 +47,7 @@ OPS = (
     "swiglu",
     "add_shared",
     "vit_attention",
+    "engram_gate",
 )
 # Device type -> implementation files, best first. `varlen` is torch's own variable-length attention, `cublas` its bf16
 # matrix product.
@@ -89,7 +90,13 @@ class Ops:
     swiglu: Callable[..., Any]
     add_shared: Callable[..., Any]
     vit_attention: Callable[..., Any]
+    engram_gate: Callable[..., Any]
     chosen: Mapping[str, str]
+
+    @property
+    def rounds_ahead(self) -> bool:
+        """Whether what makes the input of an FP8 map should round it on its way out, for the map would do it apart."""
+        return self.chosen["linear_block"] == "triton"
 
     @property
     def capture_backend(self) -> Backend:

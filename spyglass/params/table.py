@@ -106,7 +106,7 @@ def param_table(config: ModelConfig) -> dict[str, Param]:
 
 
 def draft_kind(names: Iterable[str]) -> DraftKind | None:
-    """Which draft stages a checkpoint holds, told by tensor names (spec v4 8, 12.2 trap 4); None without any."""
+    """Which draft stages a checkpoint holds, by its tensor names (spec v4 8, 12.2 trap 4); None without any."""
     for name in names:
         if name.startswith("mtp."):
             tail = name.split(".", 2)[-1]

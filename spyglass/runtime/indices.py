@@ -58,6 +58,7 @@ class _Rows:
     start_S: Ints
     stop_S: Ints
     resumable: Sequence[tuple[int, int]]
+    lookahead: int
 
     def before_stops(self, reach: int) -> NDArray[np.bool_] | None:
         """Rows among the last `reach` ones before the end of their sequence or a resumable position, bool [T].
@@ -66,6 +67,7 @@ class _Rows:
         """
         if len(self.seq_T) == len(self.start_S):
             return None
+        reach += self.lookahead
         kept_T = self.position_T >= self.stop_S[self.seq_T] - reach
         for seq, place in self.resumable:
             offset = self.first_S1[seq] - self.start_S[seq]
@@ -109,6 +111,7 @@ def _rows(packed: StepInput) -> _Rows:
         start_S=start_S,
         stop_S=packed.stop_S,
         resumable=packed.resumable,
+        lookahead=packed.lookahead,
     )
 
 

@@ -20,7 +20,7 @@ class StepInput:
     count from the first row of the step. `resumable` (sequence, position) pairs: un-compressed rows before each
     position are kept too, so that what is in memory after the step suffices to go on from there. `visible_T2` extra
     keys left and right (`Prompt.visible_T2`); `image_index_T` int32 row of this step's image rows or -1. What no
-    sequence has is None.
+    sequence has is None. The last `lookahead` tokens of each sequence may be taken back later.
     """
 
     ids_T: NDArray[np.int32]
@@ -33,6 +33,7 @@ class StepInput:
     visible_T2: NDArray[np.int32] | None = None
     image_index_T: NDArray[np.int32] | None = None
     slot_S: Ints | None = None
+    lookahead: int = 0
 
 
 def sequence_input(

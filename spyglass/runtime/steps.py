@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeGuard
 
@@ -65,17 +65,19 @@ def _is_capturable(model: ModelParts) -> TypeGuard[CapturableModel]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Hidden states [T, C] of a step's rows; rows int64 [R] whose logits are wanted; with `argmax` also their best ids
-    int64 [R] and values fp32 [R]."""
+    int64 [R] and values fp32 [R]. `captured` residual streams [T, M, C] by layer."""
 
     hidden_TC: torch.Tensor
     logit_rows_R: torch.Tensor
+    captured: Mapping[int, torch.Tensor]
     argmax: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class StepRunner:
     """Runs the steps of one driver. `banned_V` (bool) ids are never an argmax. Not for two threads at once.
 
-    `seconds` counts the time in `run` behind the layout of frames.
+    `capture`: layers whose residual streams results have. `seconds` counts the time in `run` behind the layout of
+    frames.
     """
 
     def __init__(
@@ -87,8 +89,9 @@ class StepRunner:
         banned_V: torch.Tensor,
         *,
         backend: Backend | None = None,
+        capture: tuple[int, ...] = (),
     ) -> None:
-        self._model, self._banned_V = model, banned_V
+        self._model, self._banned_V, self._streams = model, banned_V, capture
         self._frames = Frames(text, page_rows, device)
         if backend is None:
             backend = model.capture_backend if _is_capturable(model) else "eager"
@@ -120,7 +123,7 @@ class StepRunner:
         try:
             run = partial(self._forward, frame, image_rows_IC, argmax)
             if not (captures and frame.reused):
-                return _result(frame, run())
+                return self._result(frame, run())
 
             @contextmanager
             def padding() -> Iterator[None]:
@@ -139,7 +142,7 @@ class StepRunner:
             self.capture.use((model.weights_version, addresses))
             key = frame.shape, argmax, torch.get_num_threads()
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
-            return _result(frame, tuple([output.clone() for output in outputs]))
+            return self._result(frame, tuple([output.clone() for output in outputs]))
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -150,16 +153,17 @@ class StepRunner:
         return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self._model.held_tensors()]
 
     def _forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
-        model, batch = self._model, frame.batch
-        hidden_TC, _ = model.text(model.embed(batch, image_rows_IC), batch, frame.cache)
+        model, batch = self._model, replace(frame.batch, capture=self._streams)
+        hidden_TC, captured = model.text(model.embed(batch, image_rows_IC), batch, frame.cache)
         found = model.largest(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
-        return (hidden_TC,) if found is None else (hidden_TC, *found)
+        return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
-
-def _result(frame: Frame, outputs: Outputs) -> StepResult:
-    rows = frame.num_logit_rows
-    return StepResult(
-        hidden_TC=outputs[0][: frame.num_rows],
-        logit_rows_R=frame.logit_rows_R,
-        argmax=None if len(outputs) == 1 else (outputs[1][:rows], outputs[2][:rows]),
-    )
+    def _result(self, frame: Frame, outputs: Outputs) -> StepResult:
+        rows, count = frame.num_logit_rows, 1 + len(self._streams)
+        hidden_TC, *streams = (output[: frame.num_rows] for output in outputs[:count])
+        return StepResult(
+            hidden_TC=hidden_TC,
+            logit_rows_R=frame.logit_rows_R,
+            captured=dict(zip(self._streams, streams, strict=True)),
+            argmax=None if len(outputs) == count else (outputs[count][:rows], outputs[count + 1][:rows]),
+        )

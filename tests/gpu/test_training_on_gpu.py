@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from spyglass.train.recompute import recompute_layers
 from tests import small_v41
 from tests.ops.call import Source, to_device
 from tests.ops.cases import sparse_attention
-from tests.ops.test_training_ops import as_pairs, expert_call, leaves_of_pairs
+from tests.ops.test_training_ops import as_adapters, expert_call, leaves_of_pairs
 from tests.tolerance import GRADIENT_OF_MAX, OP_FLOAT32, assert_close
 from tests.unit.train.leaves import FAMILIES, family
 from tests.unit.train.test_gradients import adapter_on, samples_for
@@ -45,12 +44,10 @@ def test_experts_with_their_pairs() -> None:
     x, ids, weights, stacks = expert_call(FP4)
 
     def run(device: str, x: torch.Tensor, weights: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
-        pairs = {
-            name: replace(pair, scale_ER=pair.scale_ER.to(device))
-            for name, pair in as_pairs(leaves).items()
-        }  # fmt: skip
         here: list[Packed] = [to_device(stack, device) for stack in stacks]
-        out: torch.Tensor = OPS.experts_grouped(x, ids.to(device), weights, *here, limit=0.8, pairs=pairs)
+        out: torch.Tensor = OPS.experts_grouped(
+            x, ids.to(device), weights, *here, limit=0.8, **as_adapters(leaves, device=device)
+        )
         return out
 
     same_gradients(run, [x, weights, *leaves_of_pairs(Source(torch.float32))])

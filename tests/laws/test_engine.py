@@ -57,7 +57,7 @@ def test_the_engine_equals_the_plain_driver(model: Any, whole: torch.Tensor) -> 
 def test_logits_in_blocks_of_rows_equal_all_at_once(
     model: Any, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spyglass.engine.engine.LOGITS_AT_ONCE", 7 * model.config.text.vocab_size)
+    monkeypatch.setattr("spyglass.engine.loop.LOGITS_AT_ONCE", 7 * model.config.text.vocab_size)
     assert_law(logits_of(make_engine(model, model.config, step=60), make_prompt(model.config, MIXED)), whole)
 
 

@@ -106,24 +106,27 @@ def assert_as_alone(output: RequestOutput, alone: RequestOutput) -> None:
         np.testing.assert_allclose(*values, atol=30 * LAW_OF_MAX)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def world(request: pytest.FixtureRequest) -> World:
-    """50 requests, a third of them with the prompt of an earlier one, and what each gets alone without caches."""
-    family = FAMILIES[request.param]
+def make_world(family: Family, requests: int) -> World:
+    """Requests, a third of them with the prompt of an earlier one, and what each gets alone without caches."""
     model = family.model()
     random = np.random.default_rng(7)
-    shapes = [random_parts(random) for _ in range(REQUESTS)]
-    first = [number - 1 if number % 3 == 1 else number for number in range(REQUESTS)]
-    requests = [
+    shapes = [random_parts(random) for _ in range(requests)]
+    first = [number - 1 if number % 3 == 1 else number for number in range(requests)]
+    asked = [
         (
             prompt_from_parts(small_v41.mixed_parts(shapes[first[number]], seed=first[number]), model.config),
             random_params(random, number),
         )
-        for number in range(REQUESTS)
+        for number in range(requests)
     ]
     quiet = family.engine(model, step=512)
-    alone = [run_all(quiet, [prompt], params)[0] for prompt, params in requests]
-    return World(family=family, model=model, requests=requests, alone=alone)
+    alone = [run_all(quiet, [prompt], params)[0] for prompt, params in asked]
+    return World(family=family, model=model, requests=asked, alone=alone)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request: pytest.FixtureRequest) -> World:
+    return make_world(FAMILIES[request.param], REQUESTS)
 
 
 @pytest.mark.parametrize("caches", [NO_CACHES, {"prefix_cache_bytes": 1_000_000, "image_cache_bytes": 10_000}], ids=str)

@@ -126,9 +126,9 @@ def test_the_oldest_is_never_preempted_and_the_youngest_comes_back_first(model: 
     progress = dict.fromkeys(ids, 0)
     while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.output is not None]
-        oldest = min(engine._sequences, default=None)
+        oldest = min(engine.sequences, default=None)
         if oldest is not None:
-            computed = engine._sequences[oldest].computed
+            computed = engine.sequences[oldest].computed
             assert computed >= progress[oldest], "the oldest request lost its rows"
             progress[oldest] = computed
     assert order == ids
@@ -152,7 +152,7 @@ def test_an_aborted_request_that_was_preempted_leaves_nothing(model: Any) -> Non
 
 def test_without_max_tokens_an_answer_is_as_long_as_the_memory_allows(model: Any) -> None:
     engine = tight(model, max_length=4000)
-    most = engine.allocator.most_tokens
+    most = engine.allocator.max_tokens_alone
     assert most is not None
     [output] = run_all(
         engine, [make_prompt(model.config, [most - 20])], SamplingParams(max_tokens=None, ignore_eos=True, seed=1)

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
+from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
 from tests.ops.row_cases import (
@@ -67,6 +69,7 @@ def experts_grouped(
     format: Format = BF16,
     rounding: FakeQuant | None = None,
     sizes: tuple[int, int, int, int] = (6, 96, 64, 2),
+    adapters: torch.dtype | None = None,
 ) -> Call:
     """Expert 3 has no rows; rows that drew it have one expert less."""
     experts, width, hidden, chosen = sizes
@@ -77,16 +80,10 @@ def experts_grouped(
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     stacks = [source.weight(experts, *shape, format=format) for shape in shapes]
     args = (source.normal(source.rows, hidden), ids, source.uniform(source.rows, chosen), *stacks)
-    return Call(args=args, options={"limit": 0.8, "rounding": rounding}, padding=source.padding)
-
-
-def lora_delta(source: Source, groups: int) -> Call:
-    """Two adapters of ranks 3 and 4 in slots 2 and 5; some rows have none, some an adapter that owns nothing here."""
-    slots = torch.tensor([5, 2, 0, 4], dtype=torch.int32)[source.below(4, source.rows).long()]
-    owner = torch.tensor([2] * 3 + [5] * 4, dtype=torch.int32)
-    a, b = source.fp32(7, 64), source.fp32(7, groups, 40)
-    args = (source.normal(source.rows, groups, 64, scale=0.1), slots, a, b, owner, source.uniform(7))
-    return Call(args=args, options={})
+    options: dict[str, Any] = {"limit": 0.8, "rounding": rounding}
+    if adapters is not None:
+        options |= expert_adapters(source, sizes, adapters)
+    return Call(args=args, options=options, padding=source.padding)
 
 
 def router_topk(
@@ -140,6 +137,7 @@ def sparse_attention(
     dim: int = 32,
     window: int = 7,
     slack: int = 0,
+    turned: bool = False,
 ) -> Call:
     """A window of `window` rows, of which all before are gone; compressed rows of three tokens each; one image.
 
@@ -168,6 +166,9 @@ def sparse_attention(
             options["picks_TX"] = {"picks": chosen, "first": prefix}[picks].contiguous()
             options["pool_width"] = chosen.shape[1]
     q, sink = source.normal(source.rows, heads, dim), source.fp32(heads)
+    if turned:
+        angle = source.fp32(source.rows, dim // 8)
+        options["turn"] = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=pool)
     args = (q, near.pages, near.table, queries.seq, low.int(), high.int(), sink)
     return Call(args=args, options=options, padding=source.padding)
 
@@ -236,18 +237,21 @@ def silu_mul(source: Source) -> Call:
     return Call(args=(source.normal(source.rows, 2 * 1100, scale=3.0),), options={})
 
 
-def swiglu(source: Source) -> Call:
+def swiglu(source: Source, quant: FakeQuant | None = None) -> Call:
     gate, up = (source.normal(source.rows, 72, scale=3.0) for _ in range(2))
-    return Call(args=(gate, up), options={"limit": 2.0})
+    return Call(args=(gate, up), options={"limit": 2.0, "quant": quant}, flips=quant is not None)
 
 
 def add_shared(source: Source) -> Call:
     return Call(args=(source.fp32(source.rows, 72), source.normal(source.rows, 72)), options={}, exact=True)
 
 
-def rms_norm(source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32) -> Call:
+def rms_norm(
+    source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32, quant: FakeQuant | None = None
+) -> Call:
     x = source.normal(source.rows, width) if dtype else source.normal(source.rows, 5, width)
-    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 0.02})
+    weight = source.normal(width, dtype=dtype) if dtype else None
+    return Call(args=(x, weight), options={"eps": 0.02, "quant": quant}, flips=quant is not None)
 
 
 def fake_quant(source: Source, spec: FakeQuant, dims: int | None = 160) -> Call:
@@ -300,7 +304,10 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp8": lambda s: experts_grouped(s, FP8_SMALL, E4M3),
         "fp4": lambda s: experts_grouped(s, FP4, E4M3),
         "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
+        "adapters": lambda s: experts_grouped(s, FP4, None, adapters=torch.float32),
+        "bf16 adapters": lambda s: experts_grouped(s, adapters=torch.bfloat16),
     },
+    "engram_gate": {"text": engram_gate, "images": lambda s: engram_gate(s, images=True)},
     "lora_delta": {"dense": lambda s: lora_delta(s, 1), "groups": lambda s: lora_delta(s, 3)},
     "router_topk": {
         "text": router_topk,
@@ -317,6 +324,8 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "picks": lambda s: sparse_attention(s, pool=True, picks="picks"),
         "first picks": lambda s: sparse_attention(s, pool=True, picks="first"),
         "bounds": lambda s: sparse_attention(s, pool=True, slack=9),
+        "turned": lambda s: sparse_attention(s, turned=True),
+        "turned, picks": lambda s: sparse_attention(s, pool=True, picks="picks", turned=True),
         "many heads": lambda s: sparse_attention(s, pool=True, picks="picks", heads=20, dim=64, window=21),
     },
     "index_topk": {
@@ -345,11 +354,12 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "hyper_read": {
         "four": hyper_read,
         "shifted": lambda s: hyper_read(s, shifted=True),
+        "rounded": lambda s: hyper_read(s, quant=FakeQuant(element="e4m3", block=32)),
         "odd": lambda s: hyper_read(s, 3, 33),
     },
     "hyper_write_read": {
         "four": hyper_write_read,
-        "shared": lambda s: hyper_write_read(s, shared=True),
+        "shared": lambda s: hyper_write_read(s, shared=True, quant=FakeQuant(element="e4m3", block=32)),
         "shifted": lambda s: hyper_write_read(s, 3, 33, shifted=True),
     },
     "row_finish": {
@@ -367,12 +377,13 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     },
     "rope_half": {"all": rope_half},
     "silu_mul": {"all": silu_mul},
-    "swiglu": {"all": swiglu},
+    "swiglu": {"all": swiglu, "rounded": lambda s: swiglu(s, E2M1)},
     "add_shared": {"all": add_shared},
     "rms_norm": {
         "weight": rms_norm,
         "narrow weight": lambda s: rms_norm(s, 33, torch.bfloat16),
         "heads": lambda s: rms_norm(s, 512, None),
+        "rounded": lambda s: rms_norm(s, 200, quant=FakeQuant(element="e4m3", block=64)),
     },
     "fake_quant": {
         "e4m3": lambda s: fake_quant(s, FakeQuant(element="e4m3", block=64)),

@@ -12,7 +12,7 @@ import torch
 import spyglass.ops.experts_grouped.training as experts
 import spyglass.ops.sparse_attention.training as attention
 from spyglass.errors import DeviceError
-from spyglass.ops.experts_grouped.reference import ExpertPair
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.ops.table import OPS, bind_ops, describe
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
@@ -152,10 +152,20 @@ def leaves_of_pairs(source: Source) -> list[torch.Tensor]:
     return [source.normal(*shape) * 0.2 for shape in shapes]
 
 
-def as_pairs(leaves: tuple[torch.Tensor, ...], dropout: float = 0.0) -> dict[str, ExpertPair]:
-    scale = torch.linspace(0.5, 2.0, 18).view(6, 3)
+def as_adapters(
+    leaves: tuple[torch.Tensor, ...], dropout: float = 0.0, only: str | None = None, device: str = "cpu"
+) -> dict[str, Any]:
+    """One adapter of rank 3 for all rows of `expert_call`, as options of the op."""
+    scale_R = torch.linspace(0.5, 2.0, 18, device=device)
+    start_SE1 = torch.arange(0, 19, 3, dtype=torch.int32, device=device)[None]
     halves = zip(("w1", "w3", "w2"), leaves[::2], leaves[1::2], strict=True)
-    return {name: ExpertPair(a, b, scale, dropout) for name, a, b in halves}
+    matrices = {
+        name: ExpertRanks(a.flatten(0, 1), b.flatten(0, 1), scale_R, start_SE1, ((3,) * 6,))
+        for name, a, b in halves
+        if only in (None, name)
+    }
+    slots = torch.ones(len(expert_call(F32)[0]), dtype=torch.int32, device=device)
+    return {"slot_T": slots, "adapters": ExpertAdapters(slots[:1], matrices, dropout)}
 
 
 @pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
@@ -171,7 +181,7 @@ def test_pairs_beside_experts_are_those_of_the_reference(
 
     def run(op: Callable[..., torch.Tensor], stacks: list[Packed]) -> Callable[..., torch.Tensor]:
         return lambda x, weights, *leaves: op(
-            x, ids, weights, *stacks, limit=0.8, rounding=rounding, pairs=as_pairs(leaves)
+            x, ids, weights, *stacks, limit=0.8, rounding=rounding, **as_adapters(leaves)
         )
 
     ours, theirs = run(TRAINING.experts_grouped, stacks), run(REFERENCE.experts_grouped, plain)
@@ -185,10 +195,10 @@ def test_pairs_beside_experts_are_those_of_the_reference(
 def test_an_adapter_of_one_matrix_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once(monkeypatch, 8, 1 << 14)
     x, ids, weights, stacks = expert_call(F32)
-    pairs = as_pairs(tuple(leaves_of_pairs(Source(torch.float32))))
-    for matrix in pairs:
+    leaves = tuple(leaves_of_pairs(Source(torch.float32)))
+    for matrix in ("w1", "w3", "w2"):
         ours, theirs = (
-            op.experts_grouped(x, ids, weights, *stacks, limit=0.8, pairs={matrix: pairs[matrix]})
+            op.experts_grouped(x, ids, weights, *stacks, limit=0.8, **as_adapters(leaves, only=matrix))
             for op in (TRAINING, REFERENCE)
         )
         assert_close(ours, theirs, OP_FLOAT32, matrix)
@@ -201,7 +211,7 @@ def test_dropout_of_pairs_drops_inputs_of_pairs_only(monkeypatch: pytest.MonkeyP
     options: dict[str, Any] = {"limit": 0.8}
 
     def run(dropout: float) -> torch.Tensor:
-        return TRAINING.experts_grouped(x, ids, weights, *stacks, **options, pairs=as_pairs(leaves, dropout))
+        return TRAINING.experts_grouped(x, ids, weights, *stacks, **options, **as_adapters(leaves, dropout))
 
     base = TRAINING.experts_grouped(x, ids, weights, *stacks, **options)
     assert torch.equal(run(1.0), base), "all dropped: nothing is added"

@@ -17,8 +17,7 @@ READ_WHOLE = {
     "Record",  # a line of the server's log
     "EngineStats",  # for users
     "Counters",  # becomes an `EngineStats`
-    "Kernels",  # one library's functions, whole
-    "Batch",  # what a model may read
+    "StepResult",  # for whoever drives steps; drafting reads what was captured
     "Words",  # two cases are the same when all of it is
 }
 

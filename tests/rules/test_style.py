@@ -28,7 +28,7 @@ CATCHES_WHOLESALE = {
     "server/middleware.py",
     "server/stream.py",
     "engine/worker.py",
-    "engine/engine.py",  # the frame of one answer: its fault must not end the others of its step
+    "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
 }

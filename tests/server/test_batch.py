@@ -170,15 +170,15 @@ def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:
 
 def test_a_failing_step_costs_its_own_requests_only(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "in.jsonl", *(line(n, ids=[0, n], max_tokens=4) for n in range(40)))
-    real, calls = llm.engine._runner.run, []
+    real, calls = llm.engine.runner.run, []
 
-    def fails_once(chunks: Any) -> Any:
+    def fails_once(chunks: Any, *more: Any) -> Any:
         calls.append([chunk.sequence.request_id for chunk in chunks])
         if len(calls) == 3:
             raise RuntimeError("made to fail")
-        return real(chunks)
+        return real(chunks, *more)
 
-    monkeypatch.setattr(llm.engine._runner, "run", fails_once)
+    monkeypatch.setattr(llm.engine.runner, "run", fails_once)
     answers, (good, bad) = run(llm, path)
     assert len({a["custom_id"] for a in answers}) == 40 and good + bad == 40
     assert bad <= len(calls[2]) and good >= 40 - len(calls[2])

@@ -132,6 +132,10 @@ class PagePool:
         """One more holder for each of these pages, all different. Whoever shares a page only reads it."""
         self._holders[pages] += 1
 
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has several holders."""
+        return bool(self._holders[page] > 1)
+
     def give_back(self, pages: NDArray[np.int32]) -> None:
         """One holder less; without any a page is free, and with a `fill` overwritten, so that a stale read shows."""
         self._holders[pages] -= 1

@@ -2,11 +2,11 @@
 
 A prefix is named by a chain of keyed hashes over blocks of B tokens:
 
-  name_0 = H(text adapter)      name_k+1 = H(name_k, ids, kinds, pictures that begin in the block)
+  name_0 = H(text adapter)      name_k+1 = H(name_k, ids, kinds, images that begin in the block)
 
-where a picture counts by its place, the digest of its pixels and plan, and the picture adapter; a prefix that ends
+where an image counts by its position, the digest of its pixels and plan, and the image adapter; a prefix that ends
 inside a block ends with a shorter one. Only snapshots can be gone on from, so a hit is exact: nothing is approximated.
-They are left at multiples of B, behind every picture, before the last token of every prompt (which is always run
+They are left at multiples of B, behind every image, before the last token of every prompt (which is always run
 again) and where an answer ends. Least recently used ones go first.
 """
 
@@ -51,7 +51,7 @@ class PrefixHashes:
         self._names = [self._hash(b"", sequence.adapter.text_digest)]
         spans, length = sequence.prompt.spans, len(sequence.prompt)
         self._starts = np.array([span.start for span in spans], np.int64)
-        ends = {span.start + span.length for span in spans} | {sequence.cut_at_most(length - 1)}
+        ends = {span.start + span.length for span in spans} | {sequence.last_cut(length - 1)}
         self.positions = np.array(sorted(ends - {0}), np.int64)
 
     def block(self, number: int) -> bytes:
@@ -60,6 +60,10 @@ class PrefixHashes:
             first = (len(self._names) - 1) * self._block
             self._names.append(self._tail(self._names[-1], first, first + self._block))
         return self._names[number]
+
+    def truncate(self, tokens: int) -> None:
+        """Forget hashes of blocks that reach beyond the first `tokens` tokens."""
+        del self._names[tokens // self._block + 1 :]
 
     def prefix(self, tokens: int) -> bytes:
         """Name of the first `tokens` tokens, at least one."""
@@ -71,8 +75,8 @@ class PrefixHashes:
         facts = [sequence.ids(start, stop).tobytes(), sequence.kinds(start, stop).tobytes()]
         first, last = np.searchsorted(self._starts, [start, stop])
         for span in sequence.prompt.spans[first:last]:
-            place = (span.start - start).to_bytes(8, "little")
-            facts += [place, sequence.prompt.digests[span.image], sequence.adapter.vision_digest]
+            position = (span.start - start).to_bytes(8, "little")
+            facts += [position, sequence.prompt.digests[span.image], sequence.adapter.vision_digest]
         return self._hash(before, *facts)
 
     def _hash(self, *facts: bytes) -> bytes:
@@ -130,7 +134,7 @@ class PrefixCache:
         if not self._limit or sequence.wants_prompt_rows:
             return
         assert sequence.row is not None
-        if sequence.names is None:
+        if sequence.prefix_hashes is None:
             self._queried += sequence.length
         known = sequence.cached
         for name in self._matches(sequence):
@@ -153,8 +157,9 @@ class PrefixCache:
             return []
         special = self._names(sequence).positions
         first, last = np.searchsorted(special, [start, stop], side="right")
-        places = {place for place in blocks if sequence.cut_at_most(place) == place} | set(special[first:last].tolist())
-        return [place for place in sorted(places) if not self._touch(sequence, place)]
+        positions = {p for p in blocks if sequence.last_cut(p) == p} | set(special[first:last].tolist())
+        # what a token under way will make is not known yet
+        return [p for p in sorted(positions) if p > sequence.known or not self._touch(sequence, p)]
 
     def store(self, sequence: TokenSequence, tokens: int) -> None:
         """Keep a snapshot of the first `tokens` tokens of a running sequence (see `CacheAllocator.snapshot`)."""
@@ -173,6 +178,13 @@ class PrefixCache:
         self._count(entry.snapshot, 1)
         while self._bytes > self._limit:
             self._evict(next(iter(self.entries)))
+
+    def truncate(self, row: int, tokens: int) -> bool:
+        """`CacheAllocator.truncate`, for which snapshots make room."""
+        while not self._allocator.truncate(row, tokens):
+            if not self.evict_one():
+                return False
+        return True
 
     def evict_one(self) -> bool:
         """Forget one snapshot so that pages become free, now or when more go; False when all are in use by sequences.
@@ -216,11 +228,11 @@ class PrefixCache:
 
     def _matches(self, sequence: TokenSequence) -> Iterator[bytes]:
         """Names of the known prefixes longer than what is computed and shorter than the sequence, longest first."""
-        names = self._names(sequence)
-        for number in range((sequence.length - 2) // self._block, sequence.computed // self._block - 1, -1):
+        names, most = self._names(sequence), min(sequence.length - 1, sequence.known)
+        for number in range((most - 1) // self._block, sequence.computed // self._block - 1, -1):
             for tail in sorted(self._tails.get(names.block(number), ()), reverse=True):
                 tokens = number * self._block + tail
-                name = names.prefix(tokens) if sequence.computed < tokens < sequence.length else b""
+                name = names.prefix(tokens) if sequence.computed < tokens <= most else b""
                 if name in self.entries:
                     yield name
 
@@ -233,9 +245,9 @@ class PrefixCache:
         return True
 
     def _names(self, sequence: TokenSequence) -> PrefixHashes:
-        if sequence.names is None:
-            sequence.names = PrefixHashes(sequence, self._secret, self._block)
-        return sequence.names
+        if sequence.prefix_hashes is None:
+            sequence.prefix_hashes = PrefixHashes(sequence, self._secret, self._block)
+        return sequence.prefix_hashes
 
     def _count(self, snapshot: Snapshot, by: int) -> None:
         """Add a snapshot to the bytes held, or take it away."""

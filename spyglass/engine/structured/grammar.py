@@ -1,6 +1,6 @@
-"""Answers in a form: JSON by schema, a regular expression, a choice, a grammar; compiled and followed by `llguidance`.
+"""Structured output: JSON by schema, a regular expression, a choice, a grammar; compiled and followed by `llguidance`.
 
-A form allows a set of next tokens. The sets of one step are computed while the model runs, in a thread of their own,
+A grammar allows a set of next tokens. The sets of one step are computed while the model runs, in a thread of their own,
 and cut the logits before a token is drawn. Compiling happens where a request is checked, never in the step loop, and
 another process tries it first.
 """
@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 
 import llguidance
 import numpy as np
 import torch
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from spyglass.config.model import ModelConfig
@@ -29,51 +30,83 @@ from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 
-KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
-MAX_GRAMMAR_CHARS = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
+KEPT, _KEPT_SECONDS = 256, 8.0  # compiled grammars; what takes long to compile takes memory, some hundred MB a second
+MAX_GRAMMAR_CHARS = 1 << 18  # characters of a grammar: what one level of references takes of the stack, its text bounds
 
 
 class GrammarMatcher:
-    """Where one answer is in its form. With `after` (a token id) the form begins behind that token, which must come."""
+    """Where one answer is in its grammar, which with `after` (a token id) begins behind that token; it must come."""
 
-    __slots__ = ("_after", "_matcher", "failed")
+    __slots__ = ("_after", "_matcher", "_tokens", "failed")
 
     def __init__(self, matcher: llguidance.LLMatcher, after: int | None) -> None:
         self._matcher, self._after = matcher, after
-        self.failed: str | None = None  # why no answer can have this form
+        self._tokens = 0 if after is None else -1  # behind the beginning of the grammar; below 0: before it
+        self.failed: str | None = None  # why no answer can follow the grammar
+
+    @property
+    def library(self) -> llguidance.LLMatcher:
+        """The matcher of `llguidance`."""
+        return self._matcher
 
     @property
     def begun(self) -> bool:
-        """Whether the next token must follow the form; before, it may only not end the answer."""
-        return self._after is None
-
-    @property
-    def matcher(self) -> llguidance.LLMatcher:
-        """What `GrammarMasks` asks for the next token's mask."""
-        return self._matcher
+        """Whether the next token must follow the grammar; before, it may only not end the answer."""
+        return self._tokens >= 0
 
     def copy(self) -> GrammarMatcher:
-        """The same form for another answer, which is as far in it."""
+        """The same grammar for another answer, from its beginning."""
+        assert self._tokens <= 0
         return GrammarMatcher(self._matcher.deep_copy(), self._after)
 
     def push(self, token: int) -> str | None:
         """Take one drawn token; what went wrong, or None."""
-        if self._after is not None:
-            if token == self._after:
-                self._after = None
+        if not self.begun:
+            self._tokens = 0 if token == self._after else -1
             return None
         if self.failed is None and not self._matcher.consume_token(token):
             self.failed = f"the answer cannot go on in the form asked for: {first_line(self._matcher.get_error())}"
+        self._tokens += 1
         return self.failed
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the tokens that were pushed last."""
+        assert self.failed is None
+        inside = max(0, min(tokens, self._tokens))
+        if inside:
+            self._matcher.rollback(inside)
+        self._tokens -= inside
+        if tokens > inside and self._after is not None:
+            self._tokens = -1
+
+    def fill_along(self, words_RW: NDArray[np.int32], row: int, drafts: Sequence[int]) -> None:
+        """Bits of the allowed next tokens into rows `row` and on, for the next token and behind each of `drafts`.
+
+        Behind a draft that is not allowed anything is: it will not be kept.
+        """
+        begun, taken = self.begun, 0
+        for number in range(len(drafts) + 1):
+            if begun:
+                fill_next_token_bitmask(self._matcher, words_RW, row + number)
+            if number == len(drafts):
+                break
+            if not begun:
+                begun = drafts[number] == self._after
+            elif self._matcher.try_consume_tokens([drafts[number]]):
+                taken += 1
+            else:
+                break
+        if taken:
+            self._matcher.rollback(taken)
 
     @property
     def complete(self) -> bool:
         """Whether nothing can follow: the answer ends here."""
-        return bool(self._after is None and self._matcher.is_stopped())
+        return bool(self.begun and self._matcher.is_stopped())
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer and keeps them. Any thread may call it.
+    """Compiles grammars for one tokenizer and keeps them. Any thread may call it.
 
     `cpu_seconds`: what compiling one may take; it is tried first in a process of its own.
     """
@@ -86,7 +119,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, tuple[llguidance.LLMatcher, float]] = OrderedDict()  # with seconds
 
     def begin(self, structured: Structured) -> GrammarMatcher:
-        """The form of a new answer; compiles it unless the same one was asked for before.
+        """The matcher of a new answer; compiles it unless the same one was asked for before.
 
         Raises:
             PromptError: the schema, pattern or grammar means nothing, is too large, or needs a token this tokenizer
@@ -100,7 +133,7 @@ class GrammarCompiler:
         request = _request(structured)
         with self._lock:
             (vocabulary, trials), found = self._open_library(), self._compiled.get(request)
-        if found is None:  # without the lock: it may take seconds, and others' forms are ready
+        if found is None:  # without the lock: it may take seconds, and others' grammars are ready
             seconds = trials.seconds(structured.kind, request)
             if structured.kind == "json_schema" and not schema_is_finite(structured.value):
                 raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
@@ -141,14 +174,17 @@ class GrammarCompiler:
 
 
 class GrammarMasks:
-    """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured.
+    """Next-token masks of one step, computed while the model runs. Holds its thread and what it has measured.
 
-    A form that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
-    `ends` are the tokens that end an answer, which has to reach its form first.
+    A grammar that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
+    `ends` are the tokens that end an answer, which has to reach its grammar first.
     """
 
     def __init__(self, vocab_size: int, banned: Sequence[int] = (), ends: Sequence[int] = ()) -> None:
-        self._vocab_size, self._ends = vocab_size, list(ends)
+        self._vocab_size = vocab_size
+        before_V = np.ones(-(-vocab_size // 32) * 32, np.uint8)
+        before_V[list(ends)] = 0
+        self._before = np.packbits(before_V, bitorder="little").view(np.int32)  # what may come before a grammar begins
         self._usable = torch.ones(vocab_size, dtype=torch.bool)
         self._usable[list(banned)] = False
         self._executor: llguidance.LLExecutor | None = None
@@ -161,39 +197,49 @@ class GrammarMasks:
         """Share of the work that no step waited for; None before there was any."""
         return None if self.seconds == 0 else max(0.0, 1 - self.waited / self.seconds)
 
-    def begin(self, forms: Sequence[GrammarMatcher]) -> Callable[[], torch.Tensor]:
-        """Start on the masks of these forms; the result waits and gives them, bool [len(forms), V], True = allowed."""
-        begun = [row for row, form in enumerate(forms) if form.begun]
-        job: Future[NDArray[np.int32]] = self._pool.submit(self._fill, [forms[row].matcher for row in begun])
+    def begin(self, rows: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> Callable[[], torch.Tensor]:
+        """Start on the masks of next tokens, and of those behind drafts (see `GrammarMatcher.fill_along`).
+
+        The result waits and gives them, bool [R, V], True = allowed, 1 + len(drafts) rows for each matcher.
+        """
+        starts = np.cumsum([0, *(1 + len(drafts) for _, drafts in rows)]).tolist()
+        job: Future[NDArray[np.int32]] = self._pool.submit(self._fill, rows, starts)
 
         def wait() -> torch.Tensor:
             start = time.perf_counter()
-            words_SW = torch.from_numpy(job.result())
+            words_RW = torch.from_numpy(job.result())
             self.waited += time.perf_counter() - start
             bit_B = torch.arange(32, dtype=torch.int32)
-            allowed_SV = torch.ones((len(forms), self._vocab_size), dtype=torch.bool)
-            allowed_SV[:, self._ends] = False
-            allowed_SV[begun] = ((words_SW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
-            for row in (~(allowed_SV & self._usable).any(dim=1)).nonzero().flatten().tolist():
-                forms[row].failed = "the form asked for leaves only tokens that are never drawn"
-                allowed_SV[row] = True
-            return allowed_SV
+            allowed_RV = ((words_RW[:, :, None] >> bit_B) & 1).flatten(1)[:, : self._vocab_size].bool()
+            empty = (~(allowed_RV & self._usable).any(dim=1)).tolist()
+            for (matcher, _), (first, stop) in zip(rows, pairwise(starts), strict=True):
+                if empty[first]:
+                    matcher.failed = "the structured output asked for leaves only tokens that are never drawn"
+                for row in range(first, stop):
+                    allowed_RV[row] |= empty[row]
+            return allowed_RV
 
         return wait
 
-    def _fill(self, matchers: Sequence[llguidance.LLMatcher]) -> NDArray[np.int32]:
+    def _fill(self, rows: Sequence[tuple[GrammarMatcher, Sequence[int]]], starts: Sequence[int]) -> NDArray[np.int32]:
         start = time.perf_counter()
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor()
-        words_SW: NDArray[np.int32] = allocate_token_bitmask(len(matchers), self._vocab_size)
-        if matchers:
-            fill_next_token_bitmask_par(self._executor, [(matcher, s) for s, matcher in enumerate(matchers)], words_SW)
+        words_RW: NDArray[np.int32] = allocate_token_bitmask(starts[-1], self._vocab_size)
+        words_RW[:] = self._before
+        each = list(zip(rows, starts, strict=False))
+        plain = [(matcher.library, row) for (matcher, drafts), row in each if not drafts and matcher.begun]
+        if plain:
+            if self._executor is None:
+                self._executor = llguidance.LLExecutor()
+            fill_next_token_bitmask_par(self._executor, plain, words_RW)
+        for (matcher, drafts), row in each:
+            if drafts:
+                matcher.fill_along(words_RW, row, drafts)
         self.seconds += time.perf_counter() - start
-        return words_SW
+        return words_RW
 
 
 def _request(structured: Structured) -> str:
-    """Kind and value as JSON: what a form is known by.
+    """Kind and value as JSON: what a grammar is known by.
 
     Raises:
         PromptError: it is too long, or nothing that JSON can hold.

@@ -1,4 +1,5 @@
 // Routed experts (spec v4 7.4): out = sum over the chosen experts of w2( weight * silu(min(g, limit)) * clamp(u, limit) ).
+#include "adapters.h"
 #include "rows.h"
 
 namespace {
@@ -9,6 +10,7 @@ struct Experts {
   float limit;
   Quant q;
   int dtype;  // of x: gate, up, activation and each expert's output are rounded to it
+  Adapters adapters;
 };
 
 // (token, weight) pairs sorted by expert; within one expert by token.
@@ -73,6 +75,29 @@ template <class Run> INLINE void with_exactly(i64 n, Run run) {
   }
 }
 
+// The largest rank that an adapter has beside a matrix of an expert; 0 without adapters.
+i64 most_ranks(const Experts& x) {
+  i64 most = 0;
+  for (i64 at = 0; at < x.adapters.count; at++)
+    for (i64 e = 0; e < x.num; e++)
+      for (const Ranks* m : {&x.adapters.w1, &x.adapters.w3, &x.adapters.w2}) {
+        i64 rank = x.adapters.rank(*m, at, e);
+        most = rank > most ? rank : most;
+      }
+  return most;
+}
+
+// u[0 .. most) of w1 and u[most .. 2 most) of w3 for the input of one row.
+void reduce_input(const Experts& x, const Rows& rows, i64 token, i64 expert, float* u, i64 most) {
+  i64 at = x.adapters.of(token);
+  if (at < 0) return;
+  auto both = [&](auto input) {
+    x.adapters.reduce(x.adapters.w1, at, expert, input, u);
+    x.adapters.reduce(x.adapters.w3, at, expert, input, u + most);
+  };
+  rows.dtype == FLOAT32 ? both((const float*)rows.x + token * rows.stride) : both((const bf16*)rows.x + token * rows.stride);
+}
+
 // Few rows per expert: every matrix of a chosen expert is streamed once, its rows shared out among the threads.
 template <class M, int FMT>
 void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T, float* out, int threads) {
@@ -97,6 +122,14 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
     for (i64 p = 0; p < tiles[i].n; p++)
       memcpy(to + p * words1, prepared + routes.token[tiles[i].first + p] * words1, words1 * 4);
   }
+  // what adapters make of the inputs of w1 and w3, [pair][2][most]; later of w2
+  SCRATCH(reduced);
+  i64 most = most_ranks(x);
+  float* u = most ? reduced.get<float>(routes.num_pairs * 2 * most) : nullptr;
+  if (most)
+    parallel(threads, num_tiles, [&](i64 i) {
+      for (i64 p = tiles[i].first; p < tiles[i].first + tiles[i].n; p++) reduce_input(x, rows, routes.token[p], tiles[i].expert, u + p * 2 * most, most);
+    });
   // long stretches of a matrix at a time keep the memory streaming; still a few tasks per thread
   constexpr i64 STEP = 64;
   i64 stretch1 = STEP, stretch2 = x.C / (2 * threads) / STEP * STEP;
@@ -118,6 +151,13 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
           dot_rows<M, FMT, n.value>(w[which], first, stop, factors[which], (const V*)(x_tiles + task / steps1 * FEW * words1), words1 / VL,
                                     [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
         });
+      for (i64 p = 0; most && p < tile.n; p++) {
+        i64 at = x.adapters.of(routes.token[tile.first + p]);
+        if (at < 0) continue;
+        const float* own = u + (tile.first + p) * 2 * most;
+        x.adapters.add(x.adapters.w1, at, tile.expert, own, first, stop - first, sums[0][p]);
+        x.adapters.add(x.adapters.w3, at, tile.expert, own + most, first, stop - first, sums[1][p]);
+      }
       for (i64 p = 0; p < tile.n; p++)
         vectors(stop - first, [&](i64 i, auto left) {
           V weight = splat(routes.weight[tile.first + p]);
@@ -129,20 +169,30 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
   parallel(num_tiles * x.F < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
     u32* to = z_tiles + i * FEW * words2;
     for (i64 p = 0; p < tiles[i].n; p++) {
+      i64 at = most ? x.adapters.of(routes.token[tiles[i].first + p]) : -1;
+      if (at >= 0) x.adapters.reduce(x.adapters.w2, at, tiles[i].expert, z + (tiles[i].first + p) * x.F, u + (tiles[i].first + p) * 2 * most);
       prepare_row<M>(Rows{z, x.F, FLOAT32}, tiles[i].first + p, x.F, words2, x.q, to + p * words2);
       arrange<M, FMT>(to + p * words2, words2);
     }
   });
   parallel(threads, steps2, [&](i64 task) {
     SCRATCH(scales);
+    SCRATCH(addends);
     i64 first = task * stretch2, stop = first + stretch2 < x.C ? first + stretch2 : x.C;
+    float* added = most ? addends.get<float>(FEW * stretch2) : nullptr;
     for (i64 t = 0; t < T; t++) memset(out + t * x.C + first, 0, (stop - first) * 4);
     for (i64 i = 0; i < num_tiles; i++) {
       Weight w = x.w2.part(tiles[i].expert);
       Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
+      if (most) memset(added, 0, FEW * stretch2 * sizeof(float));
+      for (i64 p = 0; most && p < tiles[i].n; p++) {
+        i64 at = x.adapters.of(routes.token[tiles[i].first + p]);
+        if (at >= 0) x.adapters.add(x.adapters.w2, at, tiles[i].expert, u + (tiles[i].first + p) * 2 * most, first, stop - first, added + p * stretch2);
+      }
       with_exactly(tiles[i].n, [&](auto n) {
         dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(z_tiles + i * FEW * words2), words2 / VL,
                                   [&](i64 row, int p, float value) {
+                                    if (most) value += added[p * stretch2 + row - first];
                                     float y = x.dtype == BFLOAT16 ? round_bf16(value) : value;
                                     out[routes.token[tiles[i].first + p] * x.C + row] += y;
                                   });
@@ -186,7 +236,7 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
   size_t element = x.dtype == BFLOAT16 ? 2 : 4;
   char* y = outputs.get<char>(routes.num_pairs * x.C * element);
   Tile* tiles = tile_list.get<Tile>(routes.num_pairs);
-  i64 num_tiles = cut(routes, x.num, PANELS * MAX_LANES, tiles);
+  i64 num_tiles = cut(routes, x.num, PANELS * MAX_LANES, tiles), most = most_ranks(x);
   parallel(threads, num_tiles, [&](i64 task) {
     SCRATCH(packed);
     SCRATCH(hidden);
@@ -201,6 +251,22 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
     u32* block = decoded.get<u32>(2 * block_words);
     V* c = sums.get<V>(2 * (ROW_BLOCK + OVERSHOOT) * MAX_COUNT);
     auto size_of = [&](i64 p) { return tile.n - p * MAX_LANES < MAX_LANES ? tile.n - p * MAX_LANES : MAX_LANES; };
+    SCRATCH(reduced);
+    SCRATCH(addends);
+    float* u = most ? reduced.get<float>(tile.n * 2 * most) : nullptr;
+    float* added = most ? addends.get<float>(tile.n * x.C + x.F) : nullptr;  // of w2; and one activation
+    for (i64 i = 0; most && i < tile.n; i++) reduce_input(x, rows, routes.token[tile.first + i], tile.expert, u + i * 2 * most, most);
+    // adds what adapters make of `which` to sums [n channels][count vectors of tokens] of panel p
+    auto add_lanes = [&](const Ranks& which, i64 from, i64 p, i64 first, i64 n, int count, V* c) {
+      float channel[ROW_BLOCK];
+      for (i64 i = 0; most && i < size_of(p); i++) {
+        i64 at = x.adapters.of(routes.token[tile.first + p * MAX_LANES + i]);
+        if (at < 0) continue;
+        memset(channel, 0, sizeof(channel));
+        x.adapters.add(which, at, tile.expert, u + (p * MAX_LANES + i) * 2 * most + from, first, n, channel);
+        for (i64 r = 0; r < n; r++) ((float*)c)[r * count * VL + i] += channel[r];
+      }
+    };
     for (i64 p = 0; p < panels; p++)
       pack_panel<M>(rows, routes.token + tile.first, p * MAX_LANES, size_of(p), x.C, words1, x.q, lanes + p * MAX_LANES * words1);
     Weight w1 = x.w1.part(tile.expert), w3 = x.w3.part(tile.expert), w2 = x.w2.part(tile.expert);
@@ -222,14 +288,25 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
         product<M>(block, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, c, true, after(w1, first + n, p, count, words1));
         product<M>(block + block_words, ROW_BLOCK, n, lanes + p * MAX_LANES * words1, count, words1, up, true,
                    after(w3, first + n, p, count, words1));
+        add_lanes(x.adapters.w1, 0, p, first, n, count, c);
+        add_lanes(x.adapters.w3, most, p, first, n, count, up);
         for (int j = 0; j < count; j++) {
           V weight = load_n(routes.weight + tile.first + p * MAX_LANES + j * VL, size_of(p) - j * VL);
           for (i64 r = 0; r < n; r++) to[r * count + j] = activation(c[r * count + j], up[r * count + j], weight, x.limit, x.dtype);
         }
       }
     }
+    if (most) memset(added, 0, tile.n * x.C * sizeof(float));
+    for (i64 i = 0; most && i < tile.n; i++) {
+      i64 at = x.adapters.of(routes.token[tile.first + i]), p = i / MAX_LANES, count = count_of(size_of(p));
+      if (at < 0) continue;
+      float* own = added + tile.n * x.C;
+      for (i64 f = 0; f < x.F; f++) own[f] = ((const float*)(z + p * MAX_COUNT * z_rows))[f * count * VL + i % MAX_LANES];
+      x.adapters.reduce(x.adapters.w2, at, tile.expert, own, u + i * 2 * most);
+      x.adapters.add(x.adapters.w2, at, tile.expert, u + i * 2 * most, 0, x.C, added + i * x.C);
+    }
     for (i64 p = 0; p < panels; p++) fold_panel<M>(z + p * MAX_COUNT * z_rows, x.F, words2, count_of(size_of(p)), x.q);
-    Output to{y + tile.first * x.C * element, x.C, x.dtype, nullptr, nullptr};
+    Output to{y + tile.first * x.C * element, x.C, x.dtype, added, nullptr};
     f2 = Factors<M>(w2, memory);
     for (i64 first = 0; first < x.C; first += ROW_BLOCK) {
       i64 n = x.C - first < ROW_BLOCK ? x.C - first : ROW_BLOCK;
@@ -263,15 +340,18 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
 
 }  // namespace
 
-// x [T, C], ids [T, K] (-1 = none), weights [T, K] -> out fp32 [T, C].
+// x [T, C], ids [T, K] (-1 = none), weights [T, K] -> out fp32 [T, C]. `slot` [T] and what follows it: see `Adapters`.
 extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* ids, const float* weights, const void* w1,
                            const void* w3, const void* w2, const void* s1, const void* s3, const void* s2, i64 num, i64 F,
                            i64 C, int format, int scale_kind, int block_rows, int block_cols, float limit, int element,
-                           int block, int e4m3_scale, float* out, int threads) {
+                           int block, int e4m3_scale, const i32* slot, const i32* slots, i64 num_slots, int bf16_ranks,
+                           const void* a1, const void* b1, const float* f1, const i32* r1, const void* a3, const void* b3, const float* f3,
+                           const i32* r3, const void* a2, const void* b2, const float* f2, const i32* r2, float* out, int threads) {
   auto stack = [&](const void* data, const void* scale, i64 rows, i64 cols) {
     return Weight{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
   };
-  Experts experts{stack(w1, s1, F, C), stack(w3, s3, F, C), stack(w2, s2, C, F), num, F, C, limit, Quant{element, block, e4m3_scale, e4m3_scale && dtype == BFLOAT16}, dtype};
+  Experts experts{stack(w1, s1, F, C), stack(w3, s3, F, C), stack(w2, s2, C, F), num, F, C, limit, Quant{element, block, e4m3_scale, e4m3_scale && dtype == BFLOAT16}, dtype,
+                  Adapters{slot, slots, num_slots, num, bf16_ranks, Ranks{a1, b1, f1, r1, C, F}, Ranks{a3, b3, f3, r3, C, F}, Ranks{a2, b2, f2, r2, F, C}}};
   i64 step = (i64)32 << 20;
   step = step / (K * C) < 256 ? 256 : step / (K * C);  // rows at once, so that the outputs to be summed stay below 64 MB
   with_format(experts.w1, fits_pairs(experts.w1, dtype, experts.q), [&](auto words, auto fmt) {
@@ -279,6 +359,7 @@ extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* id
     constexpr int FMT = fmt.value;
     for (i64 t = 0; t < T; t += step) {
       i64 n = T - t < step ? T - t : step, active = 0;
+      if (slot) experts.adapters.slot = slot + t;
       Routes routes = sort_routes(ids + t * K, weights + t * K, n, K, num);
       for (i64 e = 0; e < num; e++) active += routes.start[e + 1] > routes.start[e];
       Rows rows{(const char*)x + t * C * (dtype == BFLOAT16 ? 2 : 4), C, dtype};

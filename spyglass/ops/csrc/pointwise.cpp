@@ -2,6 +2,7 @@
 // its rows, shared out among the threads when there is enough of it.
 #include <cmath>
 
+#include "adapters.h"
 #include "rows.h"
 
 namespace {
@@ -491,6 +492,60 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
   });
 }
 
+// out [T, G, O] = sum of scale_r * (a_r . x [t, g]) * b [r, g] over the rank rows of slot[t] (int32; of_rank[r] is whose row r is).
+extern "C" void sg_lora_delta(const void* x_, int dtype, i64 T_, i64 G, i64 I, const i32* slot, const float* a, const float* b,
+                              const i32* of_rank, const float* scale, i64 R, i64 O, float* out, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(T_, G * (I + O), threads, [&](i64 first, i64 stop) {
+      for (i64 t = first; t < stop; t++) {
+        memset(out + t * G * O, 0, G * O * sizeof(float));
+        for (i64 r = 0; r < R; r++) {
+          if (of_rank[r] != slot[t]) continue;
+          for (i64 g = 0; g < G; g++) {
+            float u = dot_n(a + r * I, (const T*)x_ + (t * G + g) * I, I) * scale[r];
+            add_n(u, b + (r * G + g) * O, O, out + (t * G + g) * O);
+          }
+        }
+      }
+    });
+  });
+}
+
+// The gate of an n-gram memory (spec v41 5.4): both [T, (M + 1) * C] holds M keys and one value per row.
+// out_m = h_m + sigmoid(sign(d_m) sqrt(max(|d_m|, 1e-6))) * value, d_m = sum h q k key * rsqrt(mean h^2 + eps) * rsqrt(mean key^2 + eps) / sqrt(C)
+extern "C" void sg_engram_gate(const void* streams, int dtype, i64 T_, i64 M, i64 C, const void* both_, const float* q, const float* k,
+                               const u8* closed, float eps, void* out_, int threads) {
+  typed(dtype, [&](auto type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    over_rows(T_, 3 * M * C, threads, [&](i64 first, i64 stop) {
+      for (i64 t = first; t < stop; t++) {
+        const T *keys = (const T*)both_ + t * (M + 1) * C, *value = keys + M * C;
+        for (i64 m = 0; m < M; m++) {
+          const T *h = (const T*)streams + (t * M + m) * C, *key = keys + m * C;
+          float gate = 0;
+          if (!closed || !closed[t]) {
+            V dots = {}, squares = {}, key_squares = {};
+            vectors(C, [&](i64 c, auto left) {
+              V x = load_n(h + c, left), y = load_n(key + c, left);
+              dots += x * (load_n(q + m * C + c, left) * load_n(k + m * C + c, left)) * y;
+              squares += x * x, key_squares += y * y;
+            });
+            float d = sum(dots) / sqrtf(sum(squares) / C + eps) / sqrtf(sum(key_squares) / C + eps) / sqrtf((float)C);
+            float root = sqrtf(fmaxf(fabsf(d), 1e-6f));
+            gate = vsigmoid(splat(copysignf(root, d)))[0];
+          }
+          vectors(C, [&](i64 c, auto left) {
+            store_n((T*)out_ + (t * M + m) * C + c, load_n(h + c, left) + gate * load_n(value + c, left), left);
+          });
+        }
+      }
+    });
+  });
+}
+
+ON_TAPE(sg_lora_delta)
+ON_TAPE(sg_engram_gate)
 ON_TAPE(sg_router)
 ON_TAPE(sg_compress_pool)
 ON_TAPE(sg_compress_rows)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from spyglass.errors import DeviceError
 from spyglass.ops import native
 from spyglass.ops.build import usable
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.ops.native import Kernels
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
@@ -24,6 +27,8 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
+    slot_T: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Each chosen expert's weights are read once; the sum over experts has a fixed order.
@@ -41,6 +46,12 @@ def experts_grouped(
     experts, width, hidden = w1.shape
     rows, chosen = ids_TK.shape
     x_TC, ids_TK, weights_TK = x_TC.contiguous(), native.int32(ids_TK), native.float32(weights_TK)
+    ranks: list[ExpertRanks | None] = [None] * 3
+    if adapters is None or slot_T is None:
+        slot_T = adapters = None
+    else:
+        slot_T = native.int32(slot_T)
+        ranks = [adapters.matrices.get(matrix) for matrix in ("w1", "w3", "w2")]
     out_TC = torch.empty((rows, hidden), dtype=torch.float32)
     (kernels or native.best()).experts(
         x_TC.data_ptr(),
@@ -61,7 +72,35 @@ def experts_grouped(
         *native.weight_codes("experts_grouped", w1),
         limit,
         *native.quant_codes(rounding),
+        native.address(slot_T),
+        None if adapters is None else adapters.slot_S.data_ptr(),
+        0 if adapters is None else len(adapters.slot_S),
+        _holds_bf16(ranks),
+        *(address for each in ranks for address in _addresses(each)),
         out_TC.data_ptr(),
         torch.get_num_threads(),
     )
     return out_TC
+
+
+def _holds_bf16(ranks: Sequence[ExpertRanks | None]) -> bool:
+    """Raises DeviceError where rank rows are of different dtypes, or want a gradient."""
+    dtypes = set()
+    for each in ranks:
+        if each is not None:
+            native.refuse_gradient("experts_grouped", each.a_RI, each.b_RO)
+            dtypes |= {each.a_RI.dtype, each.b_RO.dtype}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        raise DeviceError(
+            "the CPU kernel of experts_grouped takes adapters in float32 or in bfloat16, not "
+            + " and ".join(sorted(str(dtype) for dtype in dtypes))
+        )
+    return dtypes == {torch.bfloat16}
+
+
+def _addresses(ranks: ExpertRanks | None) -> tuple[int | None, ...]:
+    if ranks is None:
+        return None, None, None, None
+    tensors = ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_SE1
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return tuple(tensor.data_ptr() for tensor in tensors)

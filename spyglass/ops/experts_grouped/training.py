@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spyglass.ops.experts_grouped.reference import ExpertPair
+from spyglass.ops.experts_grouped import reference
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.ops.fake_quant.training import fake_quant
 from spyglass.ops.linear_block.training import multiply, values_for
 from spyglass.quant.formats import FakeQuant, Format
@@ -34,9 +35,20 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
-    pairs: Mapping[str, ExpertPair] | None = None,
+    slot_T: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`. The choice `ids_TK` has no gradient; routing weights, plain matrices and pairs have one."""
+    """See `reference.py`. The choice `ids_TK` has no gradient; routing weights, plain matrices and rank rows have one.
+
+    One adapter of one rank for all rows is what trains; others are left to the reference.
+    """
+    pairs: dict[str, ExpertPair] | None = None
+    if adapters is not None and slot_T is not None:
+        pairs = _one_pair(adapters, slot_T)
+        if pairs is None:
+            return reference.experts_grouped(
+                x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+            )
     layout = lay_out(ids_TK, w1.shape[0], experts_at_once(x_TC.device, w1))
     if not layout.chunks:
         return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
@@ -56,6 +68,31 @@ def experts_grouped(
         out.append(_product(chunk, "w2", w2, base, z, low).to(x_TC.dtype))
     out_TC: torch.Tensor = _Collect.apply(torch.cat(out), layout.token_M, layout.place_TK)  # type: ignore[no-untyped-call]
     return out_TC
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPair:
+    """A low-rank pair beside one matrix of every expert: adds scale_er · (Σ_I a_erI x_I) · b_erO, fp32 all three."""
+
+    a_ERI: torch.Tensor
+    b_ERO: torch.Tensor
+    scale_ER: torch.Tensor
+    dropout: float = 0.0
+
+
+def _one_pair(adapters: ExpertAdapters, slot_T: torch.Tensor) -> dict[str, ExpertPair] | None:
+    """The adapter as three tensors by matrix, if it is the only one, has one rank, and all rows have it."""
+    each = adapters.matrices
+    if len(adapters.slot_S) > 1 or any(len(set(ranks.ranks_SE[0])) > 1 for ranks in each.values()):
+        return None
+    if not bool((slot_T == adapters.slot_S).all()):
+        return None
+    found: dict[str, ExpertPair] = {}
+    for matrix, ranks in each.items():
+        size = (len(ranks.ranks_SE[0]), -1)
+        a_ERI, b_ERO = ranks.a_RI.unflatten(0, size), ranks.b_RO.unflatten(0, size)
+        found[matrix] = ExpertPair(a_ERI, b_ERO, ranks.scale_R.view(size), adapters.dropout)
+    return found
 
 
 def experts_at_once(device: torch.device, weight: Packed) -> int:

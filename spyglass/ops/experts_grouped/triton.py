@@ -11,10 +11,13 @@ import torch
 
 from spyglass.ops import gpu
 from spyglass.ops.experts_grouped import reference
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters
+from spyglass.ops.linear_block.triton import linear_block
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
 _BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
+_FEW_EXPERTS = 32  # so few can all see every row
 _FEW_CHOICES = 1024  # more are sorted in parts and multiplied in tiles
 
 
@@ -52,12 +55,12 @@ def usable(device_type: str, dtype: str) -> bool:
     return dtype == "bfloat16" and gpu.usable(device_type, dtype)
 
 
-def tuning(rows: int, chosen: int, hidden: int, width: int) -> Tuning:
+def tuning(rows: int, chosen: int, hidden: int, width: int, bits: int = 4) -> Tuning:
     """The launches for a number of rows; upper limits decide, so that a bucket of rows has one answer."""
     if rows <= 2:
-        return Tuning(up=_few(hidden, 4), down=_few(width, 4))
-    if rows * chosen <= _FEW_CHOICES:
-        return Tuning(up=_few(hidden, 1), down=_few(width, 1))
+        return Tuning(up=_few(hidden, 2), down=_few(width, 4))
+    if rows * chosen <= _FEW_CHOICES or bits > 4:
+        return Tuning(up=_few(hidden, 2), down=_few(width, 1))
     tile = Many(rows=128, tokens=64 if rows * chosen <= 1 << 15 else 128, stages=3 if gpu.roomy() else 2)
     return Tuning(up=tile, down=tile)
 
@@ -80,18 +83,25 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
+    slot_T: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     launches: Tuning | None = None,
-    tiled: bool = False,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
+    """See `reference.py`, which also serves adapters, fp32 activations, gradients and odd shapes or formats."""
+    if adapters is not None:
+        return reference.experts_grouped(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+        )
     if not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
+        if w1.shape[0] <= _FEW_EXPERTS and not gpu.learns(x_TC, weights_TK, w1.data, w3.data, w2.data):
+            return _every_expert(x_TC, ids_TK, weights_TK, w1, w3, w2, limit, rounding)
         return reference.experts_grouped(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding)
     from spyglass.ops.experts_grouped import triton_launch
 
     rows, chosen = ids_TK.shape
     if rows == 0:
         return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
-    launches = launches or tuning(rows, chosen, w1.shape[2], w1.shape[1])
+    launches = launches or tuning(rows, chosen, w1.shape[2], w1.shape[1], _BITS[w1.format.name])
     call = triton_launch.Call(
         x_TC=x_TC.contiguous(),
         ids_TK=ids_TK.contiguous(),
@@ -102,7 +112,6 @@ def experts_grouped(
         limit=limit,
         block=0 if rounding is None else rounding.block,
         bits=_BITS[w1.format.name],
-        tiled=tiled,
     )
     if isinstance(launches.up, Few) and isinstance(launches.down, Few):
         return triton_launch.few_rows(call, launches.up, launches.down)
@@ -110,11 +119,36 @@ def experts_grouped(
     return triton_launch.many_rows(call, launches.up, launches.down)
 
 
+def _every_expert(
+    x_TC: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    w1: Packed,
+    w3: Packed,
+    w2: Packed,
+    limit: float,
+    rounding: FakeQuant | None,
+) -> torch.Tensor:
+    """The reference without a look at the device: all rows through every expert, those that it has no part in left
+    out of the sum. For small models of odd shapes, whose steps are to be captured.
+    """
+    out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    for expert in range(w1.shape[0]):
+        chosen_TK = ids_TK == expert
+        weight_T1 = torch.where(chosen_TK, weights_TK, 0.0).sum(1, keepdim=True)
+        gate = linear_block(x_TC, w1[expert], rounding=rounding).float().clamp(max=limit)
+        up = linear_block(x_TC, w3[expert], rounding=rounding).float().clamp(-limit, limit)
+        z = (torch.nn.functional.silu(gate) * up * weight_T1).to(x_TC.dtype)
+        y_TC = linear_block(z, w2[expert], rounding=rounding).float()
+        out_TC += torch.where(chosen_TK.any(1, keepdim=True), y_TC, 0.0)
+    return out_TC
+
+
 def _suits(
     x_TC: torch.Tensor, ids_TK: torch.Tensor, w1: Packed, w3: Packed, w2: Packed, rounding: FakeQuant | None
 ) -> bool:
     format, (_, width, hidden) = w1.format, w1.shape
-    if not w1.format == w3.format == w2.format or ids_TK.dtype != torch.int32:
+    if not w1.format == w3.format == w2.format or w1.tiled != w3.tiled or ids_TK.dtype != torch.int32:
         return False
     if not gpu.multiplies(x_TC.dtype) or gpu.learns(x_TC, w1.data, w3.data, w2.data):
         return False
@@ -125,25 +159,4 @@ def _suits(
     if format.name == "fp4":
         return True
     rows, columns = format.block or (1, 1)
-    even = format.name == "bf16" or not any(side % rows or side % (2 * columns) for side in (width, hidden))
-    return even and ids_TK.numel() <= _FEW_CHOICES
-
-
-def tile(weight: Packed) -> Packed:
-    """FP4 stacks in the order in which `few` reads them, as many bytes: tiles of 16 rows and 128 inputs, a row's 64
-    bytes after the other. Four values a 16-bit element (see `decode_fp4_tiled`), four steps of 128 a scale word.
-
-    Rows must be a multiple of 16, inputs of 512.
-    """
-    assert weight.scale is not None
-    code = torch.stack([weight.data & 15, weight.data >> 4], -1).flatten(-2)  # [.., N, K]
-    v0, v1, v2, v3 = code.unflatten(-1, (-1, 4, 8)).to(torch.int32).unbind(-2)
-    word = (v0 & 8) << 12 | (v0 & 7) << 6 | (v1 & 8) << 9 | (v1 & 7) << 3 | (v2 & 8) << 6 | (v2 & 7)
-    word = word | (v3 & 8) << 11 | (v3 & 4) << 11 | (v3 & 3) << 10
-    data = _tiles(word.to(torch.int16).flatten(-2), 32).view(torch.uint8).view(weight.data.shape)
-    scale = weight.scale.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).flatten(-3)
-    return Packed(weight.format, data, _tiles(scale, 16).view(weight.scale.shape), weight.shape)
-
-
-def _tiles(values: torch.Tensor, width: int) -> torch.Tensor:
-    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, 16)).transpose(-2, -3).contiguous()
+    return format.name == "bf16" or not any(side % rows or side % (2 * columns) for side in (width, hidden))

@@ -86,8 +86,7 @@ def begin_few(
         if SORT:
             tl.store(listed + tl.sum(before.to(tl.int32), 1), ci, mask=(ci < choices) & (ei >= 0))
             bins = tl.arange(0, EP)
-            counts = tl.histogram(tl.where(e >= 0, e, EP - 1), EP)
-            counts = tl.where(bins < E, counts, 0)
+            counts = tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
             blocks = (counts + BM - 1) // BM
             ends = tl.cumsum(blocks, 0)
             firsts = tl.cumsum(counts, 0) - counts
@@ -349,10 +348,11 @@ def combine(
 
 @triton.jit(do_not_specialize=["choices"])
 def count_choices(ids: tl.tensor, counts: tl.tensor, choices: tl.tensor, EP: tl.constexpr, SIZE: tl.constexpr) -> None:
-    """counts[part, e] of the SIZE choices of a part; ids without expert count in the last bin."""
+    """counts[part, e] of the SIZE choices of a part."""
     c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     e = tl.load(ids + c, mask=c < choices, other=-1)
-    tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), tl.histogram(tl.where(e >= 0, e, EP - 1), EP))
+    found = tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
+    tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), found)
 
 
 @triton.jit(do_not_specialize=["choices", "parts", "blocks"])
@@ -364,6 +364,7 @@ def begin_many(
     block_expert: tl.tensor,
     block_first: tl.tensor,
     block_size: tl.tensor,
+    counters: tl.tensor,
     choices: tl.tensor,
     parts: tl.tensor,
     blocks: tl.tensor,
@@ -373,6 +374,7 @@ def begin_many(
     PP: tl.constexpr,
     BT: tl.constexpr,
     SIZE: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ) -> None:
     """`listed`, `order` and blocks as in `begin_few`, from the counts of all parts; a program lists its own part."""
     part = tl.program_id(0)
@@ -416,6 +418,9 @@ def begin_many(
         tl.store(block_expert + b, tl.where(eb < E, eb, -1), mask=b < blocks)
         tl.store(block_first + b, tl.sum(tl.where(hit, starts[None, :], 0), 1) + within, mask=b < blocks)
         tl.store(block_size + b, size, mask=b < blocks)
+        if COUNTERS > 0:
+            zero = first * COUNTERS + tl.arange(0, 32 * COUNTERS)
+            tl.store(counters + zero, tl.zeros((32 * COUNTERS,), tl.int32), mask=zero < blocks * COUNTERS)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spyglass.ops.experts_grouped.triton import Few, Many
 
 _BLOCK = 8  # choices of a block of few rows
+_SLICE = 8  # choices that one program of few lists
 _PART = 512  # choices that one program lists
 
 
@@ -34,7 +35,10 @@ class Call:
     limit: float
     block: int
     bits: int
-    tiled: bool
+
+    def order(self, weight: Packed, many: bool) -> int:
+        """In which order a product with `weight` reads its input (see `round_rows`)."""
+        return (41 if many else 0) if weight.tiled else 40 if many else self.bits
 
     def words(self, weight: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Data in 16-bit elements, scales in what one load takes."""
@@ -45,52 +49,53 @@ class Call:
 
 
 def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
-    """At most 1,024 choices: begin, up, down, combine."""
+    """Begin, up, down, combine. More than 1,024 choices are listed as for `many_rows`."""
     rows, chosen = call.ids_TK.shape
     experts, width, hidden = call.w1.shape
     device, choices = call.x_TC.device, rows * chosen
     sort = rows > _BLOCK
-    blocks = min(choices, experts + choices // _BLOCK) if sort else choices
-    part = 32
-    parts = triton.cdiv(max(blocks, choices), part)
     counters = triton.next_power_of_2(width // call.block) if call.block else 1
-    sizes = [parts * part] * 5 + [parts * part * counters]
-    order, listed, expert_B, first_B, size_B, counter = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
-        sizes
-    )
-    rounded_TC = torch.empty_like(call.x_TC)
     h_NF = torch.empty((choices, width), dtype=call.x_TC.dtype, device=device)
     y_NC = torch.empty((choices, hidden), dtype=call.x_TC.dtype, device=device)
     out_TC = torch.empty((rows, hidden), dtype=torch.float32, device=device)
-    kernels.begin_few[(triton.cdiv(rows * hidden, 1024) + parts,)](
-        call.x_TC,
-        call.ids_TK,
-        rounded_TC,
-        counter,
-        order,
-        listed,
-        expert_B,
-        first_B,
-        size_B,
-        choices,
-        rows,
-        C=hidden,
-        KC=chosen,
-        E=experts,
-        EP=triton.next_power_of_2(experts + 1),
-        CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
-        BM=_BLOCK,
-        BLOCK=call.block,
-        ORDER=0 if call.tiled else call.bits,
-        SORT=sort,
-        SLICE=part,
-        COUNTERS=counters,
-        PDL=ahead(),
-        num_warps=4,
-        num_stages=1,
-    )
+    if choices > 1024:
+        blocks = min(choices, experts + choices // _BLOCK)
+        counter = torch.empty(blocks * counters, dtype=torch.int32, device=device)
+        order, *lists = _listed(call, _BLOCK, blocks, counter, counters)
+        rounded_TC = torch.empty_like(call.x_TC)
+        _round(call, call.x_TC, rounded_TC, call.order(call.w1, many=False))
+    else:
+        blocks = min(choices, experts + choices // _BLOCK) if sort else choices
+        parts = triton.cdiv(max(blocks, choices), _SLICE)
+        sizes = [triton.cdiv(parts * _SLICE, 16) * 16] * 5 + [parts * _SLICE * counters]
+        ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        order, *lists, counter = ints.split(sizes)
+        rounded_TC = torch.empty_like(call.x_TC)
+        kernels.begin_few[(triton.cdiv(rows * hidden, 1024) + parts,)](
+            call.x_TC,
+            call.ids_TK,
+            rounded_TC,
+            counter,
+            order,
+            *lists,
+            choices,
+            rows,
+            C=hidden,
+            KC=chosen,
+            E=experts,
+            EP=triton.next_power_of_2(experts),
+            CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
+            BM=_BLOCK,
+            BLOCK=call.block,
+            ORDER=call.order(call.w1, many=False),
+            SORT=sort,
+            SLICE=_SLICE,
+            COUNTERS=counters,
+            PDL=ahead(),
+            num_warps=4,
+            num_stages=1,
+        )
     (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
-    lists = (listed, expert_B, first_B, size_B, counter)
     block_n, block_k = call.w1.format.block or (1, 1)
     shared: dict[str, Any] = {
         "KC": chosen,
@@ -98,8 +103,7 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "ROUND": call.block,
-        "ORDER": 0 if call.tiled else call.bits,
-        "TILED": call.tiled,
+        "ORDER": call.order(call.w2, many=False),
         "SORT": sort,
         "BN": 16,
         "BM": _BLOCK,
@@ -111,12 +115,14 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         **options(),
     }
     kernels.few[(width // 16, blocks)](
-        rounded_TC, w1, s1, w3, s3, call.weights_TK, call.ids_TK, *lists, h_NF, choices, rows, call.limit,
-        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, AHEAD=up.ahead, num_warps=up.warps, **shared,
+        rounded_TC, w1, s1, w3, s3, call.weights_TK, call.ids_TK, *lists, counter, h_NF, choices, rows, call.limit,
+        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, AHEAD=up.ahead, TILED=call.w1.tiled,
+        num_warps=up.warps, **shared,
     )  # fmt: skip
     kernels.few[(hidden // 16, blocks)](
-        h_NF, w2, s2, w2, s2, call.weights_TK, call.ids_TK, *lists, y_NC, choices, rows, call.limit,
-        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, AHEAD=down.ahead, num_warps=down.warps, **shared,
+        h_NF, w2, s2, w2, s2, call.weights_TK, call.ids_TK, *lists, counter, y_NC, choices, rows, call.limit,
+        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, AHEAD=down.ahead, TILED=call.w2.tiled,
+        num_warps=down.warps, **shared,
     )  # fmt: skip
     _combine(call, y_NC, order, out_TC)
     return out_TC
@@ -134,47 +140,19 @@ def many_rows(call: Call, up: Many, down: Many) -> torch.Tensor:
     rows, chosen = call.ids_TK.shape
     experts, width, hidden = call.w1.shape
     device, choices = call.x_TC.device, rows * chosen
-    parts = triton.cdiv(choices, _PART)
-    padded = parts * _PART
-    bins = triton.next_power_of_2(experts + 1)
-    blocks = [min(choices, experts + choices // tile.tokens) for tile in (up, down)]
     assert up.tokens == down.tokens
-    sizes = [parts * bins, padded, padded, *[triton.cdiv(blocks[0], 64) * 64] * 3]
-    counts, order, listed, expert_B, first_B, size_B = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
-        sizes
-    )
-    kernels.count_choices[(parts,)](call.ids_TK, counts, choices, EP=bins, SIZE=_PART, num_warps=4)
-    kernels.begin_many[(parts,)](
-        call.ids_TK,
-        counts,
-        order,
-        listed,
-        expert_B,
-        first_B,
-        size_B,
-        choices,
-        parts,
-        blocks[0],
-        KC=chosen,
-        E=experts,
-        EP=bins,
-        PP=32,
-        BT=up.tokens,
-        SIZE=_PART,
-        num_warps=8,
-        num_stages=1,
-    )
+    blocks = min(choices, experts + choices // up.tokens)
+    order, *lists = _listed(call, up.tokens, blocks, call.ids_TK, 0)
     rounded_TC = torch.empty_like(call.x_TC)
     h_NF = torch.empty((choices, width), dtype=call.x_TC.dtype, device=device)
     y_NC = torch.empty((choices, hidden), dtype=call.x_TC.dtype, device=device)
     out_TC = torch.empty((rows, hidden), dtype=torch.float32, device=device)
     (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
-    lists = (listed, expert_B, first_B, size_B)
-    _round(call, call.x_TC, rounded_TC)
-    _many(call, up, rounded_TC, (w1, s1, w3, s3), lists, h_NF, blocks[0])
+    _round(call, call.x_TC, rounded_TC, call.order(call.w1, many=True))
+    _many(call, up, rounded_TC, (w1, s1, w3, s3), lists, h_NF, blocks)
     again_NF = torch.empty_like(h_NF)
-    _round(call, h_NF, again_NF)
-    _many(call, down, again_NF, (w2, s2), lists, y_NC, blocks[1])
+    _round(call, h_NF, again_NF, call.order(call.w2, many=True))
+    _many(call, down, again_NF, (w2, s2), lists, y_NC, blocks)
     _combine(call, y_NC, order, out_TC)
     return out_TC
 
@@ -184,7 +162,7 @@ def _many(
     tile: Many,
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
-    lists: tuple[torch.Tensor, ...],
+    lists: list[torch.Tensor],
     out: torch.Tensor,
     blocks: int,
 ) -> None:
@@ -207,7 +185,7 @@ def _many(
         NW=tile.warps,
         NS=tile.stages,
         U=tile.unrolled,
-        TILED=call.tiled,
+        TILED=(call.w1 if up else call.w2).tiled,
         ASM=not interpreted(),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -215,8 +193,37 @@ def _many(
     )
 
 
-def _round(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+def _listed(call: Call, block: int, blocks: int, counter: torch.Tensor, counters: int) -> tuple[torch.Tensor, ...]:
+    """Order, list, and expert, begin and size of each block of at most `block` choices; `counter` is set to 0."""
+    choices, chosen = call.ids_TK.numel(), call.ids_TK.shape[1]
+    experts = call.w1.shape[0]
+    parts, bins = triton.cdiv(choices, _PART), triton.next_power_of_2(experts)
+    sizes = [parts * bins, *[parts * _PART] * 2, *[triton.cdiv(blocks, 64) * 64] * 3]
+    counts, *lists = torch.empty(sum(sizes), dtype=torch.int32, device=call.ids_TK.device).split(sizes)
+    kernels.count_choices[(parts,)](call.ids_TK, counts, choices, EP=bins, SIZE=_PART, num_warps=4)
+    kernels.begin_many[(parts,)](
+        call.ids_TK,
+        counts,
+        *lists,
+        counter,
+        choices,
+        parts,
+        blocks,
+        KC=chosen,
+        E=experts,
+        EP=bins,
+        PP=32,
+        BT=block,
+        SIZE=_PART,
+        COUNTERS=counters,
+        num_warps=8,
+        num_stages=1,
+    )
+    return tuple(lists)
+
+
+def _round(call: Call, x: torch.Tensor, out: torch.Tensor, order: int) -> None:
     values = x.numel()
     round_rows[(triton.cdiv(values, 4096),)](
-        x, out, values, BLOCK=call.block, SIZE=4096, ORDER=41 if call.tiled else 40, PDL=False, num_warps=8
+        x, out, values, BLOCK=call.block, SIZE=4096, ORDER=order, PDL=False, num_warps=8
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.images import check_pictures, num_cells, pack_images, split_patches
+from spyglass.batch.images import check_pictures, num_cells, pack_images
 from spyglass.config.model import VisionConfig
 from spyglass.errors import PromptError
 from spyglass.vision.pixels import pixel_table
@@ -84,7 +84,6 @@ def report_patches() -> list[NDArray[np.uint8]]:
 def test_the_untampered_batch_of_field_report_25_packs() -> None:
     packed = pack_images(report_patches(), GRIDS, [169, 192, 169], REPORT)
     assert packed.patches_U.shape[0] == 4652
-    assert [len(part) for part in split_patches(packed.patches_U, GRIDS)] == [1521, 1610, 1521]
 
 
 @pytest.mark.parametrize("picture", [0, 1, 2])
@@ -116,22 +115,6 @@ def test_a_missing_picture_in_any_of_the_lists_is_refused(lost: int) -> None:
         pack_images(*lists, REPORT)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="picture 2 is missing"):
         check_pictures(*lists, REPORT)  # type: ignore[arg-type]
-
-
-def test_concatenated_patches_that_run_out_name_the_picture() -> None:
-    joined = np.concatenate(report_patches())
-    with pytest.raises(PromptError, match=r"picture 2: .*needs 1521 patches, but only 1520 of the 4651"):
-        split_patches(joined[:-1], GRIDS)
-    with pytest.raises(PromptError, match=r"picture 2: .*only 0 of the 3131"):
-        split_patches(joined[:3131], GRIDS)
-    with pytest.raises(PromptError, match=r"picture 1: .*needs 1610 patches, but only 79 of the 1600"):
-        split_patches(joined[:1600], GRIDS)
-
-
-def test_concatenated_patches_that_are_left_over_are_counted() -> None:
-    joined = np.concatenate([*report_patches(), np.zeros((1, 3, 14, 14), np.uint8)])
-    with pytest.raises(PromptError, match=r"1 patches are left over behind picture 2: .*need 4652 patches, 4653"):
-        split_patches(joined, GRIDS)
 
 
 @pytest.mark.parametrize(

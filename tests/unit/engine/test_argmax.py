@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.sequence import TokenSequence
+from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.engine.structured.grammar import GrammarMatcher
 from tests.engine_parts import GREEDY, engine_config, make_engine, make_prompt, run_all
 from tests.small_models import ops_of, small_model
@@ -86,9 +86,15 @@ def test_a_step_with_anybody_who_needs_more_has_whole_logits(fast: Any, other: S
 
 
 def test_an_answer_that_follows_a_form_needs_more() -> None:
-    prompt, matcher = make_prompt(engine_config(), [4]), cast(GrammarMatcher, object())
-    assert not TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None, matcher=matcher).is_greedy
-    assert TokenSequence(0, prompt, GREEDY, limit=1, seed=0, detokenizer=None).is_greedy
+    class Matcher:
+        def copy(self) -> Matcher:
+            return self
+
+    prompt = make_prompt(engine_config(), [4])
+    free = Request(prompt=prompt, params=GREEDY)
+    bound = Request(prompt=prompt, params=GREEDY, matcher=cast(GrammarMatcher, Matcher()))
+    assert TokenSequence(0, free, Answer(free, limit=1)).is_greedy
+    assert not TokenSequence(0, bound, Answer(bound, limit=1)).is_greedy
 
 
 def test_a_row_of_no_numbers_ends_its_answer(fast: Any) -> None:

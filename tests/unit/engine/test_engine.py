@@ -128,7 +128,7 @@ def test_image_rows_are_dropped_once_the_picture_is_behind(model: Any) -> None:
     engine = make_engine(model, model.config, step=40)
     prompt = make_prompt(model.config, [3, (4, 4), 30, (4, 4), 3])
     request = engine.add(prompt, GREEDY)
-    sequence = engine._sequences[request]
+    sequence = engine.sequences[request]
     ends = [span.start + span.length for span in prompt.spans]
     while engine.has_work:
         engine.step()

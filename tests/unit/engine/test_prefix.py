@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spyglass.engine.cache.prefix import PrefixCache, PrefixHashes
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.sequence import TokenSequence
+from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
@@ -28,9 +28,11 @@ def names_of(prompt: Prompt, adapter: AdapterHandle = NO_ADAPTER, answer: tuple[
 
 
 def make_sequence(prompt: Prompt, adapter: AdapterHandle = NO_ADAPTER, answer: tuple[int, ...] = ()) -> TokenSequence:
-    sequence = TokenSequence(0, prompt, SamplingParams(), limit=50, seed=0, detokenizer=None, adapter=adapter)
+    request = Request(prompt=prompt, params=SamplingParams())
+    sequence = TokenSequence(0, request, Answer(request, limit=50), adapter=adapter)
     for token in answer:
-        sequence.append(token)
+        sequence.expect()
+        sequence.resolve(token)
     return sequence
 
 

@@ -186,7 +186,7 @@ def test_a_fault_in_the_text_or_grammar_of_one_answer_ends_only_that_answer(part
     engine = make_engine(model, model.config)
     prompts = [make_prompt(model.config, [7 + n]) for n in range(3)]
     ids = [engine.add(prompt, GREEDY) for prompt in prompts]
-    setattr(engine._sequences[ids[1]], part, broken(at=3))
+    setattr(engine.sequences[ids[1]].answer, part, broken(at=3))
     outputs = {}
     while engine.has_work:
         outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
@@ -203,7 +203,7 @@ def test_a_fault_while_an_answer_is_ended_leaves_nothing_held(model: Any) -> Non
     ids = [engine.add(make_prompt(model.config, [7 + n]), GREEDY) for n in range(3)]
     engine.step()
     for request in ids[:2]:
-        engine._sequences[request].detokenizer = Broken(at=100)  # type: ignore[assignment]
+        engine.sequences[request].answer.detokenizer = Broken(at=100)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="out of luck"):
         engine.abort(ids[0])
     with pytest.raises(RuntimeError, match="out of luck"):
@@ -228,7 +228,7 @@ def test_a_request_of_which_nothing_is_left_to_run_ends_with_an_error_and_the_ot
     alone = run_all(make_engine(model, model.config), prompts)
     engine = make_engine(model, model.config)
     ids = [engine.add(prompt, GREEDY) for prompt in prompts]
-    spoilt = engine._sequences[ids[1]]
+    spoilt = engine.sequences[ids[1]]
     monkeypatch.setattr(PrefixCache, "resume", lambda _, s: s.resume_from(s.length) if s is spoilt else None)
     with pytest.raises(StuckError, match="nothing of this request is left to run") as raised:
         engine.step()

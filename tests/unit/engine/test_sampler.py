@@ -11,19 +11,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spyglass.engine import sampler, thresholds
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.sampler import (
     SampleInput,
     UsedTokens,
-    draw,
+    argmax,
     inverse_draw,
-    kept_weights,
-    largest,
     penalise,
+    sample,
+    uniform,
+)
+from spyglass.engine.thresholds import (
+    kept_weights,
     threshold_of_all,
+    threshold_of_sorted,
     threshold_of_top,
     top_entries,
-    uniform,
 )
 
 NONE = torch.tensor([], dtype=torch.int64)
@@ -38,7 +42,7 @@ def draws(logits: Any, params: SamplingParams, count: int, seed: int = 0, banned
         position_S=np.arange(count, dtype=np.uint64),
         used=[None] * count,
     )
-    return draw(rows, step, banned).ids
+    return sample(rows, step, banned).read().ids
 
 
 def slow_kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -110,6 +114,40 @@ def test_the_likeliest_are_the_head_of_the_sorted_row(columns: int) -> None:
             assert torch.equal(values[row, :count], x[row].sort(descending=True).values[:count])
             assert torch.equal(x[row, ids[row, :count]], values[row, :count])
             assert len(set(ids[row, :count].tolist())) == count
+
+
+@given(logits=GRID, top_k=st.integers(0, 12), top_p=st.sampled_from([0.05, 0.5012345, 0.9012345, 1.0]))
+def test_sorted_rows_give_the_thresholds_of_the_search(logits: list[float], top_k: int, top_p: float) -> None:
+    """What a GPU does, where nothing may depend on how many entries are found."""
+    x = torch.tensor([logits]) - max(logits)
+    settings = np.array([top_k], np.float64), np.array([top_p])
+    least, _ = threshold_of_sorted(x.sort(dim=-1, descending=True).values, x.exp(), *settings)
+    assert torch.equal(x >= least, x >= threshold_of_all(x, x.exp(), *settings))
+
+
+def test_on_a_device_nothing_depends_on_values_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have no values: whatever asks for one, or for how many there are, raises."""
+    for module in (sampler, thresholds):
+        monkeypatch.setattr(module, "to_device", lambda array, device: torch.as_tensor(array).to(device))
+    params = [
+        SamplingParams(top_k=5, top_p=0.9, logprobs=3),
+        SamplingParams(temperature=0),
+        SamplingParams(min_p=0.1, logit_bias={3: 1.0}),
+        SamplingParams(top_p=0.5, repetition_penalty=1.2, prompt_logprobs=2),
+        SamplingParams(),
+    ]
+    step = SampleInput(
+        params=params,
+        seed_S=range(5),
+        position_S=range(5),
+        used=[None, None, None, used([1, 2], [0, 3]), None],
+        grammar_rows=[1, 4],
+        allowed=torch.ones(2, 3000, dtype=torch.bool),
+    )
+    found = sample(torch.empty(5, 3000, device="meta"), step, torch.empty(2, dtype=torch.int64, device="meta"))
+    assert found.ids_S.device.type == "meta" and found.ids_S.shape == (5,)
+    with pytest.raises(NotImplementedError):
+        found.read()
 
 
 def test_each_row_is_cut_by_its_own_parameters() -> None:
@@ -187,7 +225,7 @@ def test_the_largest_is_torchs_argmax_ties_and_nan_included(columns: int) -> Non
     rows[3] = -math.inf
     rows[4, torch.randint(columns, (1,), generator=generator)] = math.nan
     rows[5, -1] = 9.0
-    assert torch.equal(largest(rows), rows.argmax(dim=-1))
+    assert torch.equal(argmax(rows), rows.argmax(dim=-1))
 
 
 def test_a_huge_temperature_draws_evenly_and_never_what_is_banned() -> None:
@@ -232,7 +270,7 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         step = SampleInput(
             params=[params[r] for r in rows], seed_S=seeds[rows], position_S=places[rows], used=[None] * len(rows)
         )
-        return draw(logits[rows].clone(), step, NONE).ids
+        return sample(logits[rows].clone(), step, NONE).read().ids
 
     together = run([0, 1, 2, 3, 4])
     assert [run([row])[0] for row in range(5)] == together
@@ -297,7 +335,7 @@ def test_logprobs_are_the_models_own_and_add_up_to_one() -> None:
         position_S=np.zeros(2, np.uint64),
         used=[used([int(logits[0].argmax())], [1]), None],
     )
-    drawn = draw(logits.clone(), step, torch.tensor([5]))
+    drawn = sample(logits.clone(), step, torch.tensor([5])).read()
     entry = drawn.logprobs[0]
     assert entry is not None and drawn.logprobs[1] is None
     own = logits[0].log_softmax(-1)
@@ -320,6 +358,6 @@ def test_a_row_without_numbers_is_reported_and_spoils_no_other(bad: float) -> No
     logits[4:] = 0.0
     logits[4:, 1] = 50.0
     step = SampleInput(params=params, seed_S=np.zeros(6, np.uint64), position_S=np.zeros(6, np.uint64), used=[None] * 6)
-    drawn = draw(logits, step, NONE)
-    assert drawn.sound == [False] * 4 + [True] * 2
+    drawn = sample(logits, step, NONE).read()
+    assert drawn.is_finite == [False] * 4 + [True] * 2
     assert drawn.ids[4:] == [1, 1]

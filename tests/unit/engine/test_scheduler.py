@@ -15,7 +15,7 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.scheduler import Scheduler, StuckError
-from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.sequence import Answer, Chunk, Request, TokenSequence
 from spyglass.errors import CapacityError
 from spyglass.prompt.visibility import legal_cuts
 from tests.engine_parts import PAGE_ROWS, engine_config, make_prompt
@@ -38,18 +38,19 @@ def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None
 
 
 def make_sequence(number: int, parts: list[int | tuple[int, int]], limit: int = 5) -> TokenSequence:
-    prompt = make_prompt(CONFIG, parts, seed=number)
-    return TokenSequence(number, prompt, SamplingParams(), limit=limit, seed=0, detokenizer=None)
+    request = Request(prompt=make_prompt(CONFIG, parts, seed=number), params=SamplingParams())
+    return TokenSequence(number, request, Answer(request, limit=limit))
 
 
 def play(scheduler: Scheduler, chunks: list[Chunk]) -> None:
     """What the engine does with a step, without a model."""
     for chunk in chunks:
-        draws = chunk.draws
         chunk.sequence.computed = chunk.stop
-        if draws:
-            chunk.sequence.append(7)
-        if chunk.stop == len(chunk.sequence.prompt) + chunk.sequence.limit - 1 or not chunk.sequence.limit:
+        if chunk.rows_wanted:
+            chunk.sequence.expect()
+            chunk.sequence.resolve(7)
+        limit = chunk.sequence.answer.limit
+        if chunk.stop == len(chunk.sequence.prompt) + limit - 1 or not limit:
             scheduler.remove(chunk.sequence)
 
 
@@ -73,7 +74,7 @@ def test_steps_stay_in_budget_respect_spans_and_finish_everything(
     sequences = [make_sequence(number, parts) for number, parts in enumerate(shapes)]
     for sequence in sequences:
         scheduler.add(sequence)
-    total = sum(len(s.prompt) + s.limit - 1 for s in sequences)
+    total = sum(len(s.prompt) + s.answer.limit - 1 for s in sequences)
     done = 0
     for _ in range(10_000):
         chunks = scheduler.schedule()
@@ -95,7 +96,7 @@ def test_a_cut_falls_before_start_or_behind_end_never_between() -> None:
     kinds = sequence.prompt.kinds_T
     start, end = int(np.flatnonzero(kinds == 0)[0]), int(np.flatnonzero(kinds == 4)[0])
     for place in range(sequence.length + 1):
-        cut = sequence.cut_at_most(place)
+        cut = sequence.last_cut(place)
         assert cut == (start if start < place <= end else place)
     assert sequence.longest_piece() == end - start + 1
 

@@ -24,6 +24,7 @@ from spyglass.runtime.step_input import sequence_input
 from spyglass.text.step import Step, make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
+from tests.engram_values import rows_of
 from tests.independent_v41 import Independent, Rounding
 from tests.independent_v41 import Memory as SharedMemory
 from tests.small_models import build_model, empty_model, random_text, random_weights
@@ -99,7 +100,7 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     batch, cache = frame.batch, frame.cache
     engram = {
         layer: torch.from_numpy(found).to(torch.bfloat16).to(dtype)
-        for layer, found in small_store(config).rows(ids, kinds, np.full(3, -1, np.int32)).items()
+        for layer, found in rows_of(small_store(config), ids, kinds, np.full(3, -1, np.int32)).items()
     }
     batch = replace(batch, engram_rows=engram)
     text = model.text

@@ -17,6 +17,7 @@ from spyglass.runtime.step_input import join_inputs, sequence_input
 from spyglass.text.step import make_step
 from spyglass.text.v41 import V41Layer
 from tests.driver import Memory
+from tests.engram_values import rows_of
 from tests.small_models import random_text
 from tests.small_v41 import small_store, small_v41_model
 from tests.tolerance import ONE_SUM, SPEC_PRINTED, assert_close
@@ -36,7 +37,7 @@ def one_step(model: Any, slots: tuple[int, ...] = (0,), **changes: Any) -> tuple
     ids, kinds = random_text(LENGTH).astype(np.int32), np.full(LENGTH, -1, np.int8)
     rows = [sequence_input(ids, kinds, 0, memory.tables[number], [], slot=slot) for number, slot in enumerate(slots)]
     frame = Frames(text, memory.page_rows).exact(join_inputs(rows), memory.pages)
-    found = small_store(model.config).rows(ids, kinds, np.full(3, -1, np.int32))
+    found = rows_of(small_store(model.config), ids, kinds, np.full(3, -1, np.int32))
     engram = {layer: torch.from_numpy(value).repeat(len(slots), 1) for layer, value in found.items()}
     return replace(frame.batch, engram_rows=engram, **changes), frame.cache
 
