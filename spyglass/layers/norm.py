@@ -29,5 +29,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """[..., D] to the same shape and dtype; fp32 inside, one rounding."""
-        out: torch.Tensor = self._norm(x_ND, self.weight_D, eps=self.eps)
-        return out
+        return self._norm(x_ND, self.weight_D, eps=self.eps)

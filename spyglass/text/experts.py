@@ -45,8 +45,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        out: torch.Tensor = self._add_shared(*self.parts(x_TC, step))
-        return out
+        return self._add_shared(*self.parts(x_TC, step))
 
     def parts(self, x_TC: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""
