@@ -163,14 +163,14 @@ def require_room(
     path: str | os.PathLike[str],
     free: int,
     *,
-    pictures: bool = True,
+    images: bool = True,
     expand: bool = False,
     tables: bool = False,
     adapters: int = 0,
 ) -> None:
     """Refuse a checkpoint whose weights, with the bytes of its `adapters`, exceed `free`; headers decide.
 
-    `pictures`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
+    `images`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
     go to the same memory.
 
     Raises:
@@ -180,7 +180,7 @@ def require_room(
     config = read_model_config(path)
     params = param_table(config)
     weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), params).sources, params)
-    left_out = {name for name, wanted in (("vision", pictures), ("engram", tables)) if not wanted}
+    left_out = {name for name, wanted in (("vision", images), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)
     if need + adapters > free:

@@ -64,7 +64,7 @@ def load_into(
 ) -> LoadReport:
     """Fill every slot, reading each needed tensor once, in the order of the files.
 
-    `skip` names parts that stay unread (`draft` unless asked for; `vision` when pictures are not wanted); engram tables
+    `skip` names parts that stay unread (`draft` unless asked for; `vision` when images are not wanted); engram tables
     never enter a module and stay where they are. `progress` shows a bar when standard error is a terminal.
 
     Raises:

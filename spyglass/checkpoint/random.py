@@ -27,6 +27,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
 from spyglass.quant.packed import Packed
 
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0}  # of the release (spec v4 9.8)
 RANDOM_WEIGHTS = "spyglass_random_weights"  # key of config.json that says so; nothing is computed from it
 FP4_SPREAD = math.sqrt(sum(value**2 for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of codes drawn evenly
 _DRAWN_VALUES = 1 << 22
@@ -65,7 +66,8 @@ def new_checkpoint(
         layout = save_checkpoint(directory, items, names=names, progress=progress)
     config = preset_config(preset, packed=not plain)
     write_tokenizer(directory, parse_model_config(config, f"preset {preset}"))
-    _write_json(directory / "generation_config.json", _generation_config(config))
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    _write_json(directory / "generation_config.json", ids | SAMPLING)
     _write_json(directory / "config.json", config | {RANDOM_WEIGHTS: True})
     return layout
 
@@ -185,12 +187,6 @@ def _hyper_values(tail: str, noise: torch.Tensor) -> torch.Tensor:
     if tail != "hc_head_base":
         centre[2 * streams :] = 2.0 * torch.eye(streams).flatten()
     return centre + 0.3 * noise
-
-
-def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Sampling defaults of the release (spec v4 9.8)."""
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    return ids | {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -33,16 +33,17 @@ class EngineConfig:
     )
     vision_graphs: Literal["auto", "on", "off"] = field(
         default="auto",
-        metadata=about("pictures through CUDA graphs: on, off or auto (where they can be had: bfloat16 on a GPU)"),
+        metadata=about("images through CUDA graphs: on, off or auto (where they can be had: bfloat16 on a GPU)"),
     )
     expand_weights: bool = field(
         default=False, metadata=about("widen packed FP8 and FP4 weights to the activation dtype when loading")
     )
     images: int = field(
-        default=600, metadata=about("most pictures in one prompt; 0 leaves the picture tower unloaded", least=0)
+        default=600,
+        metadata=about("max images in one prompt; 0 leaves the image tower unloaded", low=0),
     )
-    max_step_tokens: int = field(default=2048, metadata=about("most tokens of all sequences in one step", most=1 << 20))
-    max_sequences: int = field(default=64, metadata=about("most sequences running at a time", most=4096))
+    max_step_tokens: int = field(default=2048, metadata=about("max tokens of all sequences in one step", high=1 << 20))
+    max_sequences: int = field(default=64, metadata=about("max sequences running at a time", high=4096))
     max_length: int | None = field(
         default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
     )
@@ -54,11 +55,11 @@ class EngineConfig:
         default=None,
         metadata=about(
             "memory for beginnings of prompts that may come again (default: an eighth of what is free); 0 keeps none",
-            least=0,
+            low=0,
         ),
     )
     image_cache_bytes: int = field(
-        default=256 << 20, metadata=about("memory for encoded pictures that may come again; 0 keeps none", least=0)
+        default=256 << 20, metadata=about("memory for encoded images that may come again; 0 keeps none", low=0)
     )
     grammar_seconds: int = field(
         default=10,
@@ -83,7 +84,7 @@ class EngineConfig:
             "(or a preset's name in place of a folder) is enough"
         ),
     )
-    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)", most=1024))
+    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)", high=1024))
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -59,19 +59,19 @@ class Fields:
         return ConfigError(f"{where} is {shown}, expected {expected}")
 
     def integer(
-        self, name: str, *, default: int | None = None, least: int = 1, most: int = MAX_INTEGER, limit: str = ""
+        self, name: str, *, default: int | None = None, low: int = 1, high: int = MAX_INTEGER, limit: str = ""
     ) -> int:
-        """An integer in [least, most]; required when no default is given. `limit` names the field that sets a bound."""
+        """An integer in [low, high]; required when no default is given. `limit` names the field that sets a bound."""
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if not _is_integer(value) or not least <= value <= most:
-            raise self.error(name, self._integer_span(least, most, limit))
+        if not _is_integer(value) or not low <= value <= high:
+            raise self.error(name, self._integer_span(low, high, limit))
         return value
 
-    def optional_integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER, limit: str = "") -> int | None:
-        """An integer in [least, most], or None when absent."""
-        return None if self.get(name) is None else self.integer(name, least=least, most=most, limit=limit)
+    def optional_integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, limit: str = "") -> int | None:
+        """An integer in [low, high], or None when absent."""
+        return None if self.get(name) is None else self.integer(name, low=low, high=high, limit=limit)
 
     def number(
         self,
@@ -79,28 +79,28 @@ class Fields:
         *,
         default: float | None = None,
         above: float = 0.0,
-        least: float | None = None,
+        low: float | None = None,
         limit: str = "",
     ) -> float:
-        """A float32 number greater than `above`, and at least `least` if given; required when no default is given."""
+        """A float32 number greater than `above`, and at least `low` if given; required when no default is given."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         number = _as_float(value)
-        if number is None or number <= above or (least is not None and number < least):
-            bound = f"of at least {least:g}" if least is not None else f"above {above:g}"
+        if number is None or number <= above or (low is not None and number < low):
+            bound = f"of at least {low:g}" if low is not None else f"above {above:g}"
             raise self.error(name, f"a float32 number {bound}{self._because(limit)}")
         return number
 
-    def optional_number(self, name: str, *, least: float) -> float | None:
-        """A float32 number of at least `least`, or None when absent."""
-        return None if self.get(name) is None else self.number(name, least=least)
+    def optional_number(self, name: str, *, low: float) -> float | None:
+        """A float32 number of at least `low`, or None when absent."""
+        return None if self.get(name) is None else self.number(name, low=low)
 
-    def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
-        """A list of integers, each at least `least`; required."""
+    def integers(self, name: str, *, low: int = 0) -> tuple[int, ...]:
+        """A list of integers, each at least `low`; required."""
         value = self.get(name)
-        if not isinstance(value, list) or not all(_is_integer(item) and least <= item <= MAX_INTEGER for item in value):
-            raise self.error(name, f"a list of integers of at least {least}")
+        if not isinstance(value, list) or not all(_is_integer(item) and low <= item <= MAX_INTEGER for item in value):
+            raise self.error(name, f"a list of integers of at least {low}")
         return tuple(value)
 
     def words(self, name: str, count: int, allowed: tuple[str, ...], *, limit: str) -> list[str]:
@@ -139,8 +139,8 @@ class Fields:
             file=self.file, values=value, prefix=f"{self.prefix}{self.spelling(name)}.", written=written or {}
         )
 
-    def _integer_span(self, least: int, most: int, limit: str) -> str:
-        span = f"of at least {least}" if most == MAX_INTEGER else f"from {least} to {most}"
+    def _integer_span(self, low: int, high: int, limit: str) -> str:
+        span = f"of at least {low}" if high == MAX_INTEGER else f"from {low} to {high}"
         return f"an integer {span}{self._because(limit)}"
 
     def _because(self, limit: str) -> str:

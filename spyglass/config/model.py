@@ -165,7 +165,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """Tower, aligner and picture planning (spec v4 9, v41 7)."""
+    """Tower, aligner and image planning (spec v4 9, v41 7)."""
 
     num_hidden_layers: int
     hidden_size: int  # Y

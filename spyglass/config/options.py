@@ -22,9 +22,9 @@ DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 _Options = TypeVar("_Options")
 
 
-def about(text: str, *, least: int = 1, most: int | None = None) -> dict[str, Any]:
+def about(text: str, *, low: int = 1, high: int | None = None) -> dict[str, Any]:
     """The metadata of an option's field: its help text, and the bounds of an integer."""
-    return {"help": text, "least": least, "most": most}
+    return {"help": text, "low": low, "high": high}
 
 
 def choices_of(kind: type) -> dict[str, tuple[str, ...]]:
@@ -48,7 +48,7 @@ def check_options(options: Any) -> None:
         if hint is bool and not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}, expected True or False")
         if hint is int or (hint == int | None and value is not None):
-            require_count(name, value, least=item.metadata["least"], most=item.metadata["most"])
+            require_count(name, value, low=item.metadata["low"], high=item.metadata["high"])
         if hint == tuple[str, ...] and not (
             isinstance(value, tuple) and all(isinstance(text, str) and text.strip() for text in value)
         ):
@@ -84,10 +84,10 @@ def read_options(
     return kind(**values)
 
 
-def require_count(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raises ConfigError unless `value` is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        span = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+def require_count(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    """Raises ConfigError unless `value` is an integer from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        span = f"of at least {low}" if high is None else f"from {low} to {high:,}"
         raise ConfigError(f"{name} is {value!r}, expected an integer {span}")
 
 

@@ -6,7 +6,6 @@ indexer, 128 = plain pools, all attended), and the first `num_hash_layers` layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spyglass.config.fields import Fields
@@ -36,7 +35,7 @@ MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 17  # of all layers together
 MAX_SINKHORN_ROUNDS = 1000
 MAX_WINDOW = 1 << 20
-SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one picture can take (spec v4 9.5)
+SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one image can take (spec v4 9.5)
 
 # Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
 REFERENCE_NAMES = {
@@ -98,7 +97,8 @@ def read_official(fields: Fields) -> ModelConfig:
     scaling = fields.section("rope_scaling")
     yarn = read_yarn(scaling, check_kind=True)
     scaling.refuse_unseen()
-    return _model(fields, yarn, OFFICIAL, _official_weights)
+    expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
+    return _model(fields, yarn, OFFICIAL, official_weights(fields, expert_dtype))
 
 
 def read_reference(fields: Fields) -> ModelConfig:
@@ -107,12 +107,10 @@ def read_reference(fields: Fields) -> ModelConfig:
     Raises:
         ConfigError: as `read_official`.
     """
-    return _model(fields, read_yarn(fields, check_kind=False), REFERENCE, reference_weights)
+    return _model(fields, read_yarn(fields, check_kind=False), REFERENCE, reference_weights(fields))
 
 
-def _model(
-    fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: Callable[[Fields], WeightQuant | None]
-) -> ModelConfig:
+def _model(fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: WeightQuant | None) -> ModelConfig:
     refuse_other_mathematics(fields)
     ratios = schedule(fields, (0, POOLED_CHOSEN, POOLED_ALL))
     head_dim, rope_dim = head_dims(fields)
@@ -129,14 +127,14 @@ def _model(
         family=V4.name,
         text=text,
         vision=_vision(fields),
-        weights=weights(fields),
+        weights=weights,
         bos_token_id=fields.integer(
-            "bos_token_id", default=defaults.bos_token_id, least=0, most=vocab - 1, limit="vocab_size"
+            "bos_token_id", default=defaults.bos_token_id, low=0, high=vocab - 1, limit="vocab_size"
         ),
         eos_token_ids=end_ids(fields, defaults, vocab),
-        pad_token_id=fields.optional_integer("pad_token_id", most=vocab - 1, limit="vocab_size"),
-        image_token_id=fields.optional_integer("image_token_id", most=vocab - 1, limit="vocab_size"),
-        num_draft_layers=fields.integer("num_nextn_predict_layers", default=extra, least=0),
+        pad_token_id=fields.optional_integer("pad_token_id", high=vocab - 1, limit="vocab_size"),
+        image_token_id=fields.optional_integer("image_token_id", high=vocab - 1, limit="vocab_size"),
+        num_draft_layers=fields.integer("num_nextn_predict_layers", default=extra, low=0),
         draft={key: value for key, value in fields.values.items() if key.startswith(DRAFT_PREFIX)},
         informational={key: value for key, value in fields.unseen().items() if not key.startswith(DRAFT_PREFIX)},
     )
@@ -155,7 +153,7 @@ def refuse_other_mathematics(fields: Fields) -> None:
 
 def schedule(fields: Fields, known: tuple[int, ...]) -> tuple[int, ...]:
     """The ratio of each layer, one of `known`; entries behind the last layer belong to draft stages."""
-    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     ratios = fields.integers("compress_ratios")
     if len(ratios) < num_layers:
         layers = fields.spelling("num_hidden_layers")
@@ -176,17 +174,17 @@ def read_yarn(fields: Fields, *, check_kind: bool) -> YarnScaling:
         fields.fixed("attention_factor", 1)
     beta_slow = fields.number("beta_slow")
     return YarnScaling(
-        factor=fields.number("factor", least=1),
+        factor=fields.number("factor", low=1),
         original_max_position=fields.integer("original_max_position_embeddings"),
-        beta_fast=fields.number("beta_fast", least=beta_slow, limit="beta_slow"),
+        beta_fast=fields.number("beta_fast", low=beta_slow, limit="beta_slow"),
         beta_slow=beta_slow,
     )
 
 
 def head_dims(fields: Fields) -> tuple[int, int]:
     """`head_dim` and its rotated part."""
-    head_dim = fields.integer("head_dim", least=2)
-    rope_dim = fields.integer("qk_rope_head_dim", least=2, most=head_dim - 1, limit="head_dim")
+    head_dim = fields.integer("head_dim", low=2)
+    rope_dim = fields.integer("qk_rope_head_dim", low=2, high=head_dim - 1, limit="head_dim")
     if rope_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number: channels are rotated in pairs")
     return head_dim, rope_dim
@@ -212,27 +210,27 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
     if num_heads % num_groups:
         raise fields.error("o_groups", f"a divisor of {fields.spelling('num_attention_heads')} {num_heads}")
     most_experts = MAX_EXPERTS // len(wiring.layers)
-    num_experts = fields.integer("n_routed_experts", most=most_experts, limit="num_hidden_layers")
+    num_experts = fields.integer("n_routed_experts", high=most_experts, limit="num_hidden_layers")
     return TextConfig(
-        vocab_size=fields.integer("vocab_size", least=2),
+        vocab_size=fields.integer("vocab_size", low=2),
         hidden_size=fields.integer("hidden_size"),
         num_attention_heads=num_heads,
         head_dim=head_dim,
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=num_groups,
         o_lora_rank=fields.integer("o_lora_rank"),
-        sliding_window=fields.integer("sliding_window", most=MAX_WINDOW),
+        sliding_window=fields.integer("sliding_window", high=MAX_WINDOW),
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=wiring.index_head_dim,
         index_topk=fields.integer("index_topk"),
         n_routed_experts=num_experts,
-        n_shared_experts=fields.integer("n_shared_experts", most=1),
-        num_experts_per_tok=fields.integer("num_experts_per_tok", most=num_experts, limit="n_routed_experts"),
+        n_shared_experts=fields.integer("n_shared_experts", high=1),
+        num_experts_per_tok=fields.integer("num_experts_per_tok", high=num_experts, limit="n_routed_experts"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         swiglu_limit=fields.number("swiglu_limit"),
         hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", most=MAX_SINKHORN_ROUNDS),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", high=MAX_SINKHORN_ROUNDS),
         hc_eps=fields.number("hc_eps", default=defaults.eps),
         rms_norm_eps=fields.number("rms_norm_eps", default=defaults.eps),
         q_head_norm=wiring.family.q_head_norm,
@@ -246,14 +244,14 @@ def read_text(fields: Fields, wiring: Wiring, defaults: Defaults) -> TextConfig:
 
 
 def _index_dim(fields: Fields, rope_dim: int) -> int:
-    dim = fields.integer("index_head_dim", least=rope_dim, limit="qk_rope_head_dim")
+    dim = fields.integer("index_head_dim", low=rope_dim, limit="qk_rope_head_dim")
     if dim & (dim - 1):
         raise fields.error("index_head_dim", "a power of two: index vectors pass a Hadamard rotation")
     return dim
 
 
 def _layers(fields: Fields, yarn: YarnScaling, ratios: tuple[int, ...], rope_dim: int) -> tuple[LayerPlan, ...]:
-    num_hash = fields.integer("num_hash_layers", least=0, most=len(ratios), limit="num_hidden_layers")
+    num_hash = fields.integer("num_hash_layers", low=0, high=len(ratios), limit="num_hidden_layers")
     near = RopeSpec(theta=fields.number("rope_theta", above=1), dim=rope_dim, yarn=None)
     far = RopeSpec(theta=fields.number("compress_rope_theta", above=1), dim=rope_dim, yarn=yarn)
     compressors = {0: None, POOLED_CHOSEN: _compressor(POOLED_CHOSEN), POOLED_ALL: _compressor(POOLED_ALL)}
@@ -298,7 +296,7 @@ def _rounding(plain_dims: int) -> Rounding:
 def _vision(fields: Fields) -> VisionConfig | None:
     """The image tower; `vision_n_layers` above zero is the only sign of one (spec v4 1.2)."""
     tower = replace(fields, written=VISION_NAMES)
-    if tower.integer("num_hidden_layers", default=0, least=0, most=MAX_LAYERS) == 0:
+    if tower.integer("num_hidden_layers", default=0, low=0, high=MAX_LAYERS) == 0:
         return None
     if tower.spelling("max_wh_ratio") not in fields.values:
         raise tower.error("max_wh_ratio", "a number of at least 1, or null for no limit")
@@ -312,35 +310,33 @@ def read_vision(tower: Fields, family: Family, *, smallest: int) -> VisionConfig
         expected = f"a divisor of the width {width} that leaves a head dimension divisible by 4 (2-D rotation)"
         raise tower.error("num_attention_heads", expected)
     return VisionConfig(
-        num_hidden_layers=tower.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_hidden_layers=tower.integer("num_hidden_layers", high=MAX_LAYERS),
         hidden_size=width,
         num_attention_heads=num_heads,
         intermediate_size=tower.integer("intermediate_size"),
         patch_size=tower.integer("patch_size"),
         rope_theta=tower.number("rope_theta", above=1),
         downsample_ratio=tower.integer("downsample_ratio"),
-        max_tokens=tower.integer("max_image_tokens", least=smallest),
-        min_pixels=tower.integer("min_pixels", least=0),
-        max_wh_ratio=tower.optional_number("max_wh_ratio", least=1),
+        max_tokens=tower.integer("max_image_tokens", low=smallest),
+        min_pixels=tower.integer("min_pixels", low=0),
+        max_wh_ratio=tower.optional_number("max_wh_ratio", low=1),
         layout=family.image_layout,
     )
 
 
-def _official_weights(fields: Fields) -> WeightQuant | None:
-    """`quantization_config`; each tensor's own dtype decides what it is, this says how e4m3 scales lie."""
-    expert_dtype = fields.optional_choice("expert_dtype", EXPERT_DTYPES)
+def official_weights(fields: Fields, expert_dtype: str | None) -> WeightQuant | None:
+    """`quantization_config`; each tensor's own dtype decides what it is, this says how e4m3 scales lie.
+
+    It may name the experts' format itself (V4.1).
+    """
     if fields.get("quantization_config") is None:
         return None
-    return quantization(fields.section("quantization_config"), expert_dtype)
-
-
-def quantization(quant: Fields, expert_dtype: str | None) -> WeightQuant:
-    """The numbers of a `quantization_config`; it may name the experts' format itself (V4.1)."""
+    quant = fields.section("quantization_config")
     quant.choice("quant_method", ("fp8",))
     quant.fixed("fmt", "e4m3")
     quant.fixed("activation_scheme", "dynamic")
     quant.optional_choice("scale_fmt", SCALE_FORMATS)
-    block = quant.integers("weight_block_size", least=1)
+    block = quant.integers("weight_block_size", low=1)
     if len(block) != 2:
         raise quant.error("weight_block_size", "two integers, rows and columns per scale")
     return WeightQuant(
@@ -367,5 +363,5 @@ def end_ids(fields: Fields, defaults: Defaults, vocab_size: int) -> tuple[int, .
             )
         return ids
     return (
-        fields.integer("eos_token_id", default=defaults.eos_token_id, least=0, most=vocab_size - 1, limit="vocab_size"),
+        fields.integer("eos_token_id", default=defaults.eos_token_id, low=0, high=vocab_size - 1, limit="vocab_size"),
     )

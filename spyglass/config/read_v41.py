@@ -27,7 +27,7 @@ from spyglass.families import V41
 from spyglass.quant.formats import FakeQuant
 
 RATIOS = (0, 1, 2)
-SMALLEST_SPAN = 4  # START, one picture cell, NEWLINE, END
+SMALLEST_SPAN = 4  # START, one image cell, NEWLINE, END
 REFERENCE_EPS = 1e-20
 
 # Our name -> the reference code's name (spec v41 1.2); names that agree are not listed.
@@ -58,7 +58,7 @@ def read_official(fields: Fields) -> ModelConfig:
         section.optional_choice("model_type", (f"{V41.name}_vision",))
         vision = read_v4.read_vision(section, V41, smallest=SMALLEST_SPAN)
     fields.fixed("tie_word_embeddings", False)
-    return _model(fields, text, yarn, vision, _official_weights(fields), OFFICIAL)
+    return _model(fields, text, yarn, vision, read_v4.official_weights(fields, None), OFFICIAL)
 
 
 def read_reference(fields: Fields) -> ModelConfig:
@@ -69,7 +69,7 @@ def read_reference(fields: Fields) -> ModelConfig:
     """
     tower = replace(fields, written=read_v4.VISION_NAMES)
     vision = None
-    if tower.integer("num_hidden_layers", default=0, least=0):
+    if tower.integer("num_hidden_layers", default=0, low=0):
         vision = read_v4.read_vision(tower, V41, smallest=SMALLEST_SPAN)
     weights = read_v4.reference_weights(fields, block=(32, 32))
     return _model(fields, fields, read_v4.read_yarn(fields, check_kind=False), vision, weights, REFERENCE)
@@ -119,15 +119,19 @@ def _model(
     text.fixed("gate_temp", 1)
     ratios = read_v4.schedule(text, RATIOS)
     head_dim, rope_dim = read_v4.head_dims(text)
-    candidate_source = text.optional_integer("candidate_source_layer_id", most=len(ratios) - 1)
+    candidate_source = text.optional_integer("candidate_source_layer_id", high=len(ratios) - 1)
+    candidates = None
+    if candidate_source is not None:
+        num_blocks = text.integer("candidate_topk_blocks")
+        candidates = CandidatePlan(num_blocks=num_blocks, block_size=text.integer("candidate_block_size"))
     engram = _engram(text, len(ratios))
     wiring = read_v4.Wiring(
         family=V41,
         layers=_layers(text, yarn, ratios, rope_dim, candidate_source, engram),
         rounding=_rounding(head_dim),
-        index_head_dim=text.integer("index_head_dim", least=rope_dim),
+        index_head_dim=text.integer("index_head_dim", low=rope_dim),
         engram=engram,
-        candidates=None if candidate_source is None else _candidates(text),
+        candidates=candidates,
     )
     backbone = read_v4.read_text(text, wiring, defaults)
     vocab, extra = backbone.vocab_size, len(text.integers("compress_ratios")) - len(ratios)
@@ -136,11 +140,11 @@ def _model(
         text=backbone,
         vision=vision,
         weights=weights,
-        bos_token_id=fields.integer("bos_token_id", default=defaults.bos_token_id, least=0, most=vocab - 1),
+        bos_token_id=fields.integer("bos_token_id", default=defaults.bos_token_id, low=0, high=vocab - 1),
         eos_token_ids=read_v4.end_ids(fields, defaults, vocab),
-        pad_token_id=fields.optional_integer("pad_token_id", most=vocab - 1),
-        image_token_id=fields.optional_integer("image_token_id", most=vocab - 1),
-        num_draft_layers=text.integer("num_nextn_predict_layers", default=extra, least=0),
+        pad_token_id=fields.optional_integer("pad_token_id", high=vocab - 1),
+        image_token_id=fields.optional_integer("image_token_id", high=vocab - 1),
+        num_draft_layers=text.integer("num_nextn_predict_layers", default=extra, low=0),
         draft={key: value for key, value in text.values.items() if key.startswith(read_v4.DRAFT_PREFIX)},
         informational={},
     )
@@ -158,8 +162,8 @@ def _layers(
     engram: EngramConfig | None,
 ) -> tuple[LayerPlan, ...]:
     """Each layer's role (spec v41 3.1): a ratio above 0 reads the nearest KV and index source at or below it."""
-    near = RopeSpec(theta=text.number("rope_theta", least=1), dim=rope_dim, yarn=None)
-    far = RopeSpec(theta=text.number("compress_rope_theta", least=1), dim=rope_dim, yarn=yarn)
+    near = RopeSpec(theta=text.number("rope_theta", low=1), dim=rope_dim, yarn=None)
+    far = RopeSpec(theta=text.number("compress_rope_theta", low=1), dim=rope_dim, yarn=yarn)
     kv_from = _sources(text, "kv_source_layer_ids", ratios)
     index_from = _sources(text, "index_source_layer_ids", ratios)
     for layer, source in kv_from.items():
@@ -221,12 +225,6 @@ def _compressor(ratio: int) -> CompressorPlan:
     return CompressorPlan(ratio=ratio, overlap=False, positional_bias=False, gated=ratio > 1, index_keys="latent")
 
 
-def _candidates(text: Fields) -> CandidatePlan:
-    return CandidatePlan(
-        num_blocks=text.integer("candidate_topk_blocks"), block_size=text.integer("candidate_block_size")
-    )
-
-
 def _rounding(head_dim: int) -> Rounding:
     """A8, F4E and F4U of spec v41 4.1, over whole rows and after rotation."""
     rows = FakeQuant(element="e4m3", block=32)
@@ -248,23 +246,17 @@ def _engram(text: Fields, num_layers: int) -> EngramConfig | None:
         return None
     if list(layers) != sorted(set(layers)) or layers[-1] >= num_layers:
         raise text.error("engram_layer_ids", f"ascending layers below {num_layers}")
-    num_rows = text.integers("engram_num_embeddings", least=1)
+    num_rows = text.integers("engram_num_embeddings", low=1)
     if len(num_rows) != len(layers):
         raise text.error("engram_num_embeddings", f"one table size for each of the {len(layers)} engram layers")
-    vocab = text.integer("vocab_size", least=2)
+    vocab = text.integer("vocab_size", low=2)
     return EngramConfig(
         layers=layers,
         num_rows=num_rows,
-        max_ngram=text.integer("engram_max_ngram_size", least=2, most=16),
-        prime_above=text.integer("engram_vocab_size", least=2),
+        max_ngram=text.integer("engram_max_ngram_size", low=2, high=16),
+        prime_above=text.integer("engram_vocab_size", low=2),
         num_heads=text.integer("engram_n_heads"),
         head_dim=text.integer("engram_head_dim"),
-        pad_token_id=text.integer("engram_pad_token_id", least=0, most=vocab - 1),
-        num_classes=text.integer("engram_compressed_vocab_size", most=vocab),
+        pad_token_id=text.integer("engram_pad_token_id", low=0, high=vocab - 1),
+        num_classes=text.integer("engram_compressed_vocab_size", high=vocab),
     )
-
-
-def _official_weights(fields: Fields) -> WeightQuant | None:
-    if fields.get("quantization_config") is None:
-        return None
-    return read_v4.quantization(fields.section("quantization_config"), None)

@@ -16,14 +16,14 @@ _ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Checked when made. Limits of bodies and pictures default to those of the model makers' own public service.
+    """Checked when made. Limits of bodies and images default to those of the model makers' own public service.
 
     Raises:
         ConfigError: a field has a value that means nothing; the message names it.
     """
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 is every network"))
-    port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one", least=0, most=65_535))
+    port: int = field(default=8000, metadata=about("port to listen on; 0 takes a free one", low=0, high=65_535))
     uds: str = field(default="", metadata=about("listen on a Unix socket at this path instead of an address"))
     root_path: str = field(default="", metadata=about("path of a proxy below which the server is seen, as /models"))
     api_key: tuple[str, ...] = field(
@@ -37,29 +37,27 @@ class ServerConfig:
         default=(), metadata=about("what clients call the model (default: its folder's name); may be given repeatedly")
     )
     max_waiting: int = field(
-        default=256, metadata=about("answers that may wait beyond those that run; more get status 429", least=0)
+        default=256, metadata=about("answers that may wait beyond those that run; more get status 429", low=0)
     )
     max_held_bytes: int = field(
-        default=2 << 30, metadata=about("memory for bodies and pictures of requests under way; more get status 429")
+        default=2 << 30, metadata=about("memory for bodies and images of requests under way; more get status 429")
     )
     grace_seconds: int = field(
-        default=30, metadata=about("how long answers may go on when the server is to stop", least=0)
+        default=30, metadata=about("how long answers may go on when the server is to stop", low=0)
     )
     max_body_bytes: int = field(default=48 << 20, metadata=about("largest request body"))
-    max_image_bytes: int = field(default=32 << 20, metadata=about("largest picture file"))
-    max_total_image_bytes: int = field(default=64 << 20, metadata=about("most bytes of the pictures of a request"))
-    max_image_side: int = field(default=8192, metadata=about("most pixels of a picture's side (4096 from 15 on)"))
-    max_image_pixels: int = field(
-        default=256_000_000, metadata=about("most pixels of the pictures of a request when unpacked")
-    )
+    max_image_bytes: int = field(default=32 << 20, metadata=about("largest image file"))
+    max_total_image_bytes: int = field(default=64 << 20, metadata=about("max total bytes of the images of a request"))
+    max_image_side: int = field(default=8192, metadata=about("max pixels of an image's side (4096 from 15 on)"))
+    max_image_pixels: int = field(default=256_000_000, metadata=about("max total pixels of the images of a request"))
     without_vision: Literal["refuse", "note"] = field(
         default="refuse",
         metadata=about(
-            "pictures sent to a text-only model: refuse the request, or note in the text that one is left out"
+            "images sent to a text-only model: refuse the request, or note in the text that one is left out"
         ),
     )
-    remote_images: bool = field(default=False, metadata=about("fetch pictures from http(s) addresses"))
-    fetch_seconds: int = field(default=60, metadata=about("most time to fetch the pictures of a request"))
+    remote_images: bool = field(default=False, metadata=about("fetch images from http(s) addresses"))
+    fetch_seconds: int = field(default=60, metadata=about("max time to fetch the images of a request"))
     allow_adapter_loading: bool = field(
         default=False,
         metadata=about(

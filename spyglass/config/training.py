@@ -40,15 +40,15 @@ class TrainConfig:
     epochs: int = field(default=1, metadata=about("passes over the data"))
     steps: int | None = field(default=None, metadata=about("steps, instead of passes (--epochs)"))
     batch_tokens: int = field(
-        default=4096, metadata=about("most tokens of a micro-batch, and of a chat, pictures included")
+        default=4096, metadata=about("max tokens of a micro-batch, and of a chat, images included")
     )
     accumulate: int = field(default=1, metadata=about("micro-batches of a step, over all processes"))
     lr: float = field(default=2e-4, metadata=about("highest learning rate"))
     weight_decay: float = field(default=0.0, metadata=about("of AdamW"))
     schedule: Schedule = field(default="cosine", metadata=about("how the rate falls: constant, linear or cosine, to 0"))
-    warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all", least=0))
+    warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all", low=0))
     clip: float = field(default=1.0, metadata=about("longest gradient of a step; longer ones are scaled down"))
-    seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout", least=0))
+    seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout", low=0))
     loss_on: LossOn = field(
         default="assistant", metadata=about("what is learnt: the assistant's tokens, or all that are text")
     )

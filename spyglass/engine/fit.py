@@ -41,9 +41,7 @@ def require_fit(path: str | os.PathLike[str], place: torch.device, options: Engi
     if free is None:
         return
     beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
-    require_room(
-        path, free, pictures=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters
-    )
+    require_room(path, free, images=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters)
 
 
 def read_beside(folder: Path, place: torch.device) -> AdapterFile:

@@ -3,7 +3,7 @@
     r_1 = t_0 m_0,   r_n = r_{n-1} xor t_{n-1} m_{n-1},   row of column (n, head) = r_n mod prime + offset
 
 t_s is the class of the token s places back, or the pad class when that token or any nearer one is dead: before the
-start of the sequence, or part of a picture.
+start of the sequence, or part of an image.
 """
 
 from __future__ import annotations

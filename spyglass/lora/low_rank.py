@@ -59,7 +59,7 @@ class AdapterFile:
         return sum(_pair_bytes(pair, split_expert(name) is not None) for name, pair in self.modules.items())
 
     def digests(self, factor: float = 1.0) -> tuple[bytes, bytes]:
-        """What acts on tokens and what acts on pictures, as hashes of names, values and scales; empty = nothing."""
+        """What acts on tokens and what acts on images, as hashes of names, values and scales; empty = nothing."""
         seeing = [name for name in sorted(self.modules) if group_of(name) in VISION_GROUPS]
         reading = [name for name in sorted(self.modules) if group_of(name) not in VISION_GROUPS]
         return self._digest(reading, factor), self._digest(seeing, factor)

@@ -139,7 +139,8 @@ def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig
         return native, "gate_up_proj"
     if f"{outer}.base_layer" in modules:
         return native, "down_proj"
-    named = [name for name in ("gate_up_proj", "down_proj") if _is_target(f"{outer}.{name}", config)]
+    targets = tuple(f".{target}" for target in config.target_parameters)
+    named = [name for name in ("gate_up_proj", "down_proj") if f".{outer}.{name}".endswith(targets)]
     if len(named) != 1:
         raise AdapterError(
             f"{module} holds one pair for stacked experts, and target_parameters {list(config.target_parameters)} name "
@@ -150,10 +151,6 @@ def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig
 
 def _outer(module: str) -> str:
     return module.removesuffix(".base_layer")
-
-
-def _is_target(name: str, config: AdapterConfig) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters)
 
 
 def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:

@@ -17,7 +17,7 @@ class AdapterHandle:
     """The adapter of a request: its slot in the banks (0 = none) and what caches must tell apart.
 
     `text_digest` covers the weights, alpha and scale of everything that acts on tokens, `vision_digest` of everything
-    that acts on pictures (tower and aligner); empty = none.
+    that acts on images (tower and aligner); empty = none.
     """
 
     slot: int = 0

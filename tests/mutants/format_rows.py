@@ -115,8 +115,6 @@ FORMAT_ROWS: list[Mutant] = [
         ("sum instead of xor", "np.bitwise_xor.accumulate", "np.add.accumulate"),
         ("primes from one further on", "engram.prime_above - 1", "engram.prime_above")),
     *faults("spyglass/engram/store.py", "tests/unit/engram/test_store.py",
-        ("row scales ignored", "_e8m0_values()[self.scale]", "np.ones_like(self.scale, np.float32)"),
-        ("subnormal codes lost", "mantissa * 2.0**-9", "0.0"),
         ("tables read from the page's start", "header.start - first).reshape", "0).reshape")),
     *faults("spyglass/train/packing.py", "tests/unit/train/test_packing.py",
         ("a token predicts itself", "return np.flatnonzero(learn_T[1:])", "return np.flatnonzero(learn_T)")),

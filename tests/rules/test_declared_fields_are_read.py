@@ -17,6 +17,7 @@ READ_WHOLE = {
     "Record",  # a line of the server's log
     "EngineStats",  # for users
     "Counters",  # becomes an `EngineStats`
+    "StepResult",  # for whoever drives steps; drafting reads what was captured
     "Words",  # two cases are the same when all of it is
 }
 

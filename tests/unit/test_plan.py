@@ -128,7 +128,7 @@ def test_weights_need_room_each_part_where_it_is_loaded(tmp_path: Path) -> None:
     text = found.total.stored - stored["vision"]
     assert stored["vision"] and stored["engram"]
     for need, options in (
-        (text, {"pictures": False}),
+        (text, {"images": False}),
         (found.total.stored, {}),
         (found.total.stored + stored["engram"], {"tables": True}),
         (found.total.expanded, {"expand": True}),
