@@ -104,9 +104,9 @@ class Ops:
 
     def check_weight(self, name: str, weight: Packed) -> None:
         """Raises DeviceError if products of the weight `name` would not be those of its values."""
-        check = getattr(_module("linear_block", self.chosen["linear_block"]), "check_weight", None)
-        if check is not None:
-            check(name, weight)
+        module = _module("linear_block", self.chosen["linear_block"])
+        if hasattr(module, "check_weight"):
+            module.check_weight(name, weight)
 
     @property
     def capture_backend(self) -> Backend:
@@ -121,11 +121,12 @@ class Ops:
 
 def capabilities(op: str, name: str) -> frozenset[str]:
     """Those of one implementation of an op."""
-    found: frozenset[str] = getattr(_module(op, name), "CAPABILITIES", _DEFAULT)
+    module = _module(op, name)
+    found: frozenset[str] = module.CAPABILITIES if hasattr(module, "CAPABILITIES") else _DEFAULT
     return found
 
 
-def _module(op: str, name: str) -> object:
+def _module(op: str, name: str) -> Any:
     return importlib.import_module(f"spyglass.ops.{op}.{name}")
 
 
