@@ -1,4 +1,4 @@
-"""Tensor names and shapes of transformers' own model, for `tests/unit/checkpoint/test_names.py`.
+"""Tensor names and shapes of transformers' own model, for `tests/unit/params/test_hf_names.py`.
 
 `python -m scripts.golden.names` in an environment with transformers 5.24 rewrites `data/v4/transformers_names.json`.
 """

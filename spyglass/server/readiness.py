@@ -13,7 +13,7 @@ from typing import Any
 
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams, Structured
-from spyglass.engine.warm_up import blank, largest_pictures, noise
+from spyglass.engine.warm_up import blank, largest_images, noise
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import OverloadedError, SpyglassError
 from spyglass.prompt.build import Part, prompt_from_parts
@@ -120,7 +120,7 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
     start = [llm.config.bos_token_id or 0]
     trials = {"text": _Trial([start], one)}
     if llm.config.vision is not None and llm.options.images:
-        trials["pictures"] = _Trial([start, blank(largest_pictures(llm.config.vision)[0])], one)
+        trials["pictures"] = _Trial([start, blank(largest_images(llm.config.vision)[0])], one)
     if llm.tokenizer is not None:
         form = Structured(kind="regex", value="[a-z]+")
         trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))
@@ -131,7 +131,7 @@ def _adapter_trial(llm: LLM, name: str) -> _Trial:
     """With a picture where the adapter acts on pictures: it may break there and nowhere else."""
     parts: list[Part] = [[llm.config.bos_token_id or 0]]
     if llm.config.vision is not None and llm.adapter_use(name).vision_digest:
-        parts.append(noise(largest_pictures(llm.config.vision)[0]))
+        parts.append(noise(largest_images(llm.config.vision)[0]))
     return _Trial(parts, SamplingParams(max_tokens=1), name)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, faults
 
 FORMAT_ROWS: list[Mutant] = [
-    *faults("spyglass/params/declared.py", "tests/unit/checkpoint/test_names.py",
+    *faults("spyglass/params/declared.py", "tests/unit/params/test_hf_names.py",
         ("gate and up of experts exchanged", "Declared(\"w1\", \"gate_proj\"", "Declared(\"w1\", \"up_proj\"")),
-    *faults("spyglass/params/hf_names.py", "tests/unit/checkpoint/test_names.py",
+    *faults("spyglass/params/hf_names.py", "tests/unit/params/test_hf_names.py",
         ("w3 stacked before w1", "\"w1\": (\"gate_up_proj\", 0, 2), \"w3\": (\"gate_up_proj\", 1, 2)", "\"w1\": (\"gate_up_proj\", 1, 2), \"w3\": (\"gate_up_proj\", 0, 2)"),
         ("scales keep their native ending", "\".scale\": \".weight_scale_inv\"", "\".scale\": \".scale\"")),
     *faults("spyglass/checkpoint/match.py", "tests/unit/checkpoint/test_load.py",
@@ -87,7 +87,7 @@ FORMAT_ROWS: list[Mutant] = [
         ("no scale for a last short block of rows", "-(-shape[-2] // rows)", "shape[-2] // rows"),
         ("no scale for a last short block of columns", "-(-shape[-1] // columns)", "shape[-1] // columns"),
         ("fp4 not packed", "shape[-1] // 2)", "shape[-1])")),
-    *faults("spyglass/quant/formats.py", "tests/unit/checkpoint/test_schema.py",
+    *faults("spyglass/quant/formats.py", "tests/unit/params/test_table.py",
         ("fp4 scales every 16", "bits=4, block=(1, 32)", "bits=4, block=(1, 16)")),
     *faults("spyglass/quant/pack.py", "tests/unit/quant",
         ("a wrong code table", "3.0, 4.0, 6.0)", "3.0, 4.0, 5.0)"),

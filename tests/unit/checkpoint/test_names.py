@@ -12,7 +12,7 @@ from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
 from spyglass.params.table import param_table
-from tests.unit.checkpoint.test_schema import flash_vision
+from tests.unit.params.test_table import flash_vision
 
 INDEXER = "model.layers.4.self_attn.compressor.indexer"
 # spec v4 2.3, and the modules of transformers' own model
