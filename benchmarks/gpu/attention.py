@@ -37,7 +37,8 @@ from spyglass.ops.rope_partial import reference as rope_reference
 from spyglass.ops.rope_partial import triton as rope_triton
 from spyglass.ops.sparse_attention import reference as attention_reference
 from spyglass.ops.sparse_attention import triton as attention
-from spyglass.ops.sparse_attention.triton import Launch, Turn
+from spyglass.ops.sparse_attention.reference import Turn
+from spyglass.ops.sparse_attention.triton import Launch
 
 START = time.time()
 LIMIT = float(os.environ.get("LIMIT", "160"))
@@ -97,7 +98,7 @@ class Memory:
 
 def turn(rows: int) -> Turn:
     angle = 100 * torch.randn(rows, R // 2, device=DEV)
-    return Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), norm_eps=1e-6, stepwise=True)
+    return Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=True)
 
 
 def edges(rows: int, dtype: torch.dtype, picks: bool, page: int = PAGE) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def expected(case: dict[str, Any], turned: bool, pooled: bool, rows: Any = slice
     q, given = case["q"][rows], case["turn"]
     cos, sin = given.cos_TR[rows], given.sin_TR[rows]
     if turned:
-        q = rope_reference.rope_partial(rms_norm(q, None, eps=given.norm_eps, stepwise=given.stepwise), cos, sin)
+        q = rope_reference.rope_partial(rms_norm(q, None, eps=given.eps, stepwise=given.stepwise), cos, sin)
     pages, table, *lists = case["window"]
     lists = [x[rows] for x in lists]
     options: dict[str, Any] = {"scale": SCALE, "window_width": max(1, int((lists[2] - lists[1]).max()) + 1)}

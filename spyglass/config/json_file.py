@@ -17,7 +17,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     """The object in a UTF-8 JSON file.
 
     Raises:
-        ConfigError: the file is missing, too large, not UTF-8, starts with a byte-order mark, is not JSON (NaN and
+        ConfigError: the file is missing, too large, not UTF-8, is not JSON (NaN and
             Infinity included), repeats a key, or holds something other than an object.
     """
     text = _read_text(path)
@@ -42,10 +42,8 @@ def _read_text(path: Path) -> str:
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if raw.startswith(b"\xef\xbb\xbf"):
-        raise ConfigError(f"{path}: starts with a byte-order mark; save it as UTF-8 without one")
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
@@ -82,7 +80,7 @@ def _integer(text: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"{twice[:100]!r} is written twice; keep one of the two values")
     return value

@@ -22,6 +22,7 @@ from spyglass.errors import CapacityError, OverloadedError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
+SHUTTING_DOWN = "the server is shutting down"
 _POLL_S = 0.02
 _LOG = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class EngineWorker:
         while self._live and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         with self._changed:
-            self._command(partial(self._end_all, "the server is shutting down"))
+            self._command(partial(self._end_all, SHUTTING_DOWN))
 
     def stop(self, wait_s: float = 5.0) -> None:
         """End the thread after the step it is in; returns after `wait_s` seconds at the latest."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from spyglass.errors import PromptError
 from spyglass.prompt.data_url import decode_data_url, is_data_url
@@ -95,6 +95,10 @@ PYTHON_LIMITS = ImageLimits(
     pixels=178_956_970,
     total_pixels=1 << 36,
 )
+_SCAN = b"\xff\xda"  # in the data of a scan no 0xff is followed by anything but zero or a restart
+_MAX_SCANNED, _FEW_SCANS = 1_000_000_000, 12  # scans times pixels; what encoders write
+_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH, _ALL_ROWS = 278, 322, 323, 0xFFFFFFFF
+_MAX_PART = 1 << 22  # pixels of a tile or strip, whatever the picture has
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATIONS = {
@@ -164,7 +168,23 @@ def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name:
         raise PromptError(f"{name} is {width}x{height}, a side may have {limits.side} pixels; scale it down")
     if width * height > limits.pixels:
         raise PromptError(f"{name} has {width * height} pixels, the limit is {limits.pixels}; scale it down")
+    if isinstance(data, bytes):
+        _refuse_costly(data, image, name)
     return image
+
+
+def _refuse_costly(data: bytes, image: Image.Image, name: str) -> None:
+    """Raises PromptError: a small file that takes long to unpack, or much memory."""
+    pixels = image.width * image.height
+    if image.format == "JPEG" and (scans := data.count(_SCAN)) * pixels > _MAX_SCANNED and scans > _FEW_SCANS:
+        raise PromptError(f"{name} is a JPEG of {scans} scans, too many for its size; save it with fewer")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tags = image.tag_v2
+        rows = tags.get(_ROWS_PER_STRIP, 1)
+        strip = image.width * (rows if isinstance(rows, int) and rows != _ALL_ROWS else 1)
+        tile = [size if isinstance(size, int) else 1 for size in (tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1))]
+        if max(strip, tile[0] * tile[1]) > max(pixels, _MAX_PART):
+            raise PromptError(f"{name} is a TIFF with a tile or strip far larger than itself; save it anew")
 
 
 def oriented_size(image: Image.Image, rules: ImageRules = REFERENCE_RULES) -> tuple[int, int]:

@@ -74,7 +74,12 @@ class PromptTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
-        ids: list[int] = self._plain.encode_batch([text])[0].ids  # `encode` would stop every other thread meanwhile
+        try:
+            ids: list[int] = self._plain.encode_batch([text])[0].ids  # `encode` would stop every other thread meanwhile
+        except BaseException as error:  # a library that panics raises what is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise PromptError("the tokenizer cannot read this text; send less of it at once") from None
         return ids
 
     def special_id(self, spelling: str) -> int | None:

@@ -29,6 +29,7 @@ from spyglass.prompt.decode import ImageLimits
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
+from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
@@ -53,7 +54,8 @@ class Service:
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
         self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
         self.stopping = False
-        self.calls = 0  # requests between their first byte and their last
+        self.reading = 0  # bodies between their first byte and their last
+        self.calls = 0  # requests whose bodies are here, until their answers are sent
         self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
         self.started = int(time.time())
 
@@ -90,14 +92,25 @@ class EndpointRoute:
             SpyglassError, HTTPException: the request is refused; nothing has been sent.
         """
         service = self._service
+        body, held = Reservation(service.held), Reservation(service.held)
+        if service.reading >= MAX_READING:
+            raise OverloadedError(f"{service.reading} bodies are being read, no more may be; send it later")
+        service.reading += 1
+        try:
+            data = await read_body(Request(scope, receive), service.config.max_body_bytes, body)
+        except ClientDisconnect:
+            scope["record"].client_left = True
+            return
+        finally:
+            service.reading -= 1
         if service.calls >= service.max_live:
+            body.release()
             raise OverloadedError(f"{service.calls} requests are under way, {service.max_live} may be; send it later")
         service.calls += 1
-        body, pictures = Reservation(service.held), Reservation(service.held)
         try:
-            reading = read_body(Request(scope, receive), service.config.max_body_bytes, body)
-            parsing = service.parsers.parse(self._endpoint, await reading, body)
-            answering = asyncio.create_task(self._answer(parsing, pictures, scope, send))
+            parsing = service.parsers.parse(self._endpoint, data, body)
+            del data
+            answering = asyncio.create_task(self._answer(parsing, held, scope, send))
             leaving = asyncio.create_task(_left(receive))
             try:
                 await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -113,10 +126,10 @@ class EndpointRoute:
             scope["record"].client_left = True
         finally:
             service.calls -= 1
-            pictures.release()
+            held.release()
 
     async def _answer(
-        self, parsing: asyncio.Future[Call | Immediate], pictures: Reservation, scope: Scope, send: Send
+        self, parsing: asyncio.Future[Call | Immediate], held: Reservation, scope: Scope, send: Send
     ) -> None:
         record: Record = scope["record"]
         call = await parsing
@@ -127,10 +140,10 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures = call.images
-        pictures.take(sum(picture.nbytes for picture in call.prompt.patches))
-        await self._run(call, record, scope["began"], send)
+        held.take(sum(picture.nbytes for picture in call.prompt.patches))
+        await self._run(call, record, scope["began"], held, send)
 
-    async def _run(self, call: Call, record: Record, began: float, send: Send) -> None:
+    async def _run(self, call: Call, record: Record, began: float, held: Reservation, send: Send) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
             submission = self._service.worker.submit(call.requests, adapter)
             timer = RequestTimer(record, began, call.prompts)
@@ -138,7 +151,7 @@ class EndpointRoute:
                 if call.stream:
                     await send_events(call, submission, timer, record.request_id, self._endpoint, send)
                 else:
-                    await send_whole(call, submission, timer, record.request_id, send)
+                    await send_whole(call, submission, timer, record.request_id, held, send)
             finally:
                 self._service.worker.cancel(submission)
                 record.malformed_tool_call = call.reply.malformed_tool_call

@@ -17,11 +17,17 @@ from starlette.requests import Request
 
 from spyglass.config.json_file import parse_json_text
 from spyglass.errors import OverloadedError, PromptError
+from spyglass.server.limits import (
+    BODY_BYTES_PER_SECOND,
+    BODY_PAUSE_SECONDS,
+    BODY_SECONDS,
+    MAX_DEPTH,
+    MAX_VALUES,
+)
 from spyglass.server.memory import Reservation
 
-_READ_SECONDS = 120.0  # for a whole body
 _CLOSE = {"connection": "close"}
-_DEEPEST = 100  # levels of nesting; a JSON schema has some twenty
+_LARGE = 1 << 20  # bytes of a body whose values are counted before it is read
 
 
 async def read_body(request: Request, limit: int, held: Reservation) -> bytes:
@@ -40,16 +46,24 @@ async def read_body(request: Request, limit: int, held: Reservation) -> bytes:
     with ExitStack() as undo:
         undo.callback(held.release)
         try:
-            async with asyncio.timeout(_READ_SECONDS):
+            async with asyncio.timeout(BODY_PAUSE_SECONDS) as clock:
+                began = asyncio.get_running_loop().time()
                 async for chunk in request.stream():
                     reader.add(chunk)
                     if reader.size > 2 * limit:
                         break
+                    clock.reschedule(_deadline(began, asyncio.get_running_loop().time(), reader.size))
         except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {_READ_SECONDS:.0f} seconds", _CLOSE) from None
+            raise HTTPException(408, "the body came too slowly; send it at once", _CLOSE) from None
         body = reader.body()
         undo.pop_all()
     return body
+
+
+def _deadline(began: float, now: float, size: int) -> float:
+    """When the next piece of a body must be here: pauses, its rate and the whole have bounds."""
+    slowest = began + BODY_PAUSE_SECONDS + size / BODY_BYTES_PER_SECOND
+    return min(now + BODY_PAUSE_SECONDS, slowest, began + BODY_SECONDS)
 
 
 class _Reader:
@@ -91,14 +105,16 @@ def parse_json(body: bytes, what: str = "the body") -> Mapping[str, Any]:
     Raises:
         PromptError: it is none.
     """
+    if len(body) > _LARGE:
+        _refuse_many_values(body, what)
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{what} is not UTF-8: byte {body[error.start]:#04x} at {error.start}") from None
     try:
         value = parse_json_text(text)
     except RecursionError:
-        raise PromptError(f"{what} is nested more than {_DEEPEST} levels deep") from None
+        raise PromptError(f"{what} is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise PromptError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -107,6 +123,16 @@ def parse_json(body: bytes, what: str = "the body") -> Mapping[str, Any]:
     if "\\ud" in text.lower():
         _check_surrogates(value, what)
     return value
+
+
+def _refuse_many_values(body: bytes, what: str) -> None:
+    """Raises PromptError before a reader makes objects of them; a few passes over the bytes."""
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') <= 2 * MAX_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])  # of the texts
+        if sum(map(outside.count, (b",", b"[", b"{"))) <= MAX_VALUES:
+            return
+    raise PromptError(f"{what} has more than {MAX_VALUES:,} values; send less")
 
 
 def _check_headers(request: Request) -> None:
@@ -127,7 +153,7 @@ def _too_large(limit: int) -> HTTPException:
 def _check_depth(value: object, what: str) -> None:
     """Breadth first, so that depth costs no stack."""
     level: list[Any] = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for parent in level
@@ -136,7 +162,7 @@ def _check_depth(value: object, what: str) -> None:
         ]
         if not level:
             return
-    raise PromptError(f"{what} is nested more than {_DEEPEST} levels deep")
+    raise PromptError(f"{what} is nested more than {MAX_DEPTH} levels deep")
 
 
 def _check_surrogates(value: object, what: str) -> None:

@@ -14,7 +14,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from spyglass.server.limits import UNREAD_SECONDS
+
 HEADER_SECONDS = 30.0
+_PROBE_S = 0.5
 _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: 34\r\nconnection: close\r\n\r\n"
     b"the request did not come in time.\n"
@@ -36,6 +39,7 @@ class TimedConnection(asyncio.Protocol):
         self._inner = H11Protocol(config, server_state, app_state, _loop)
         self._seconds = seconds
         self._clock: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._is_first = True  # no request has come yet
         self._has_begun = False  # but bytes of one have
 
@@ -47,8 +51,7 @@ class TimedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes, which may complete the headers of a request."""
         self._inner.data_received(data)
-        cycle = self._inner.cycle
-        if cycle is not None and not cycle.response_complete:
+        if self._is_answering():
             self._is_first = False
             self._stop()
         else:
@@ -58,19 +61,41 @@ class TimedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The end."""
         self._stop()
+        if self._unread is not None:
+            self._unread.cancel()
         self._inner.connection_lost(exc)
 
-    def eof_received(self) -> None:
-        """The client has said all."""
+    def eof_received(self) -> bool:
+        """The client has sent all. One that only closed its sending half gets its answer; one that has gone is found
+        out by what is written to it."""
         self._inner.eof_received()
+        self._probe()
+        return self._is_answering()
 
     def pause_writing(self) -> None:
-        """The client reads slowly."""
+        """The client does not read. What lies here for it is given up in the end, also behind a whole answer."""
         self._inner.pause_writing()
+        self._unread = self._inner.loop.call_later(UNREAD_SECONDS, self._inner.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has read what lay here."""
         self._inner.resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _is_answering(self) -> bool:
+        cycle = self._inner.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _probe(self) -> None:
+        """Write an interim answer (RFC 9110 15.2) before the first byte of the real one, again and again: a peer that
+        has closed refuses it, and the connection ends."""
+        cycle = self._inner.cycle
+        if cycle is None or cycle.response_complete or self._inner.transport.is_closing():
+            return
+        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self._inner.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        self._inner.loop.call_later(_PROBE_S, self._probe)
 
     def _start(self) -> None:
         if self._clock is None:

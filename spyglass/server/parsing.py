@@ -68,8 +68,8 @@ class Parsers:
             error = work.exception()
             if isinstance(error, _ElsewhereError):
                 self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
-            elif error is not None:
-                parsing.set_exception(error)
+            elif error is not None:  # a library that panics raises what is no Exception
+                parsing.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)[:200]))
             elif not done and needs_grammar(work.result()):
                 self._compilers.submit(prepare, work.result()).add_done_callback(partial(settle, done=True))
             else:

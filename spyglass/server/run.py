@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import stat
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -63,7 +64,23 @@ def bind_unix(path: str) -> socket.socket:
     return found
 
 
-def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Stops at the first signal when answers have ended or the grace period has; at the second it ends answers at once,
+    each in its protocol's words; at the third it is gone."""
+
+    hurry = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif not self.hurry:
+            self.hurry = True
+        else:
+            os._exit(128 + sig)
+
+
+def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS) -> Server:
     """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it.
 
     `header_s`: time in which a connection must have brought the headers of a request.
@@ -78,10 +95,10 @@ def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECO
         server_header=False,
         timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
-async def serve(server: uvicorn.Server, app: Starlette, listening: socket.socket) -> None:
+async def serve(server: Server, app: Starlette, listening: socket.socket) -> None:
     """Serve until told to stop: no new connections, streams may end within the grace period, then they are ended."""
     ending = asyncio.create_task(_drain_at_exit(server, app))
     try:
@@ -90,7 +107,13 @@ async def serve(server: uvicorn.Server, app: Starlette, listening: socket.socket
         ending.cancel()
 
 
-async def _drain_at_exit(server: uvicorn.Server, app: Starlette) -> None:
+async def _drain_at_exit(server: Server, app: Starlette) -> None:
     while not server.should_exit:
         await asyncio.sleep(_POLL_S)
-    await app.state.service.drain()
+    service = app.state.service
+    draining = asyncio.create_task(service.drain())
+    while not draining.done() and not server.hurry:
+        await asyncio.sleep(_POLL_S)
+    if server.hurry:
+        await service.worker.drain(0)
+    await draining

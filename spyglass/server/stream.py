@@ -17,10 +17,11 @@ from spyglass.engine.worker import ResponseStream
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint
+from spyglass.server.limits import UNREAD_SECONDS
 from spyglass.server.log import Record
+from spyglass.server.memory import Reservation
 
 QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
-UNREAD_S = 300.0  # a reader that takes nothing for so long has gone without a word
 _ALIVE = b": alive\n\n"
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -58,19 +59,29 @@ class RequestTimer:
                 record.error = delta.output.error or record.error
 
 
-async def send_whole(call: Call, submission: ResponseStream, timer: RequestTimer, request_id: str, send: Send) -> None:
-    """Wait for every answer, then send one JSON body.
+async def send_whole(
+    call: Call, responses: ResponseStream, timer: RequestTimer, request_id: str, held: Reservation, send: Send
+) -> None:
+    """Wait for every answer, then send one JSON body, which `held` counts until it is read.
 
     Raises:
         PromptError, CapacityError: the engine refuses the call; nothing has been sent.
+        OverloadedError: what others hold leaves no room for the answers.
+        ClientDisconnect: the client has not read for minutes.
     """
-    await submission.accepted()
-    while mail := await submission.deltas():
+    await responses.accepted()
+    while mail := await responses.deltas():
         timer.see(mail)
         for index, delta in mail:
             call.reply.push(index, delta)
-    status, body = call.reply.whole(request_id)
-    await send_json(status, body, send)
+
+    def make() -> tuple[int, bytes]:
+        status, body = call.reply.whole(request_id)
+        return status, _json(body)
+
+    status, content = await asyncio.to_thread(make)  # other streams go on meanwhile
+    held.take(len(content))
+    await _send_content(status, content, send, {"retry-after": "5"} if status == 503 else {})
 
 
 async def send_events(
@@ -101,11 +112,15 @@ async def send_events(
 
 async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: Mapping[str, str] | None = None) -> None:
     """Send a JSON body."""
-    content = _json(body)
+    await _send_content(status, _json(body), send, headers or {})
+
+
+async def _send_content(status: int, content: bytes, send: Send, headers: Mapping[str, str]) -> None:
     lines = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    lines += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    lines += [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": content})
+    await _send_body(content, send)
+    await _send_body(b"", send, more=False)  # waits until the client has read most of it
 
 
 async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
@@ -122,7 +137,7 @@ async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
     if not chunk and more:
         return
     try:
-        async with asyncio.timeout(UNREAD_S):
+        async with asyncio.timeout(UNREAD_SECONDS):
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
     except TimeoutError:
         raise ClientDisconnect from None

@@ -15,6 +15,7 @@ from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
+from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
 from spyglass.text.rounding import RowFinish
@@ -68,12 +69,10 @@ class Attention(nn.Module):
 
     def attend(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
         """What these rows read from memory, [T, C]; `remember` of this step came first."""
-        slot_T, tables = step.batch.slot_T, step.tables[self._plan.rope]
+        slot_T = step.batch.slot_T
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
         q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
-        q_THD = self._ops.row_finish(q_THD, *tables, eps=self._q_eps, stepwise=self._stepwise)
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
-        out_THD = self._ops.rope_partial(out_THD, *tables, inverse=True)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
         out: torch.Tensor = self.wo_b(out_TGO.flatten(1), slot_T)
         return out
@@ -81,7 +80,7 @@ class Attention(nn.Module):
     def _read(
         self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView
     ) -> torch.Tensor:
-        batch = step.batch
+        batch, (cos_TR, sin_TR) = step.batch, step.tables[self._plan.rope]
         pool = None if self._pool is None else cache.compression[self._plan.ratio]
         if pool is not None and pool.max_visible == 0:
             pool = None
@@ -102,6 +101,7 @@ class Attention(nn.Module):
             visible_T=None if pool is None else pool.visible_T,
             picks_TX=picks_TX,
             pool_width=width if picks_TX is None else picks_TX.shape[1],
+            turn=Turn(cos_TR=cos_TR, sin_TR=sin_TR, eps=self._q_eps, stepwise=self._stepwise),
         )
 
     def _picks(

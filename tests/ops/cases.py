@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
@@ -136,6 +137,7 @@ def sparse_attention(
     dim: int = 32,
     window: int = 7,
     slack: int = 0,
+    turned: bool = False,
 ) -> Call:
     """A window of `window` rows, of which all before are gone; compressed rows of three tokens each; one image.
 
@@ -164,6 +166,9 @@ def sparse_attention(
             options["picks_TX"] = {"picks": chosen, "first": prefix}[picks].contiguous()
             options["pool_width"] = chosen.shape[1]
     q, sink = source.normal(source.rows, heads, dim), source.fp32(heads)
+    if turned:
+        angle = source.fp32(source.rows, dim // 8)
+        options["turn"] = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=pool)
     args = (q, near.pages, near.table, queries.seq, low.int(), high.int(), sink)
     return Call(args=args, options=options, padding=source.padding)
 
@@ -316,6 +321,8 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "picks": lambda s: sparse_attention(s, pool=True, picks="picks"),
         "first picks": lambda s: sparse_attention(s, pool=True, picks="first"),
         "bounds": lambda s: sparse_attention(s, pool=True, slack=9),
+        "turned": lambda s: sparse_attention(s, turned=True),
+        "turned, picks": lambda s: sparse_attention(s, pool=True, picks="picks", turned=True),
         "many heads": lambda s: sparse_attention(s, pool=True, picks="picks", heads=20, dim=64, window=21),
     },
     "index_topk": {

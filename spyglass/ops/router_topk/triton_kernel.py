@@ -57,7 +57,7 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
             EXPERTS=EXPERTS,
             INNER=_INNER,
             num_warps=4,
-            **overlap(logits_TSE),
+            **overlap(out_TSE),
         )
     return out_TSE
 

@@ -8,6 +8,9 @@ from spyglass.errors import DeviceError
 from spyglass.ops import native
 from spyglass.ops.build import usable
 from spyglass.ops.native import Kernels
+from spyglass.ops.rope_partial.cpu import rope_partial
+from spyglass.ops.row_finish.cpu import row_finish
+from spyglass.ops.sparse_attention.reference import Turn
 
 __all__ = ["sparse_attention", "usable"]
 
@@ -28,6 +31,7 @@ def sparse_attention(
     visible_T: torch.Tensor | None = None,
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
+    turn: Turn | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Memory per thread is linear in the keys of one query; the softmax knows its maximum first.
@@ -36,6 +40,8 @@ def sparse_attention(
         DeviceError: an input wants a gradient, a dtype has no kernel, pages are strided or of two dtypes.
     """
     native.refuse_gradient("sparse_attention", q_THD, window_NBD, pool_NBD, sink_H)
+    if turn is not None:
+        q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise, kernels=kernels)
     dtype, page_dtype = native.dtype_code("sparse_attention", q_THD), native.dtype_code("sparse_attention", window_NBD)
     if pool_width == 0:
         pool_NBD = None
@@ -84,4 +90,6 @@ def sparse_attention(
         out_THD.data_ptr(),
         torch.get_num_threads(),
     )
+    if turn is not None:
+        out_THD = rope_partial(out_THD, turn.cos_TR, turn.sin_TR, inverse=True, kernels=kernels)
     return out_THD

@@ -5,9 +5,24 @@ Key and value are the same vector, shared by all heads (spec v4 4.5).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from spyglass.ops.rope_partial.reference import rope_partial
+from spyglass.ops.row_finish.reference import row_finish
+
 _QUERIES_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The rotation of q and back: tables fp32 [T, R / 2], and the norm of q before (`eps` None = none)."""
+
+    cos_TR: torch.Tensor
+    sin_TR: torch.Tensor
+    eps: float | None = None
+    stepwise: bool = False
 
 
 def sparse_attention(
@@ -26,6 +41,7 @@ def sparse_attention(
     visible_T: torch.Tensor | None = None,
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
+    turn: Turn | None = None,
 ) -> torch.Tensor:
     """l_j = scale · q_h·k_j,  p_j = exp(l_j - m),  out_h = Σ_j round(p_j) k_j / (Σ_j p_j + exp(sink_h - m)).
 
@@ -33,8 +49,11 @@ def sparse_attention(
     `picks_TX` (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; a pick at or above
     `visible_T` is ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D] are
     read as CacheView says. Logits, softmax and sums in fp32; p is rounded to q's dtype before the product with the
-    rows; output has q's dtype. A row without any key gives zeros.
+    rows; output has q's dtype. A row without any key gives zeros. With `turn` q is row_finish(q) and the output is
+    rope_partial(output, inverse).
     """
+    if turn is not None:
+        q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise)
     parts = [
         _attend(
             q_THD[t : t + _QUERIES_AT_ONCE],
@@ -47,7 +66,8 @@ def sparse_attention(
         )
         for t in range(0, len(q_THD), _QUERIES_AT_ONCE)
     ]
-    return torch.cat(parts) if parts else torch.empty_like(q_THD)
+    out_THD = torch.cat(parts) if parts else torch.empty_like(q_THD)
+    return out_THD if turn is None else rope_partial(out_THD, turn.cos_TR, turn.sin_TR, inverse=True)
 
 
 def _attend(

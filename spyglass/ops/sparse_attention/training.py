@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from spyglass.ops.linear_block.training import multiply
-from spyglass.ops.sparse_attention.reference import flat_rows
+from spyglass.ops.rope_partial.reference import rope_partial
+from spyglass.ops.row_finish.training import row_finish
+from spyglass.ops.sparse_attention.reference import Turn, flat_rows
 
 LOGITS_AT_ONCE = 1 << 25  # of a part
 _LOGITS_OF_A_BLOCK = 1 << 26
@@ -54,11 +56,14 @@ def sparse_attention(
     visible_T: torch.Tensor | None = None,
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
+    turn: Turn | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Picks must be different entries; the choice of them has no gradient."""
+    if turn is not None:
+        q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise)
     places = KeyRows(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
     out_THD: torch.Tensor = _Attention.apply(q_THD, window_NBD, pool_NBD, sink_H, places, scale)  # type: ignore[no-untyped-call]
-    return out_THD
+    return out_THD if turn is None else rope_partial(out_THD, turn.cos_TR, turn.sin_TR, inverse=True)
 
 
 class _Attention(torch.autograd.Function):

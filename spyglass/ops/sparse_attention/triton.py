@@ -12,24 +12,14 @@ import torch
 
 from spyglass.ops.gpu import generation, learns, processors, usable
 from spyglass.ops.sparse_attention import reference
+from spyglass.ops.sparse_attention.reference import Turn
 
-__all__ = ["Launch", "Turn", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
+__all__ = ["Launch", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
 _STREAM_ROWS = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """What happens to q before and to the output after, in the same launches: q becomes rope_partial(rms_norm(q)),
-    the output is rotated back. `norm_eps` None = no norm; tables fp32 [T, R / 2]."""
-
-    cos_TR: torch.Tensor
-    sin_TR: torch.Tensor
-    norm_eps: float | None = None
-    stepwise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +53,7 @@ def sparse_attention(
     visible_T: torch.Tensor | None = None,
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
+    turn: Turn | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients and rows of other sizes than powers of two."""
     if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
@@ -81,6 +72,7 @@ def sparse_attention(
             visible_T=visible_T,
             picks_TX=picks_TX,
             pool_width=pool_width,
+            turn=turn,
         )
     pool = None
     if pool_NBD is not None and pool_width > 0:
@@ -88,7 +80,7 @@ def sparse_attention(
         pool = (pool_NBD, pool_table_SP, visible_T, picks_TX)
     window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
     launch = choose(q_THD, window_width, pool_width)
-    return attend(q_THD, window, pool, sink_H, scale, launch, None, (window_width, pool_width))
+    return attend(q_THD, window, pool, sink_H, scale, launch, turn, (window_width, pool_width))
 
 
 def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor | None) -> bool:
@@ -159,9 +151,9 @@ def attend(
     if split:
         shares = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q_THD.device)
         part = torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=q_THD.device)
-    cos, sin = (sink_H, sink_H) if turn is None else (turn.cos_TR, turn.sin_TR)
+    cos, sin = (sink_H, sink_H) if turn is None else (turn.cos_TR.contiguous(), turn.sin_TR.contiguous())
     turned = 0 if turn is None else 2 * turn.cos_TR.shape[-1]
-    eps = None if turn is None else turn.norm_eps
+    eps = None if turn is None else turn.eps
     norm = 0 if turn is None or eps is None else 2 if turn.stepwise else 1
     pdl = split and q_THD.device.type != "cpu" and generation() >= 90  # the interpreter has none
     inputs = (

@@ -117,12 +117,14 @@ class ChatEndpoint:
         with_logprobs = flag_field(given, "logprobs")
         if "top_logprobs" in given and not with_logprobs:
             refuse("top_logprobs", "needs logprobs: logprobs must be set to true")
+        logprobs = given.get("top_logprobs", 0) if with_logprobs else None
+        limits = ("max_completion_tokens", "max_tokens")
         params = sampling(
             given,
-            max_tokens=token_limit(given, ("max_completion_tokens", "max_tokens"), parsed.default_tokens),
+            max_tokens=token_limit(given, limits, parsed.default_tokens, logprobs=logprobs),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
-            logprobs=given.get("top_logprobs", 0) if with_logprobs else None,
+            logprobs=logprobs,
             structured=output,
         )
         require_room(self.served, parsed.prompt, params, "messages")

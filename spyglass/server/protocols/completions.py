@@ -19,6 +19,7 @@ from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import TooLongError, openai_error
 from spyglass.server.exchange import Call, Fetch, Served
+from spyglass.server.limits import MAX_ANSWERS, MAX_LOGPROBS
 from spyglass.server.protocols.conversation import choose_model, require_room, require_short, tokenizer_of
 from spyglass.server.protocols.events import Tokens, failure, sse
 from spyglass.server.protocols.fields import FieldReader, Fields, RequestError, flag_field, refuse, text_field
@@ -26,7 +27,6 @@ from spyglass.server.protocols.sampling import (
     EXTRA,
     FORMATS,
     HARMLESS,
-    MAX_ANSWERS,
     NATIVE,
     NEUTRAL,
     STREAM_OPTIONS,
@@ -70,7 +70,9 @@ class CompletionsEndpoint:
             refuse("logprobs", "of an echoed prompt are known only in the end; leave out stream, echo or logprobs")
         params = sampling(
             given,
-            max_tokens=token_limit(given, ("max_tokens", "max_completion_tokens"), _MAX_TOKENS),
+            max_tokens=token_limit(
+                given, ("max_tokens", "max_completion_tokens"), _MAX_TOKENS, logprobs=logprobs, prompts=len(prompts)
+            ),
             stop=given.get("stop"),
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
@@ -79,6 +81,8 @@ class CompletionsEndpoint:
         for prompt in prompts:
             require_room(self.served, prompt, params, "prompt")
         many = answers(params, given.get("n"))
+        if echo and logprobs is not None and sum(map(len, prompts)) * len(many) * (1 + logprobs) > MAX_LOGPROBS:
+            refuse("logprobs", f"of the echoed prompts are more than {MAX_LOGPROBS:,} numbers; ask for fewer")
         if len(prompts) * len(many) > MAX_ANSWERS:
             refuse("n", f"{len(many)} with {len(prompts)} prompts are more than {MAX_ANSWERS} answers; ask for fewer")
         each = [prompt for prompt in prompts for _ in many]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import RequestOutput, TokenLogprob
+from spyglass.engine.worker import SHUTTING_DOWN
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 
@@ -74,7 +75,9 @@ def failure(output: RequestOutput) -> tuple[int, str] | None:
     """Why an answer is no answer, as a status and words; None if it is one."""
     if output.error is None and output.finish_reason != "abort":
         return None
-    return 400 if output.grammar_violation else 500, output.error or CUT_OFF
+    if output.error in (None, SHUTTING_DOWN):
+        return 503, CUT_OFF
+    return 400 if output.grammar_violation else 500, output.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,16 @@ from spyglass.server.protocols.fields import (
     text_field,
 )
 from spyglass.server.protocols.responses_reply import ResponsesReply
-from spyglass.server.protocols.sampling import EXTRA, FORMATS, HARMLESS, NATIVE, NEUTRAL, asked_format, sampling
+from spyglass.server.protocols.sampling import (
+    EXTRA,
+    FORMATS,
+    HARMLESS,
+    NATIVE,
+    NEUTRAL,
+    asked_format,
+    sampling,
+    token_limit,
+)
 
 RESPONSES_FIELDS = Fields(
     read=NATIVE | EXTRA | FORMATS
@@ -117,12 +126,13 @@ class ResponsesEndpoint:
             self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
         )
         with_logprobs = "top_logprobs" in given or _LOGPROBS in given.get("include", ())
+        logprobs = given.get("top_logprobs", 0) if with_logprobs else None
         params = sampling(
             given,
-            max_tokens=given.get("max_output_tokens", parsed.default_tokens),
+            max_tokens=token_limit(given, ("max_output_tokens",), parsed.default_tokens, logprobs=logprobs),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
-            logprobs=given.get("top_logprobs", 0) if with_logprobs else None,
+            logprobs=logprobs,
             structured=output,
         )
         require_room(self.served, parsed.prompt, params, "input")

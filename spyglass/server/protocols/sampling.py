@@ -10,12 +10,17 @@ from spyglass.config.fields import integer
 from spyglass.config.json_file import parse_json_text
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.errors import PromptError
+from spyglass.server.limits import (
+    MAX_ANSWERS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+)
 from spyglass.server.protocols.events import THINK_END
 from spyglass.server.protocols.fields import NEVER, FieldReader, Fields, RequestError, refuse
 
-MAX_ANSWERS = 128
-MAX_STOPS, STOP_CHARS, MAX_STOP_IDS = 16, 1000, 128  # the first is the model makers' own, four times OpenAI's
-MAX_BIASES = 4096
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.
 NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 EXTRA = frozenset({"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
@@ -72,9 +77,30 @@ def _means_none(name: str, value: object) -> bool:
     return (name == "stop" and value in ("", [""])) or (name in ("top_k", "seed") and value == -1)
 
 
-def token_limit(given: Mapping[str, Any], names: Sequence[str], default: int) -> Any:
-    """The first of the fields of a length limit that is given; -1 means none, as other engines write it."""
-    return next((given[name] for name in names if name in given and given[name] != -1), default)
+def token_limit(
+    given: Mapping[str, Any], names: Sequence[str], default: int, *, logprobs: object = None, prompts: int = 1
+) -> Any:
+    """The first of the fields of a length limit that is given; -1 means none, as other engines write it.
+
+    Answers x tokens x `logprobs` are bounded: a default is made to fit.
+
+    Raises:
+        RequestError: what is given does not.
+    """
+    limit = next((given[name] for name in names if name in given and given[name] != -1), None)
+    count = given.get("n", 1)
+    if not isinstance(logprobs, int) or not isinstance(count, int):
+        return default if limit is None else limit
+    each = max(1, count) * prompts * (1 + max(0, logprobs))
+    if limit is None:
+        return max(1, min(default, MAX_LOGPROBS // each))
+    if isinstance(limit, int) and each * limit > MAX_LOGPROBS:
+        refuse(
+            "logprobs",
+            f"of {count} answers with {limit} tokens and {logprobs} alternatives each are more than {MAX_LOGPROBS:,} "
+            "numbers; ask for fewer",
+        )
+    return limit
 
 
 def answers(params: SamplingParams, count: object) -> tuple[SamplingParams, ...]:
@@ -132,8 +158,8 @@ def _check_stops(stops: object, tokens: object) -> None:
         if isinstance(values, list | tuple) and len(values) > limit:
             raise PromptError(f"the request has {len(values)} {name}, it may have {limit}")
     for text in stops if isinstance(stops, list | tuple) else [stops]:
-        if isinstance(text, str) and len(text) > STOP_CHARS:
-            raise PromptError(f"a stop string has {len(text)} characters, it may have {STOP_CHARS}")
+        if isinstance(text, str) and len(text) > MAX_STOP_CHARS:
+            raise PromptError(f"a stop string has {len(text)} characters, it may have {MAX_STOP_CHARS}")
 
 
 def _biases(value: object) -> Mapping[int, Any]:

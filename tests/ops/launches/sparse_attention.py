@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spyglass.ops.sparse_attention.reference import Turn
 from tests.ops.triton_lane import GENERATIONS, Launch, meta
 
 
@@ -31,8 +32,13 @@ def _window(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     )
 
 
+def _turn(rows: int) -> Turn:
+    tables = [meta(rows, 32, dtype=torch.float32) for _ in range(2)]
+    return Turn(cos_TR=tables[0], sin_TR=tables[1], eps=1e-6, stepwise=True)
+
+
 def _pool(rows: int, page: int, picks: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    options: dict[str, Any] = {"scale": 512**-0.5, "window_width": 128}
+    options: dict[str, Any] = {"scale": 512**-0.5, "window_width": 128, "turn": _turn(rows)}
     if page:
         visible, table = meta(rows, dtype=torch.int32), meta(rows, 16, dtype=torch.int32)
         options |= {"pool_NBD": meta(99, page, 512, dtype=dtype), "pool_table_SP": table, "visible_T": visible}

@@ -246,7 +246,6 @@ def test_v4_numbers_do_not_make_a_v41_model() -> None:
         (b"{", "not valid JSON"),
         (b"[1]", "expected a JSON object, got list"),
         (b"3", "expected a JSON object, got int"),
-        (b"\xef\xbb\xbf{}", "byte-order mark"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b'{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' is written twice"),
         (b'{"rope_scaling": {"factor": 1, "factor": 2}}', "'factor' is written twice"),
