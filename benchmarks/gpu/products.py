@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from spyglass.ops.linear_block import reference as linear_reference
 from spyglass.ops.linear_block import triton as linear
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed, empty_packed
+from spyglass.quant.tiles import tile
 
 START = time.monotonic()
 CHILDREN = 12
@@ -75,16 +76,14 @@ def stacks(device: str = "cuda") -> list[Packed]:
     return found
 
 
-def tile(weight: Packed) -> Packed:
+def tiled_stack(weight: Packed) -> Packed:
     """The stack in the order of the kernels, expert by expert."""
-    found = empty_packed(FP4, weight.shape, "cuda")
+    found = replace(empty_packed(FP4, weight.shape, "cuda"), tiled=True)
     for expert in range(EXPERTS):
-        one = experts.tile(weight[expert])
-        found[expert].data.copy_(one.data)
-        assert one.scale is not None
-        scale = found[expert].scale
-        assert scale is not None
-        scale.copy_(one.scale)
+        one, place = tile(weight[expert]), found[expert]
+        assert one.scale is not None and place.scale is not None
+        place.data.copy_(one.data)
+        place.scale.copy_(one.scale)
     return found
 
 
@@ -133,7 +132,6 @@ def moe(rows: int, weights: list[Packed], tiled: list[Packed]) -> Case:
                 limit=10.0,
                 rounding=ROUNDING,
                 launches=launch[0],
-                tiled=launch[1],
             )
             for one in places
         ]
@@ -299,7 +297,11 @@ def child(number: int) -> None:
     """Compile every CHILDREN-th configuration by running it once."""
     weights = [empty_packed(FP4, shape, "cuda") for shape in ((EXPERTS, WIDTH, HIDDEN),) * 2]
     weights.append(empty_packed(FP4, (EXPERTS, HIDDEN, WIDTH), "cuda"))
-    jobs = [(case, name) for case in cases(weights, weights) for name in case.launches]
+    jobs = [
+        (case, name)
+        for case in cases(weights, [replace(weight, tiled=True) for weight in weights])
+        for name in case.launches
+    ]
     for case, name in jobs[number::CHILDREN]:
         try:
             case.make(True)[0][0](case.launches[name])
@@ -318,7 +320,7 @@ def main() -> None:
         for number in range(CHILDREN)
     ]
     weights = stacks()
-    tiled = [tile(weight) for weight in weights]
+    tiled = [tiled_stack(weight) for weight in weights]
     todo = cases(weights, tiled)
     for process in children:
         try:

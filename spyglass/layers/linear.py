@@ -6,6 +6,7 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from spyglass.layers.build import Build
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
+from spyglass.quant.tiles import can_tile, tile
 
 
 class Adapter(Protocol):
@@ -174,8 +176,11 @@ class Experts(nn.Module):
                 "all routed experts of a layer must have one format: convert them to one"
             )
         held = self.build.hold(full_name, weight)
+        if self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
+            held = tile(held)
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
+            empty = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
+            self.stacks[name] = replace(empty, tiled=held.tiled)
         stack = self.stacks[name][expert]
         if stack.data.data_ptr() == held.data.data_ptr():
             return  # it was read into its place

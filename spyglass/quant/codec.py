@@ -13,6 +13,7 @@ from spyglass.errors import CheckpointError
 from spyglass.quant.formats import Format
 from spyglass.quant.pack import e8m0_from_exponent, e8m0_to_float, pack_e2m1, unpack_e2m1
 from spyglass.quant.packed import Packed
+from spyglass.quant.tiles import untile
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -53,6 +54,8 @@ def ceil_pow2_scale(amax: torch.Tensor, limit_reciprocal: float) -> torch.Tensor
 
 def decode(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The matrix [..., out, in] in `dtype`: product of value and scale, rounded once."""
+    if packed.tiled:
+        packed = untile(packed)
     if packed.format.block is None:
         return packed.data.to(dtype)
     assert packed.scale is not None, packed.format

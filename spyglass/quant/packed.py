@@ -24,18 +24,20 @@ TORCH_DTYPES = {
 @dataclass(frozen=True, slots=True)
 class Packed:
     """`data` [..., out, in] in storage form (uint8 for fp4, float8_e4m3fn for fp8); `scale` uint8 bytes of e8m0, or
-    float32. `shape` is the logical shape. Leading axes (experts) are stacked.
+    float32. `shape` is the logical shape. Leading axes (experts) are stacked. `tiled`: the bytes of every matrix lie in
+    the order of `quant/tiles.py`, not in a file's.
     """
 
     format: Format
     data: torch.Tensor
     scale: torch.Tensor | None
     shape: tuple[int, ...]
+    tiled: bool = False
 
     def __getitem__(self, index: int) -> Packed:
         """Matrix `index` of a stack (one expert)."""
         scale = None if self.scale is None else self.scale[index]
-        return Packed(self.format, self.data[index], scale, self.shape[1:])
+        return Packed(self.format, self.data[index], scale, self.shape[1:], self.tiled)
 
 
 def empty_packed(format: Format, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:

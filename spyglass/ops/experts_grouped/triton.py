@@ -58,9 +58,9 @@ def usable(device_type: str, dtype: str) -> bool:
 def tuning(rows: int, chosen: int, hidden: int, width: int, bits: int = 4) -> Tuning:
     """The launches for a number of rows; upper limits decide, so that a bucket of rows has one answer."""
     if rows <= 2:
-        return Tuning(up=_few(hidden, 4), down=_few(width, 4))
+        return Tuning(up=_few(hidden, 2), down=_few(width, 4))
     if rows * chosen <= _FEW_CHOICES or bits > 4:
-        return Tuning(up=_few(hidden, 1), down=_few(width, 1))
+        return Tuning(up=_few(hidden, 2), down=_few(width, 1))
     tile = Many(rows=128, tokens=64 if rows * chosen <= 1 << 15 else 128, stages=3 if gpu.roomy() else 2)
     return Tuning(up=tile, down=tile)
 
@@ -86,7 +86,6 @@ def experts_grouped(
     slot_T: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
     launches: Tuning | None = None,
-    tiled: bool = False,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves adapters, fp32 activations, gradients and odd shapes or formats."""
     if adapters is not None:
@@ -113,7 +112,6 @@ def experts_grouped(
         limit=limit,
         block=0 if rounding is None else rounding.block,
         bits=_BITS[w1.format.name],
-        tiled=tiled,
     )
     if isinstance(launches.up, Few) and isinstance(launches.down, Few):
         return triton_launch.few_rows(call, launches.up, launches.down)
@@ -150,7 +148,7 @@ def _suits(
     x_TC: torch.Tensor, ids_TK: torch.Tensor, w1: Packed, w3: Packed, w2: Packed, rounding: FakeQuant | None
 ) -> bool:
     format, (_, width, hidden) = w1.format, w1.shape
-    if not w1.format == w3.format == w2.format or ids_TK.dtype != torch.int32:
+    if not w1.format == w3.format == w2.format or w1.tiled != w3.tiled or ids_TK.dtype != torch.int32:
         return False
     if not gpu.multiplies(x_TC.dtype) or gpu.learns(x_TC, w1.data, w3.data, w2.data):
         return False
@@ -162,23 +160,3 @@ def _suits(
         return True
     rows, columns = format.block or (1, 1)
     return format.name == "bf16" or not any(side % rows or side % (2 * columns) for side in (width, hidden))
-
-
-def tile(weight: Packed) -> Packed:
-    """FP4 stacks in the order in which `few` reads them, as many bytes: tiles of 16 rows and 128 inputs, a row's 64
-    bytes after the other. Four values a 16-bit element (see `decode_fp4_tiled`), four steps of 128 a scale word.
-
-    Rows must be a multiple of 16, inputs of 512.
-    """
-    assert weight.scale is not None
-    code = torch.stack([weight.data & 15, weight.data >> 4], -1).flatten(-2)  # [.., N, K]
-    v0, v1, v2, v3 = code.unflatten(-1, (-1, 4, 8)).to(torch.int32).unbind(-2)
-    word = (v0 & 8) << 12 | (v0 & 7) << 6 | (v1 & 8) << 9 | (v1 & 7) << 3 | (v2 & 8) << 6 | (v2 & 7)
-    word = word | (v3 & 8) << 11 | (v3 & 4) << 11 | (v3 & 3) << 10
-    data = _tiles(word.to(torch.int16).flatten(-2), 32).view(torch.uint8).view(weight.data.shape)
-    scale = weight.scale.unflatten(-1, (-1, 4, 4)).transpose(-1, -2).flatten(-3)
-    return Packed(weight.format, data, _tiles(scale, 16).view(weight.scale.shape), weight.shape)
-
-
-def _tiles(values: torch.Tensor, width: int) -> torch.Tensor:
-    return values.unflatten(-1, (-1, width)).unflatten(-3, (-1, 16)).transpose(-2, -3).contiguous()

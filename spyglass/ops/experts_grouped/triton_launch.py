@@ -35,7 +35,10 @@ class Call:
     limit: float
     block: int
     bits: int
-    tiled: bool
+
+    def order(self, weight: Packed, many: bool) -> int:
+        """In which order a product with `weight` reads its input (see `round_rows`)."""
+        return (41 if many else 0) if weight.tiled else 40 if many else self.bits
 
     def words(self, weight: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Data in 16-bit elements, scales in what one load takes."""
@@ -60,7 +63,7 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         counter = torch.empty(blocks * counters, dtype=torch.int32, device=device)
         order, *lists = _listed(call, _BLOCK, blocks, counter, counters)
         rounded_TC = torch.empty_like(call.x_TC)
-        _round(call, call.x_TC, rounded_TC, 0 if call.tiled else call.bits)
+        _round(call, call.x_TC, rounded_TC, call.order(call.w1, many=False))
     else:
         blocks = min(choices, experts + choices // _BLOCK) if sort else choices
         parts = triton.cdiv(max(blocks, choices), _SLICE)
@@ -84,7 +87,7 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
             CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
             BM=_BLOCK,
             BLOCK=call.block,
-            ORDER=0 if call.tiled else call.bits,
+            ORDER=call.order(call.w1, many=False),
             SORT=sort,
             SLICE=_SLICE,
             COUNTERS=counters,
@@ -100,8 +103,7 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "ROUND": call.block,
-        "ORDER": 0 if call.tiled else call.bits,
-        "TILED": call.tiled,
+        "ORDER": call.order(call.w2, many=False),
         "SORT": sort,
         "BN": 16,
         "BM": _BLOCK,
@@ -114,11 +116,13 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
     }
     kernels.few[(width // 16, blocks)](
         rounded_TC, w1, s1, w3, s3, call.weights_TK, call.ids_TK, *lists, counter, h_NF, choices, rows, call.limit,
-        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, AHEAD=up.ahead, num_warps=up.warps, **shared,
+        N=width, K=hidden, UP=True, NW=up.warps, STEPS=up.steps, AHEAD=up.ahead, TILED=call.w1.tiled,
+        num_warps=up.warps, **shared,
     )  # fmt: skip
     kernels.few[(hidden // 16, blocks)](
         h_NF, w2, s2, w2, s2, call.weights_TK, call.ids_TK, *lists, counter, y_NC, choices, rows, call.limit,
-        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, AHEAD=down.ahead, num_warps=down.warps, **shared,
+        N=hidden, K=width, UP=False, NW=down.warps, STEPS=down.steps, AHEAD=down.ahead, TILED=call.w2.tiled,
+        num_warps=down.warps, **shared,
     )  # fmt: skip
     _combine(call, y_NC, order, out_TC)
     return out_TC
@@ -144,11 +148,10 @@ def many_rows(call: Call, up: Many, down: Many) -> torch.Tensor:
     y_NC = torch.empty((choices, hidden), dtype=call.x_TC.dtype, device=device)
     out_TC = torch.empty((rows, hidden), dtype=torch.float32, device=device)
     (w1, s1), (w3, s3), (w2, s2) = (call.words(weight) for weight in (call.w1, call.w3, call.w2))
-    order_of_x = 41 if call.tiled else 40
-    _round(call, call.x_TC, rounded_TC, order_of_x)
+    _round(call, call.x_TC, rounded_TC, call.order(call.w1, many=True))
     _many(call, up, rounded_TC, (w1, s1, w3, s3), lists, h_NF, blocks)
     again_NF = torch.empty_like(h_NF)
-    _round(call, h_NF, again_NF, order_of_x)
+    _round(call, h_NF, again_NF, call.order(call.w2, many=True))
     _many(call, down, again_NF, (w2, s2), lists, y_NC, blocks)
     _combine(call, y_NC, order, out_TC)
     return out_TC
@@ -182,7 +185,7 @@ def _many(
         NW=tile.warps,
         NS=tile.stages,
         U=tile.unrolled,
-        TILED=call.tiled,
+        TILED=(call.w1 if up else call.w2).tiled,
         ASM=not interpreted(),
         num_warps=tile.warps,
         num_stages=tile.stages,

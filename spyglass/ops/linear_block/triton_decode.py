@@ -64,17 +64,18 @@ def _e2m1(h: tl.tensor, f: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def decode_fp4_tiled(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
-    """The same for tiled weights (`tile_fp4`): value p of element r is input 8 p + r, in the bits {15, 8..6} {12, 5..3}
-    {9, 2..0} {14, 13, 11, 10}.
+    """The same for tiled weights (`experts_grouped.triton.tile`): value p of element r is input 8 p + r.
+
+    The codes of a 32-bit word lie so that nine operations bring all eight to the bits 15, 8..6 of their half.
     """
     if ASM:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 t, u, z; mov.b32 z, 0x80008000;
             and.b32 t, $4, 0x81C081C0; fma.rn.bf16x2 $0, t, $5, z;
-            shl.b32 t, $4, 3; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, $5, z;
-            shl.b32 t, $4, 6; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, $5, z;
-            shl.b32 t, $4, 1; and.b32 t, t, z; shr.b32 u, $4, 5; and.b32 u, u, 0x01000100; or.b32 t, t, u;
-            shr.b32 u, $4, 4; and.b32 u, u, 0x00C000C0; or.b32 t, t, u; fma.rn.bf16x2 $3, t, $5, z; }""",
+            shl.b32 t, $4, 6; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, $5, z;
+            shf.l.wrap.b32 t, $4, $4, 28; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, $5, z;
+            shf.l.wrap.b32 t, $4, $4, 10; and.b32 t, t, 0x81808180;
+            shl.b32 u, $4, 2; and.b32 u, u, 0x00400040; or.b32 t, t, u; fma.rn.bf16x2 $3, t, $5, z; }""",
             "=&r,=&r,=&r,=&r,r,r,r",
             [w, s],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -83,14 +84,21 @@ def decode_fp4_tiled(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor
         )
     else:
         f = (s << 16).to(tl.float32, bitcast=True)
-        h = w.to(tl.int32)
-        h3 = ((h << 17) & -2147483648) | ((h << 11) & 0x01000000) | ((h << 12) & 0x00C00000)
-        return (
-            (((h << 16) & -2147483648) | ((h << 16) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
-            (((h << 19) & -2147483648) | ((h << 19) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
-            (((h << 22) & -2147483648) | ((h << 22) & 0x01C00000)).to(tl.float32, bitcast=True) * f,
-            h3.to(tl.float32, bitcast=True) * f,
-        )
+        L: tl.constexpr = w.shape[0]
+        even, odd = tl.split(tl.reshape(w, (L, 4, 2)))
+        word = (odd.to(tl.uint32) << 16) | (even.to(tl.uint32) & 0xFFFF)
+        v0 = word
+        v1 = word << 6
+        v2 = (word << 28) | (word >> 4)
+        v3 = (((word << 10) | (word >> 22)) & 0x81808180) | ((word << 2) & 0x00400040)
+        return _halves(v0, f), _halves(v1, f), _halves(v2, f), _halves(v3, f)
+
+
+@triton.jit
+def _halves(word: tl.tensor, f: tl.tensor) -> tl.tensor:
+    low = ((word & 0x81C0) << 16).to(tl.float32, bitcast=True)
+    high = (word & 0x81C00000).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), (word.shape[0], 8)) * f
 
 
 @triton.jit
