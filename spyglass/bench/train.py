@@ -117,7 +117,7 @@ def step_flops(config: ModelConfig, step: PackedStep, specs: dict[str, Param]) -
     for name, spec in specs.items():
         if spec.kind == "matrix" and name.startswith("layers.") and ".engram." not in name:
             size = spec.shape[0] * spec.shape[1]
-            per_token += 2 * size * (share if ".ffn.experts." in name else 1.0)
+            per_token += 2 * size * (share if spec.split == "experts" else 1.0)
     head = 2 * text.vocab_size * text.hidden_size * len(step.targets_R)
     tower = tower_flops(vision, text.hidden_size, step.images.grids_I2)
     return per_token * len(step.batch.ids_T) + head + tower
