@@ -60,7 +60,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
         "fake_quant": round_to,
         "cache_write": cache_write,
     }
-    joined = Joined(replace(reference, **changed))
+    joined = Joined(reference.replaced(**changed))
     changed |= {
         "hyper_read": joined.hyper_read,
         "hyper_write_read": joined.hyper_write_read,

@@ -71,14 +71,6 @@ class Linear(nn.Module):
         on_gpu = self.build.device.type == "cuda"
         self.bias_O = bias.data.to(self.build.device, bias.data.dtype if on_gpu else torch.float32)
 
-<<<<<<< HEAD
-    def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
-        assert self.weight is not None, f"{self.name} was never loaded"
-        addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
-        return self._product(
-            x_TI, self.weight, rounding=self._rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
-=======
     @property
     def quant(self) -> FakeQuant | None:
         """The rounding of the input that what makes the input may do ahead; an adapter takes the input as it is."""
@@ -91,13 +83,13 @@ class Linear(nn.Module):
 
         `rounded_TI`: what `quant` makes of the input, where that is known.
         """
+        assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
         rounding = self._rounding
         if rounded_TI is not None and self.quant is not None:
             x_TI, rounding = rounded_TI, None
-        out: torch.Tensor = self._product(
+        return self._product(
             x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
->>>>>>> main
         )
 
     def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,8 @@ say
     CAPABILITIES   frozenset of names; "capturable" alone where it says nothing
     check_weight   (name, weight) -> None; raises DeviceError for values it cannot hold
 
-"capturable": never reads a value of a tensor on the host, so that a graph can hold it.
+"capturable": never reads a value of a tensor on the host, so that a graph can hold it. "rounds_apart": a map rounds its
+input in a launch of its own, which whatever makes the input saves by doing it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from spyglass.ops.vit_attention.reference import vit_attention
 from spyglass.quant.packed import Packed
 
 Backend = Literal["eager", "cpu_graph", "cuda_graph"]
-Capability = Literal["capturable"]
+Capability = Literal["capturable", "rounds_apart"]
 _DEFAULT: frozenset[Capability] = frozenset({"capturable"})
 
 
@@ -93,6 +94,7 @@ class Ops:
         self._functions = functions
         for op, function in functions.items():
             setattr(self, op, function)
+        self._rounds_ahead = self.can("linear_block", "rounds_apart")
 
     def replaced(self, chosen: Mapping[str, str] | None = None, **functions: Callable[..., Any]) -> Ops:
         """The same with other functions for some ops."""
@@ -107,6 +109,11 @@ class Ops:
         module = _module("linear_block", self.chosen["linear_block"])
         if hasattr(module, "check_weight"):
             module.check_weight(name, weight)
+
+    @property
+    def rounds_ahead(self) -> bool:
+        """Whether what makes the input of an FP8 map should round it on its way out."""
+        return self._rounds_ahead
 
     @property
     def capture_backend(self) -> Backend:

@@ -26,63 +26,6 @@ OPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/re
 # matrix product.
 _FASTER = {"cpu": ("cpu",), "cuda": ("triton", "cublas", "varlen")}
 Which = Literal["auto", "reference", "training"]
-<<<<<<< HEAD
-=======
-Backend = Literal["eager", "cpu_graph", "cuda_graph"]
-# Attentions of the picture tower that a CUDA graph can hold; the reference asks the host where pictures end.
-GRAPHABLE_ATTENTION = ("triton", "varlen")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ops:
-    """One callable per op, signatures as in each `reference.py`; `chosen` names the implementation of each."""
-
-    linear_block: Callable[..., Any]
-    linear_largest: Callable[..., Any]
-    linear_grouped: Callable[..., Any]
-    experts_grouped: Callable[..., Any]
-    lora_delta: Callable[..., Any]
-    router_topk: Callable[..., Any]
-    sparse_attention: Callable[..., Any]
-    index_topk: Callable[..., Any]
-    index_blocks: Callable[..., Any]
-    compress_pool: Callable[..., Any]
-    compress_rows: Callable[..., Any]
-    hyper_mix: Callable[..., Any]
-    hyper_head: Callable[..., Any]
-    hyper_collapse: Callable[..., Any]
-    hyper_expand: Callable[..., Any]
-    hyper_read: Callable[..., Any]
-    hyper_write_read: Callable[..., Any]
-    row_finish: Callable[..., Any]
-    rope_partial: Callable[..., Any]
-    rope_half: Callable[..., Any]
-    silu_mul: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    fake_quant: Callable[..., Any]
-    hadamard: Callable[..., Any]
-    cache_write: Callable[..., Any]
-    swiglu: Callable[..., Any]
-    add_shared: Callable[..., Any]
-    vit_attention: Callable[..., Any]
-    engram_gate: Callable[..., Any]
-    chosen: Mapping[str, str]
-
-    @property
-    def rounds_ahead(self) -> bool:
-        """Whether what makes the input of an FP8 map should round it on its way out, for the map would do it apart."""
-        return self.chosen["linear_block"] == "triton"
-
-    @property
-    def capture_backend(self) -> Backend:
-        """What can capture these ops; experts without a kernel ask the host which of them have rows."""
-        names = set(self.chosen.values())
-        if "cpu" in names:
-            return "cpu_graph"
-        if "triton" in names and self.chosen["experts_grouped"] == "triton":
-            return "cuda_graph"
-        return "eager"
->>>>>>> main
 
 
 def describe(device_type: str, dtype: str, which: Which = "auto") -> dict[str, str]:

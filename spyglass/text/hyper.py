@@ -14,12 +14,8 @@ from torch import nn
 
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.norm import RMSNorm
-<<<<<<< HEAD
 from spyglass.ops.declare import Ops
-=======
-from spyglass.ops.table import Ops
 from spyglass.quant.formats import FakeQuant
->>>>>>> main
 from spyglass.text.step import TextBuild
 
 
@@ -75,29 +71,18 @@ class HyperConnection(nn.Module):
 
         Streams are read by `pre_TM`, or else by the pre found.
         """
-<<<<<<< HEAD
         assert norm.weight_D is not None
         weights = self.fn.tensor(), self.scale.tensor(), self.base.tensor(), norm.weight_D
-        options: dict[str, Any] = {**self._options, "eps": norm.eps, "pre_TM": pre_TM}
-=======
-        weights = self.fn.value, self.scale.value, self.base.value, norm.weight_D
-        options = {**self._options, "eps": norm.eps, "pre_TM": pre_TM, "quant": quant}
->>>>>>> main
+        options: dict[str, Any] = {**self._options, "eps": norm.eps, "pre_TM": pre_TM, "quant": quant}
         streams_TMC, post, comb = residual.streams_TMC, residual.post_TM, residual.comb_TMM
         if residual.z_TC is None:
             x_TC, pre, post, comb, *rounded = self._ops.hyper_read(streams_TMC, *weights, **options)
         else:
-<<<<<<< HEAD
             assert post is not None and comb is not None
-            streams_TMC, x_TC, pre, post, comb = self._ops.hyper_write_read(
+            streams_TMC, x_TC, pre, post, comb, *rounded = self._ops.hyper_write_read(
                 residual.z_TC, residual.shared_TC, streams_TMC, post, comb, *weights, **options
             )
-        return x_TC, pre, Residual(streams_TMC, post, comb)
-=======
-            written = residual.z_TC, residual.shared_TC, streams_TMC, post, comb
-            streams_TMC, x_TC, pre, post, comb, *rounded = self._ops.hyper_write_read(*written, *weights, **options)
         return x_TC, rounded[0] if rounded else None, pre, Residual(streams_TMC, post, comb)
->>>>>>> main
 
 
 class HyperHead(nn.Module):
