@@ -190,7 +190,7 @@ class VisionGraphs:
             self._padded = PaddedVision(tower, aligner, longest, self._device)
             self._stream = torch.cuda.Stream()
             width = tower.patch_embed.in_features
-            self._patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
+            self.patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
 
     def __call__(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C] as tower and aligner give them; a tensor of its own."""
@@ -248,7 +248,7 @@ class VisionGraphs:
         cells = sum(num_cells(grid, ratio) for grid in images.grids_I2)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
             captured = self._graph(budget)
-            self._patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
+            self.patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
             captured.values.copy_(torch.from_numpy(layout_values(images.grids_I2, budget, ratio)))
             captured.graph.replay()
             return captured.out_IC[:cells].clone()
@@ -265,7 +265,7 @@ class VisionGraphs:
         """
         ratio = self._aligner.ratio
         values = torch.from_numpy(layout_values([], budget, ratio)).to(self._device)
-        layout, patches_UF = layout_of(values, budget, ratio), self._patches_UF[: budget.patches]
+        layout, patches_UF = layout_of(values, budget, ratio), self.patches_UF[: budget.patches]
         body = partial(self._padded, patches_UF, layout, (0, budget.patches))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
