@@ -46,7 +46,7 @@ from spyglass.params.targets import describe_counts
 from spyglass.tiny_world.words import Variant
 from spyglass.train.loss import IGNORED
 
-CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, pictures=128, largest_picture=1800, targets=2048)
+CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, images=128, largest_image=1800, targets=2048)
 KEPT_STEPS = 200
 LOG_EVERY = 20
 _PATIENCE = 120  # seconds until there must be a step

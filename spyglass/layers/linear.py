@@ -71,11 +71,24 @@ class Linear(nn.Module):
         on_gpu = self.build.device.type == "cuda"
         self.bias_O = bias.data.to(self.build.device, bias.data.dtype if on_gpu else torch.float32)
 
-    def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
+    @property
+    def quant(self) -> FakeQuant | None:
+        """The rounding of the input that what makes the input may do ahead; an adapter takes the input as it is."""
+        return self._rounding if self.adapter is None and self.build.ops.rounds_ahead else None
+
+    def forward(
+        self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters.
+
+        `rounded_TI`: what `quant` makes of the input, where that is known.
+        """
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
+        rounding = self._rounding
+        if rounded_TI is not None and self.quant is not None:
+            x_TI, rounding = rounded_TI, None
         out: torch.Tensor = self._product(
-            x_TI, self.weight, rounding=self._rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
+            x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
         return out
 
@@ -87,6 +100,12 @@ class Linear(nn.Module):
         assert self.bias_O is None and self._rounding is None
         out: tuple[torch.Tensor, torch.Tensor] = self.build.ops.linear_largest(x_TI, self.weight, skip_O)
         return out
+
+
+def common_quant(*maps: Linear) -> FakeQuant | None:
+    """The rounding that all of these want of their common input, None where they differ."""
+    wanted = {linear.quant for linear in maps}
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 class GroupedLinear(nn.Module):

@@ -94,6 +94,11 @@ class Ops:
     chosen: Mapping[str, str]
 
     @property
+    def rounds_ahead(self) -> bool:
+        """Whether what makes the input of an FP8 map should round it on its way out, for the map would do it apart."""
+        return self.chosen["linear_block"] == "triton"
+
+    @property
     def capture_backend(self) -> Backend:
         """What can capture these ops; experts without a kernel ask the host which of them have rows."""
         names = set(self.chosen.values())

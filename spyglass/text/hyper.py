@@ -14,6 +14,7 @@ from torch import nn
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.norm import RMSNorm
 from spyglass.ops.table import Ops
+from spyglass.quant.formats import FakeQuant
 from spyglass.text.step import TextBuild
 
 
@@ -59,21 +60,21 @@ class HyperConnection(nn.Module):
         self._ops = parts.build.ops
 
     def read(
-        self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, Residual]:
-        """Input of the sub-layer [T, C], the pre found [T, M], and the residual while the sub-layer is at work.
+        self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None, quant: FakeQuant | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Residual]:
+        """Input of the sub-layer [T, C], what `quant` makes of it, the pre found [T, M], and the residual meanwhile.
 
         Streams are read by `pre_TM`, or else by the pre found.
         """
         weights = self.fn.value, self.scale.value, self.base.value, norm.weight_D
-        options = {**self._options, "eps": norm.eps, "pre_TM": pre_TM}
+        options = {**self._options, "eps": norm.eps, "pre_TM": pre_TM, "quant": quant}
         streams_TMC, post, comb = residual.streams_TMC, residual.post_TM, residual.comb_TMM
         if residual.z_TC is None:
-            x_TC, pre, post, comb = self._ops.hyper_read(streams_TMC, *weights, **options)
+            x_TC, pre, post, comb, *rounded = self._ops.hyper_read(streams_TMC, *weights, **options)
         else:
             written = residual.z_TC, residual.shared_TC, streams_TMC, post, comb
-            streams_TMC, x_TC, pre, post, comb = self._ops.hyper_write_read(*written, *weights, **options)
-        return x_TC, pre, Residual(streams_TMC, post, comb)
+            streams_TMC, x_TC, pre, post, comb, *rounded = self._ops.hyper_write_read(*written, *weights, **options)
+        return x_TC, rounded[0] if rounded else None, pre, Residual(streams_TMC, post, comb)
 
 
 class HyperHead(nn.Module):

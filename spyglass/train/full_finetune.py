@@ -115,8 +115,8 @@ class FullRun:
         value, targets = token_loss(step_logits(self.model, step), step.targets_R)
         self._state.loads = []  # layers that are computed again count for nothing
         self._loads = [a + b for a, b in zip(self._loads, counted, strict=True)] if self._loads else counted
-        pictures = 0 if step.images is None else len(step.images.grids_I2)
-        return MicroLoss(loss=value, targets=targets, tokens=tokens, pictures=pictures)
+        images = 0 if step.images is None else len(step.images.grids_I2)
+        return MicroLoss(loss=value, targets=targets, tokens=tokens, images=images)
 
     def _balance(self, step: int) -> None:
         loads = [self._processes.total(load) for load in self._loads]

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
-    "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
+    "text": {"errors", "config", "batch", "quant", "ops", "parallel", "layers"},
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },

@@ -37,7 +37,7 @@ from spyglass.train.loss import step_logits
 from spyglass.train.packing import pack
 from tests.tolerance import assert_law
 
-SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, pictures=4, largest_picture=1800, targets=64)
+SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, images=4, largest_image=1800, targets=64)
 
 
 def trainer_of(

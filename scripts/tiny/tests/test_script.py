@@ -33,7 +33,7 @@ from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.tiny_world.cases import make_case
 from spyglass.train.state import State, save_state
 
-CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, pictures=16, largest_picture=1800, targets=256)
+CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, images=16, largest_image=1800, targets=256)
 
 
 @pytest.fixture(scope="module")
