@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
 class PromptTokenizer:
     """A `tokenizer.json`, ready to make prompts and to read answers."""
 
-    __slots__ = ("_added", "_full", "_longest", "text_only", "special_ids")
+    __slots__ = ("_added", "_full", "_longest", "special_ids", "text_only")
 
     def __init__(self, text: str, name: str = FILE_NAME) -> None:
         """`text` is the content of a tokenizer.json; `name` says in errors where it came from.
@@ -75,7 +75,8 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
         try:
-            ids: list[int] = self.text_only.encode_batch([text])[0].ids  # `encode` would stop every other thread meanwhile
+            # `encode` would stop every other thread meanwhile
+            ids: list[int] = self.text_only.encode_batch([text])[0].ids
         except BaseException as error:  # a library that panics raises what is no Exception
             if type(error).__name__ != "PanicException":
                 raise

@@ -29,7 +29,6 @@ from spyglass.errors import DeviceError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
-from spyglass.ops.table import GRAPHABLE_ATTENTION
 from spyglass.vision.aligner import Aligner, cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, VisionTower, angle_tables, patch_positions
 
@@ -123,7 +122,7 @@ def why_not(build: Build) -> str | None:
     """Why a model built like this cannot use graphs; None if it can."""
     if build.device.type != "cuda":
         return f"graphs need a CUDA device, this is {build.device.type}"
-    if build.ops.chosen["vit_attention"] not in GRAPHABLE_ATTENTION:
+    if not build.ops.can("vit_attention", "capturable"):
         return f"graphs need flash attention (bfloat16, ops='auto'), not {build.ops.chosen['vit_attention']}"
     return None
 
@@ -265,8 +264,8 @@ class VisionGraphs:
         """
         ratio = self._aligner.ratio
         values = torch.from_numpy(layout_values([], budget, ratio)).to(self._device)
-        layout, rows_UF = layout_of(values, budget, ratio), self.patches_UF[: budget.patches]
-        body = partial(self._padded, rows_UF, layout, (0, budget.patches))
+        layout, patches_UF = layout_of(values, budget, ratio), self.patches_UF[: budget.patches]
+        body = partial(self._padded, patches_UF, layout, (0, budget.patches))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             body()
