@@ -9,17 +9,18 @@ asks the host. Rounding is straight-through: the value is rounded, the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from scripts.tiny.bins import Masks
+from spyglass.ops.declare import Ops
 from spyglass.ops.fake_quant import reference as fake_quant_reference
 from spyglass.ops.fake_quant.training import straight_through
 from spyglass.ops.hyper_mix.reference import coefficients
 from spyglass.ops.linear_block.training import multiply
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import bind_ops
 from spyglass.ops.vit_attention import varlen
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
@@ -59,7 +60,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
         "fake_quant": round_to,
         "cache_write": cache_write,
     }
-    joined = Joined(replace(reference, **changed))
+    joined = Joined(reference.replaced(**changed))
     changed |= {
         "hyper_read": joined.hyper_read,
         "hyper_write_read": joined.hyper_write_read,
@@ -67,7 +68,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
     }
     if device_type == "cuda":
         changed["vit_attention"] = varlen.vit_attention
-    return replace(reference, **changed, chosen=dict(reference.chosen) | dict.fromkeys(changed, "training"))
+    return reference.replaced(dict(reference.chosen) | dict.fromkeys(changed, "training"), **changed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,23 +83,22 @@ class Linear(nn.Module):
 
         `rounded_TI`: what `quant` makes of the input, where that is known.
         """
+        assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
         rounding = self._rounding
         if rounded_TI is not None and self.quant is not None:
             x_TI, rounding = rounded_TI, None
-        out: torch.Tensor = self._product(
+        return self._product(
             x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
-        return out
 
     def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
 
         For a map without bias whose input is not rounded; adapters have no part in it.
         """
-        assert self.bias_O is None and self._rounding is None
-        out: tuple[torch.Tensor, torch.Tensor] = self.build.ops.linear_largest(x_TI, self.weight, skip_O)
-        return out
+        assert self.weight is not None and self.bias_O is None and self._rounding is None
+        return self.build.ops.linear_largest(x_TI, self.weight, skip_O)
 
 
 def common_quant(*maps: Linear) -> FakeQuant | None:
@@ -132,9 +131,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
+        assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TGI, slot_T)
-        out: torch.Tensor = self._product(x_TGI, self.weight, addend_TGO=addend)
-        return out
+        return self._product(x_TGI, self.weight, addend_TGO=addend)
 
 
 class ExpertsAdapter(Protocol):
@@ -229,10 +228,7 @@ class Experts(nn.Module):
         adapters = None if self.adapter is None or slot_T is None else self.adapter()
         more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        out: torch.Tensor = self._product(
-            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more
-        )
-        return out
+        return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more)
 
     def _rounding(self) -> FakeQuant | None:
         assert self._found is not None

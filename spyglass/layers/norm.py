@@ -30,5 +30,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, quant: FakeQuant | None = None) -> torch.Tensor:
         """[..., D] to the same shape and dtype; fp32 inside, one rounding, then `quant`."""
-        out: torch.Tensor = self._norm(x_ND, self.weight_D, eps=self.eps, quant=quant)
-        return out
+        return self._norm(x_ND, self.weight_D, eps=self.eps, quant=quant)

@@ -100,14 +100,14 @@ class Attention(nn.Module):
             pool = None
         picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
         width = 0 if pool is None else pool.max_visible
-        out_THD: torch.Tensor = self._ops.sparse_attention(
+        return self._ops.sparse_attention(
             q_THD,
             cache.pages[self._window],
             cache.table_SP["window"],
             batch.seq_T,
             batch.window_lo_T,
             batch.window_hi_T,
-            self.attn_sink.value,
+            self.attn_sink.tensor(),
             scale=self._scale,
             window_width=batch.window_width,
             pool_NBD=None if pool is None or self._pool is None else cache.pages[self._pool],
@@ -117,7 +117,6 @@ class Attention(nn.Module):
             pool_width=width if picks_TX is None else picks_TX.shape[1],
             turn=Turn(cos_TR=cos_TR, sin_TR=sin_TR, eps=self._q_eps, stepwise=self._stepwise),
         )
-        return out_THD
 
     def _picks(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep | None, cache: CacheView

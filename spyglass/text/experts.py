@@ -49,8 +49,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        out: torch.Tensor = self._add_shared(*self.parts(x_TC, step))
-        return out
+        return self._add_shared(*self.parts(x_TC, step))
 
     @property
     def quant(self) -> FakeQuant | None:

@@ -8,7 +8,6 @@ they are. Several processes each hold the whole model and share the micro-batche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class FullRun:
         self._engram: EngramFeed | None = None
         if config.text.engram is not None:
             self._engram = EngramFeed(open_engram(options.model, config), device=device, dtype=self.dtype)
-        ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=CountingRouter(self._state))
+        ops = bind_ops(device.type, dtype_name, "training").replaced(router_topk=CountingRouter(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
         specs = {name: spec for name, spec in param_table(config).items() if spec.kind != "table"}

@@ -29,7 +29,6 @@ from spyglass.errors import DeviceError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
-from spyglass.ops.table import GRAPHABLE_ATTENTION
 from spyglass.vision.aligner import Aligner, cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, VisionTower, angle_tables, patch_positions
 
@@ -123,7 +122,7 @@ def why_not(build: Build) -> str | None:
     """Why a model built like this cannot use graphs; None if it can."""
     if build.device.type != "cuda":
         return f"graphs need a CUDA device, this is {build.device.type}"
-    if build.ops.chosen["vit_attention"] not in GRAPHABLE_ATTENTION:
+    if not build.ops.can("vit_attention", "capturable"):
         return f"graphs need flash attention (bfloat16, ops='auto'), not {build.ops.chosen['vit_attention']}"
     return None
 

@@ -18,7 +18,8 @@ import torch
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import ModelConfig
 from spyglass.model import VisionLanguageModel
-from spyglass.ops.table import OPS, Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import OPS, bind_ops
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed
 from spyglass.text.hyper import Residual
@@ -102,7 +103,7 @@ def recording(ops: Ops, recorded: dict[str, list[Any]]) -> Ops:
 
         return call
 
-    return dataclasses.replace(ops, **{name: recorder(name) for name in OPS})
+    return ops.replaced(**{name: recorder(name) for name in OPS})
 
 
 @pytest.fixture(scope="module", params=HOST_AND_GPU)

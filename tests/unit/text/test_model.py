@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
-from spyglass.ops.table import Ops
+from spyglass.ops.declare import Ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed

@@ -15,8 +15,9 @@ from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.model import VisionLanguageModel
+from spyglass.ops.declare import Ops
 from spyglass.ops.fake_quant.reference import quantise
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import F32, FakeQuant
 from spyglass.quant.packed import Packed
