@@ -144,7 +144,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts. `prompt_tokens` counts every prompt position, of which `image_tokens` belong to pictures."""
+    """Token counts. `prompt_tokens` counts every prompt position, of which `image_tokens` belong to images."""
 
     prompt_tokens: int
     image_tokens: int
@@ -162,7 +162,7 @@ class Usage:
 class RequestOutput:
     """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
 
-    `prompt_logprobs` has one entry per prompt position; None for the first and for picture positions. `error` says why
+    `prompt_logprobs` has one entry per prompt position; None for the first and for image positions. `error` says why
     the engine itself ended the answer ("abort"), `grammar_violation` that it was for the structured output the request
     asked for, `stopped_by` which stop string ended it.
     """

@@ -1,6 +1,6 @@
-"""Answers in a form: JSON by schema, a regular expression, a choice, a grammar; compiled and followed by `llguidance`.
+"""Structured output: JSON by schema, a regular expression, a choice, a grammar; compiled and followed by `llguidance`.
 
-A form allows a set of next tokens. The sets of one step are computed while the model runs, in a thread of their own,
+A grammar allows a set of next tokens. The sets of one step are computed while the model runs, in a thread of their own,
 and cut the logits before a token is drawn. Compiling happens where a request is checked, never in the step loop, and
 another process tries it first.
 """
@@ -30,8 +30,8 @@ from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 
-KEPT, _KEPT_SECONDS = 256, 8.0  # compiled forms; what takes long to compile takes memory, some hundred MB a second
-MAX_GRAMMAR_CHARS = 1 << 18  # characters of a form: what one level of references takes of the stack, its text bounds
+KEPT, _KEPT_SECONDS = 256, 8.0  # compiled grammars; what takes long to compile takes memory, some hundred MB a second
+MAX_GRAMMAR_CHARS = 1 << 18  # characters of a grammar: what one level of references takes of the stack, its text bounds
 
 
 class GrammarMatcher:
@@ -140,7 +140,7 @@ class MinLength:
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer and keeps them. Any thread may call it.
+    """Compiles grammars for one tokenizer and keeps them. Any thread may call it.
 
     `cpu_seconds`: what compiling one may take; it is tried first in a process of its own.
     """
@@ -153,7 +153,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, tuple[llguidance.LLMatcher, float]] = OrderedDict()  # with seconds
 
     def begin(self, structured: Structured) -> GrammarMatcher:
-        """The form of a new answer; compiles it unless the same one was asked for before.
+        """The matcher of a new answer; compiles it unless the same one was asked for before.
 
         Raises:
             PromptError: the schema, pattern or grammar means nothing, is too large, or needs a token this tokenizer
@@ -167,7 +167,7 @@ class GrammarCompiler:
         request = _request(structured)
         with self._lock:
             (vocabulary, trials), found = self._open_library(), self._compiled.get(request)
-        if found is None:  # without the lock: it may take seconds, and others' forms are ready
+        if found is None:  # without the lock: it may take seconds, and others' grammars are ready
             seconds = trials.seconds(structured.kind, request)
             if structured.kind == "json_schema" and not schema_is_finite(structured.value):
                 raise PromptError("the json_schema asked for has no value that ends: what it requires refers to itself")
@@ -211,7 +211,7 @@ Matcher = GrammarMatcher | MinLength
 
 
 class GrammarMasks:
-    """Next-token masks of one step, computed beside the model. Holds its thread and what it has measured.
+    """Next-token masks of one step, computed while the model runs. Holds its thread and what it has measured.
 
     A grammar that leaves nothing but `banned` tokens has failed: its row is free, and what is drawn there is not used.
     `ends` are the tokens that end an answer, which has to reach its grammar first.
@@ -280,7 +280,7 @@ class GrammarMasks:
 
 
 def _request(structured: Structured) -> str:
-    """Kind and value as JSON: what a form is known by.
+    """Kind and value as JSON: what a grammar is known by.
 
     Raises:
         PromptError: it is too long, or nothing that JSON can hold.
