@@ -56,7 +56,7 @@ class Service:
         self.stopping = False
         self.reading = 0  # bodies between their first byte and their last
         self.calls = 0  # requests whose bodies are here, until their answers are sent
-        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
+        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of images
         self.started = int(time.time())
 
     async def drain(self) -> None:
@@ -140,7 +140,7 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures = call.images
-        held.take(sum(picture.nbytes for picture in call.prompt.patches))
+        held.take(sum(image.nbytes for image in call.prompt.patches))
         await self._run(call, record, scope["began"], held, send)
 
     async def _run(self, call: Call, record: Record, began: float, held: Reservation, send: Send) -> None:

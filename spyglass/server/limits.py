@@ -47,7 +47,7 @@ LIMITS = (
     ),
     Limit("time in which an answer is not read", f"{UNREAD_SECONDS:.0f} s", 0, "the connection is closed"),
     Limit("scans of a JPEG times its pixels", "1,000,000,000", 400, "a scan of 80 bytes can cost a tenth of a second"),
-    Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the picture", 400, "it is unpacked whole"),
+    Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the image", 400, "it is unpacked whole"),
 )
 
 

@@ -85,10 +85,10 @@ class Images:
         if len(value) > self._limits.url_chars:
             refuse(where, f"has {len(value)} characters, an address may have {self._limits.url_chars}")
         if self._fetch is None:
-            refuse(where, "is a remote address; this server fetches no pictures, send it as a data URL")
+            refuse(where, "is a remote address; this server fetches no images, send it as a data URL")
         self._num_fetched += 1
         if self._num_fetched > self._limits.images:
-            refuse(where, f"is picture {self._num_fetched}, the limit is {self._limits.images}; send fewer")
+            refuse(where, f"is image {self._num_fetched}, the limit is {self._limits.images}; send fewer")
         try:
             return self._fetch(value)
         except PromptError as error:
