@@ -101,13 +101,13 @@ class SamplingParams:
         _require_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_count("top_k", self.top_k)
         _require_count("min_tokens", self.min_tokens)
+        for name, most in (("max_tokens", None), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PromptError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         if self.min_tokens and self.structured is not None:
             raise PromptError("min_tokens cannot be had with structured output, which ends where it ends; drop one")
-        for name, most in (("max_tokens", None), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
-            if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name), most)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
             raise PromptError(f"seed is {_shown(self.seed)}, expected None or an integer from 0 to 2**64 - 1")
         _require_biases(self.logit_bias)

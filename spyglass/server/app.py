@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import RequestTimer, send_events, send_json, send_whole
+from spyglass.server.workers import ImageWorkers
 
 
 class Service:
@@ -48,7 +50,8 @@ class Service:
         self.config = config
         self.max_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live)
-        self.served = served_by(llm, config)
+        self.images = ImageWorkers()
+        self.served = replace(served_by(llm, config), unpack=self.images)
         self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
@@ -76,6 +79,7 @@ class Service:
             for task in tasks:
                 task.cancel()
             self.parsers.shutdown()
+            self.images.close()
             await asyncio.to_thread(self.worker.stop)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.sequence import Request
+from spyglass.prompt.build import Unpack
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
@@ -27,7 +28,8 @@ class Served:
     `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter now, by
     `adapter_names`, which any thread may ask.
     `max_length` bounds prompt and answer together, `limits` the images of one request. `without_vision`: what a
-    image does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields.
+    image does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields. `unpack` does
+    the work of `unpack_image` in other processes.
     """
 
     names: tuple[str, ...]
@@ -38,6 +40,7 @@ class Served:
     adapter_names: Callable[[], tuple[str, ...]] = tuple
     without_vision: Literal["refuse", "note"] = "refuse"
     strict_fields: bool = False
+    unpack: Unpack | None = None
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ def parse_conversation(
         raise RequestError(f"a schema of the request cannot be shown to the model: {error}") from error
     rendered = render_conversation(conversation, images.stubs.images, served.config)
     require_short(served, [piece for piece in rendered.pieces if isinstance(piece, str)], "messages")
-    prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits)
+    prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits, unpack=served.unpack)
     stage = request.parsing_options.thinking_initial_stage
     expected = Expected(
         tools={tool.name: tool.parameters for tool in tools},
