@@ -14,7 +14,8 @@ from spyglass.batch.images import Grid, num_cells, pack_images
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32
@@ -160,4 +161,4 @@ def counting(ops: Ops) -> tuple[Ops, dict[str, int]]:
         return counted
 
     wrapped = {name: count(name, getattr(ops, name)) for name in ops.chosen}
-    return dataclasses.replace(ops, **wrapped), calls
+    return ops.replaced(**wrapped), calls

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.add_shared.triton_kernel import add
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.hyper_expand.triton_kernel import expand
 from spyglass.ops.overlap import begin
+from spyglass.quant.formats import FakeQuant
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
 _FEW = 128  # rows up to which the streams are made and multiplied in one launch
@@ -43,23 +44,24 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The input of the next sub-layer, to be written: streams collapsed by `pre_TM` or the pre found, and normed."""
+    """The input of the next sub-layer, to be written: streams collapsed by `pre_TM` or the pre found, and normed.
+
+    With `quant`, rounded into `rounded_TC` as well.
+    """
 
     x_TC: torch.Tensor
     weight_C: torch.Tensor
     eps: float
     pre_TM: torch.Tensor | None
+    quant: FakeQuant | None
+    rounded_TC: torch.Tensor | None
 
 
 def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None = None) -> Sums:
     """Products and squares of the streams; with `write`, of the streams that it makes. All contiguous."""
     rows, streams, width = streams_TMC.shape
     if write is not None and rows > _FEW:
-        z_TC = write.z_TC
-        if write.shared_TC is not None:
-            z_TC = torch.empty_like(write.shared_TC)
-            add(write.z_TC, write.shared_TC, z_TC)
-        expand(z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC)
+        expand(write.z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC, write.shared_TC)
         streams_TMC, write = write.out_TMC, None
     J, E = fn_JE.shape
     OUTPUTS = max(triton.next_power_of_2(J), 16)
@@ -328,6 +330,7 @@ def finish(
         base_J if read is None else read.weight_C,
         pre_TM if given_TM is None else given_TM,
         streams_TMC if read is None else read.x_TC,
+        streams_TMC if read is None or read.rounded_TC is None else read.rounded_TC,
         width,
         splits,
         norm_eps,
@@ -336,6 +339,7 @@ def finish(
         ROUNDS=rounds,
         COLLAPSES=read is not None,
         GIVEN=given_TM is not None,
+        **rounding(None if read is None else read.quant),
         STREAMS=streams,
         STREAMS_2=triton.next_power_of_2(streams),
         OUTPUTS=OUTPUTS,
@@ -361,6 +365,7 @@ def _finish(
     weight_ptr: tl.tensor,
     given_ptr: tl.tensor,
     x_ptr: tl.tensor,
+    rounded_ptr: tl.tensor,
     width: tl.tensor,
     splits: tl.tensor,
     norm_eps: tl.tensor,
@@ -369,6 +374,9 @@ def _finish(
     ROUNDS: tl.constexpr,
     COLLAPSES: tl.constexpr,
     GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr,
     STREAMS: tl.constexpr,
     STREAMS_2: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -401,6 +409,10 @@ def _finish(
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + rms_eps)
             x = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32) * x
             tl.store(x_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
+            if BLOCK > 0:
+                x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+                x = tl.reshape(round_blocks(tl.reshape(x, (WIDTH // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (WIDTH,))
+                tl.store(rounded_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
     else:
         source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
         real = source < STREAMS
