@@ -25,7 +25,8 @@ from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import Build, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
-from spyglass.ops.table import Backend, Which, bind_ops
+from spyglass.ops.declare import Backend
+from spyglass.ops.table import Which, bind_ops
 from spyglass.params.table import param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import TextBuild

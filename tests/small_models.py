@@ -13,7 +13,8 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
-from spyglass.ops.table import Ops, bind_ops, describe
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import bind_ops, describe
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 from spyglass.quant.packed import Packed, WeightSlot

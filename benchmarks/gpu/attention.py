@@ -337,15 +337,7 @@ def agreement(got: torch.Tensor, scores: torch.Tensor, k: int) -> float:
 
 def selection(report: Report) -> None:
     """The choice alone, given scores: exact, ties included."""
-    for length, kind in (
-        (100, "ties"),
-        (4096, "ties"),
-        (5000, "normal"),
-        (16384, "ties"),
-        (40000, "ties"),
-        (262144, "normal"),
-        (262144, "zeros"),
-    ):
+    for length, kind in ((100, "ties"), (4096, "ties"), (16384, "normal"), (40000, "ties"), (262144, "zeros")):
         for dtype in (BF, torch.float32):
 
             def one(length: int = length, kind: str = kind, dtype: torch.dtype = dtype) -> dict[str, Any]:
@@ -500,11 +492,11 @@ def small_ops(report: Report) -> None:
             if not error < 1e-5:
                 raise RuntimeError(f"differs by {error}")
             us = timed([lambda: ours(*args, **options)] * 20)
-            return {"us": us, "reference_us": timed([lambda: reference(*args, **options)] * 5), "error": error}
+            return {"us": us, "error": error}
 
         report.guard(name, "", one)
 
-    for rows in (1, 32, 4096):
+    for rows in (1, 4096):
         angle = torch.randn(rows, 32, device=DEV)
         q = torch.randn(rows, 64, 512, device=DEV).to(BF)
         pair(
@@ -676,7 +668,7 @@ def main() -> None:
     for part in (attention_decode, attention_prefill):
         part(report, memory)
     del memory
-    for other in (attention_float32, index, selection, blocks, small_ops, scoring):
+    for other in (index, scoring, selection, blocks, attention_float32, small_ops):
         other(report)
     summary(report)
 

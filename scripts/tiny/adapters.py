@@ -46,7 +46,7 @@ from spyglass.params.targets import describe_counts
 from spyglass.tiny_world.words import Variant
 from spyglass.train.loss import IGNORED
 
-CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, pictures=128, largest_picture=1800, targets=2048)
+CAPACITY = Capacity(bins=16, length=512, patches=39424, cells=4928, images=128, largest_image=1800, targets=2048)
 KEPT_STEPS = 200
 LOG_EVERY = 20
 _PATIENCE = 120  # seconds until there must be a step
@@ -309,7 +309,7 @@ def train_all(keys: Sequence[str], options: Mapping[str, Any]) -> int:
     while waiting or running:
         while waiting and free:
             device = free.pop(0)
-            running[device] = subprocess.Popen(_call_of(waiting.popleft(), dict(options) | {"device": device}))
+            running[device] = subprocess.Popen(command_of(waiting.popleft(), dict(options) | {"device": device}))
         time.sleep(_LOOK_EVERY)
         for device, process in list(running.items()):
             if process.poll() is not None:
@@ -320,7 +320,7 @@ def train_all(keys: Sequence[str], options: Mapping[str, Any]) -> int:
     return failed
 
 
-def _call_of(key: str, options: dict[str, Any]) -> list[str]:
+def command_of(key: str, options: dict[str, Any]) -> list[str]:
     """The command that trains one."""
     flags = ["--compile"] * options.pop("compiled")
     flags += [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -3,7 +3,7 @@ dynamic shapes).
 
 Sequences are laid into bins of equal length, several a bin, each bin filled up with a sequence of padding tokens that
 nobody sees and nothing is learned from. So packed row t is place t % length of bin t // length: attention becomes
-dense over a bin with a mask, and memory pages are views. Pictures follow one another up to a fixed number of patches.
+dense over a bin with a mask, and memory pages are views. Images follow one another up to a fixed number of patches.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Capacity:
     length: int
     patches: int
     cells: int
-    pictures: int
-    largest_picture: int
+    images: int
+    largest_image: int
     targets: int
 
     @property
@@ -59,19 +59,19 @@ class Filling:
     used: list[int] = field(default_factory=list)
     patches: int = 0
     cells: int = 0
-    pictures: int = 0
+    images: int = 0
     targets: int = 0
 
     def add(self, sample: Sample) -> bool:
         """Take the sample if every budget has room for it."""
         prompt, most = sample.prompt, self.capacity
         patches = [len(pixels) for pixels in prompt.patches]
-        if max(patches, default=0) > most.largest_picture:
+        if max(patches, default=0) > most.largest_image:
             return False
         totals = (
             (self.patches + sum(patches), most.patches),
             (self.cells + sum(len(span.order) for span in prompt.spans), most.cells),
-            (self.pictures + len(patches), most.pictures),
+            (self.images + len(patches), most.images),
             (self.targets + len(sample.rows), most.targets),
         )
         place = next((n for n, used in enumerate(self.used) if used + len(prompt) <= most.length), len(self.bins))
@@ -82,7 +82,7 @@ class Filling:
             self.used.append(0)
         self.bins[place].append(sample)
         self.used[place] += len(prompt)
-        (self.patches, self.cells, self.pictures, self.targets) = (now for now, _ in totals)
+        (self.patches, self.cells, self.images, self.targets) = (now for now, _ in totals)
         return True
 
 
@@ -134,7 +134,7 @@ def lay_out(
             out[f"{name}{ratio}"] = place
     if classes_V is not None and text.engram is not None:
         out |= _memory_rows(out, text.engram, classes_V)
-    return out | _pictures([sample.prompt for sample in samples], config, capacity, patches_U)
+    return out | _images([sample.prompt for sample in samples], config, capacity, patches_U)
 
 
 def _memory_rows(arrays: Arrays, engram: EngramConfig, classes_V: NDArray[np.int32]) -> Arrays:
@@ -196,10 +196,10 @@ def _places(
     return tables, {ratio: (np.concatenate(seqs[ratio]), np.concatenate(numbers[ratio])) for ratio in ratios}
 
 
-def _pictures(
+def _images(
     prompts: Sequence[Prompt], config: ModelConfig, capacity: Capacity, patches_U: NDArray[np.uint8] | None
 ) -> Arrays:
-    """Patches one picture after another, unused ones as pictures of their own that no cell reads."""
+    """Patches one image after another, unused ones as images of their own that no cell reads."""
     vision = config.vision
     if vision is None:
         return {}
@@ -207,8 +207,8 @@ def _pictures(
     grids = [plan.vit_grid for prompt in prompts for plan in prompt.plans]
     counts = [len(patches) for patches in pixels]
     spare = capacity.patches - sum(counts)
-    counts += [min(capacity.largest_picture, spare - n) for n in range(0, spare, capacity.largest_picture)]
-    most = capacity.pictures + -(-capacity.patches // capacity.largest_picture)
+    counts += [min(capacity.largest_image, spare - n) for n in range(0, spare, capacity.largest_image)]
+    most = capacity.images + -(-capacity.patches // capacity.largest_image)
     borders = np.cumsum([0, *counts], dtype=np.int32)
     row_U, column_U = (part.numpy().astype(np.int16) for part in patch_positions(grids))
     if patches_U is None:
@@ -300,13 +300,13 @@ def device_step(
     )
 
 
-def picture_rows(
+def image_rows_of(
     tensors: Mapping[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor], offsets: tuple[int, ...]
 ) -> PackedRows:
     """What the tower needs besides patches. `angles` are `vision.tower.angle_tables` on the device.
 
     `offsets`: true borders for an attention that reads them on the host, else anything whose longest step is the
-    largest picture.
+    largest image.
     """
     row_U, column_U = tensors["row_U"].int(), tensors["column_U"].int()
     cos_UR, sin_UR = (

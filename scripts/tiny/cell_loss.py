@@ -1,8 +1,8 @@
-"""Where a cell of a picture is, as a second thing to learn while a whole model is trained.
+"""Where a cell of an image is, as a second thing to learn while a whole model is trained.
 
 A question about places reaches the tower through one answer, and only after the text model has learnt to find the
-thing; in V4.1, whose text rows see a picture in reading order only, that took most of a run. Every cell can be asked
-directly: its row of the aligner should name its column and its line, each as one of `PARTS` parts of the picture. Names
+thing; in V4.1, whose text rows see an image in reading order only, that took most of a run. Every cell can be asked
+directly: its row of the aligner should name its column and its line, each as one of `PARTS` parts of the image. Names
 are fixed random directions, so nothing is added to the model. (Ours; the loss has its own rate, which ends at 0.)
 """
 
@@ -22,9 +22,9 @@ _SHARPNESS = 2.0
 
 
 def cell_places(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
-    """Column and line of each cell's centre, [cells, 2], 0 to PARTS - 1 across and down its picture.
+    """Column and line of each cell's centre, [cells, 2], 0 to PARTS - 1 across and down its image.
 
-    `grids` (rows, columns) of patches per picture, cells of ratio x ratio patches in reading order.
+    `grids` (rows, columns) of patches per image, cells of ratio x ratio patches in reading order.
     """
     parts = [np.empty((0, 2), np.int64)]
     for grid in grids:

@@ -9,17 +9,18 @@ asks the host. Rounding is straight-through: the value is rounded, the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from scripts.tiny.bins import Masks
+from spyglass.ops.declare import Ops
 from spyglass.ops.fake_quant import reference as fake_quant_reference
 from spyglass.ops.fake_quant.training import straight_through
 from spyglass.ops.hyper_mix.reference import coefficients
 from spyglass.ops.linear_block.training import multiply
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import bind_ops
 from spyglass.ops.vit_attention import varlen
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
@@ -59,9 +60,15 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
         "fake_quant": round_to,
         "cache_write": cache_write,
     }
+    joined = Joined(reference.replaced(**changed))
+    changed |= {
+        "hyper_read": joined.hyper_read,
+        "hyper_write_read": joined.hyper_write_read,
+        "row_finish": joined.row_finish,
+    }
     if device_type == "cuda":
         changed["vit_attention"] = varlen.vit_attention
-    return replace(reference, **changed, chosen=dict(reference.chosen) | dict.fromkeys(changed, "training"))
+    return reference.replaced(dict(reference.chosen) | dict.fromkeys(changed, "training"), **changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,67 @@ class StraightThrough:
         self, x_ND: torch.Tensor, spec: FakeQuant, *, dims: int | None = None, tail_bf16: bool = False
     ) -> torch.Tensor:
         return straight_through(x_ND, lambda x: self.quantise(x, spec, dims=dims, tail_bf16=tail_bf16))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Ops that are several of `ops`, one after the other; signatures as in their references."""
+
+    ops: Ops
+
+    def hyper_read(
+        self,
+        streams_TMC: torch.Tensor,
+        fn_JE: torch.Tensor,
+        scale_3: torch.Tensor,
+        base_J: torch.Tensor,
+        weight_C: torch.Tensor,
+        *,
+        pre_TM: torch.Tensor | None = None,
+        eps: float,
+        **mix: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        pre, post, comb = self.ops.hyper_mix(streams_TMC, fn_JE, scale_3, base_J, **mix)
+        x_TC = self.ops.hyper_collapse(streams_TMC, pre if pre_TM is None else pre_TM)
+        return self.ops.rms_norm(x_TC, weight_C, eps=eps), pre, post, comb
+
+    def hyper_write_read(
+        self,
+        z_TC: torch.Tensor,
+        shared_TC: torch.Tensor | None,
+        streams_TMC: torch.Tensor,
+        post_TM: torch.Tensor,
+        comb_TMM: torch.Tensor,
+        *weights: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        z = z_TC if shared_TC is None else self.ops.add_shared(z_TC, shared_TC)
+        streams = self.ops.hyper_expand(z, streams_TMC, post_TM, comb_TMM)
+        return streams, *self.hyper_read(streams, *weights, **options)
+
+    def row_finish(
+        self,
+        x_THD: torch.Tensor,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        *,
+        weight_D: torch.Tensor | None = None,
+        eps: float | None = None,
+        stepwise: bool = False,
+        hadamard: bool = False,
+        quant: FakeQuant | None = None,
+        dims: int | None = None,
+        tail_bf16: bool = False,
+        pages_NBD: torch.Tensor | None = None,
+        write_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = x_THD if eps is None else self.ops.rms_norm(x_THD, weight_D, eps=eps, stepwise=stepwise)
+        x = self.ops.rope_partial(x, cos_TR, sin_TR)
+        x = self.ops.hadamard(x) if hadamard else x
+        x = x if quant is None else self.ops.fake_quant(x, quant, dims=dims, tail_bf16=tail_bf16)
+        if pages_NBD is not None:
+            self.ops.cache_write(pages_NBD, x, write_T)
+        return x
 
 
 def _values(weight: Packed) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The two tiny models: the official config.json of their family with small numbers, every mechanism left on.
 
-Pictures are made at least 252 x 252 pixels (6 x 6 cells) and at most about 550 x 550, so a question with a picture is
+Images are made at least 252 x 252 pixels (6 x 6 cells) and at most about 550 x 550, so a question with an image is
 about 80 tokens. Kept from the releases: head_dim 512, rope 64, window, streams, ratios, rounding, block sizes.
 """
 
@@ -19,8 +19,8 @@ Family = Literal["v4", "v41"]
 FAMILIES: tuple[Family, ...] = ("v4", "v41")
 NAMES = {family: f"spyglass-tiny-{family}" for family in FAMILIES}
 LEAST_PIXELS = 252 * 252
-MOST_PICTURE_TOKENS = 200
-# What is drawn for training, None = as the tiny world has it. V4.1 reads pictures in one direction only: comparing and
+MAX_IMAGE_TOKENS = 200
+# What is drawn for training, None = as the tiny world has it. V4.1 reads images in one direction only: comparing and
 # boxes take it more questions, and without its share of colours and shapes it knows only the pairs it was taught.
 MIXTURES: dict[Family, tuple[str, ...] | None] = {
     "v4": None,
@@ -43,7 +43,7 @@ _TOWER = {"layers": 6, "width": 160, "heads": 5, "inner": 352}
 
 
 def tiny_config(family: Family, vocab_size: int, *, image_token_id: int, classes: int) -> dict[str, Any]:
-    """config.json; the last two are V4.1's: the picture placeholder, the size of the compressed vocabulary."""
+    """config.json; the last two are V4.1's: the image placeholder, the size of the compressed vocabulary."""
     return _v4(vocab_size) if family == "v4" else _v41(vocab_size, image_token_id, classes)
 
 
@@ -60,7 +60,7 @@ def _v4(vocab_size: int) -> dict[str, Any]:
         "vision_n_heads": _TOWER["heads"],
         "vision_inter_dim": _TOWER["inner"],
         "vision_min_pixels": LEAST_PIXELS,
-        "vision_max_n_token": MOST_PICTURE_TOKENS,
+        "vision_max_n_token": MAX_IMAGE_TOKENS,
     }
 
 
@@ -86,7 +86,7 @@ def _v41(vocab_size: int, image_token_id: int, classes: int) -> dict[str, Any]:
         "num_attention_heads": _TOWER["heads"],
         "intermediate_size": _TOWER["inner"],
         "min_pixels": LEAST_PIXELS,
-        "max_image_tokens": MOST_PICTURE_TOKENS,
+        "max_image_tokens": MAX_IMAGE_TOKENS,
     }
     return config
 

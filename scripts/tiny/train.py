@@ -46,7 +46,7 @@ from spyglass.tiny_world.corpus import all_texts
 from spyglass.train.loss import IGNORED
 from spyglass.train.state import State, load_state, save_state
 
-CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, pictures=320, largest_picture=1800, targets=4096)
+CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, images=320, largest_image=1800, targets=4096)
 KEPT_STEPS = 600
 PEAK_RATE, WARM_UP, BALANCE, PLACES = 3.5e-3, 0.02, 1e-3, 0.1
 LOG_EVERY, REPORT_EVERY = 50, 4000

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scripts.tiny.bins import Capacity, cells_of, device_step, masks_of, picture_rows
+from scripts.tiny.bins import Capacity, cells_of, device_step, image_rows_of, masks_of
 from scripts.tiny.cell_loss import place_loss, place_names
 from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import Muon, MuonSettings
@@ -82,7 +82,7 @@ class WholeTrainer:
         }
         vision = config.vision
         assert vision is not None, "whole training is for models with a tower"
-        longest = capacity.largest_picture
+        longest = capacity.largest_image
         angles = angle_tables(longest, vision.rope_theta, vision.hidden_size // vision.num_attention_heads)
         self._angles = angles[0].to(place), angles[1].to(place)
         self._dtype = dtype
@@ -109,8 +109,8 @@ class WholeTrainer:
         assert vision is not None and aligner is not None
         borders = tensors["borders_I1"]
         on_host = borders.device.type == "cpu"
-        offsets = tuple(borders.tolist()) if on_host else (0, self.capacity.largest_picture)
-        rows = picture_rows(tensors, self._angles, offsets)
+        offsets = tuple(borders.tolist()) if on_host else (0, self.capacity.largest_image)
+        rows = image_rows_of(tensors, self._angles, offsets)
         rows_UY = vision.encode(vision.patch_values(tensors["patches_U"]), rows)
         return aligner.project(cells_of(rows_UY, tensors["cells_I"]))
 

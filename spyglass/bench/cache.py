@@ -1,6 +1,6 @@
-"""Time to the first token of a prompt with a picture: cold, repeated, and with another question behind its beginning.
+"""Time to the first token of a prompt with an image: cold, repeated, and with another question behind its beginning.
 
-Cold prompts differ in their first token and in the picture's pixels, so that nothing of them can be known.
+Cold prompts differ in their first token and in the image's pixels, so that nothing of them can be known.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 
 GOAL = 10  # times sooner that a repeated prompt should answer
-_TAIL = 40  # tokens of the question behind the picture
-_PICTURE = (800, 600)
+_TAIL = 40  # tokens of the question behind the image
+_IMAGE = (800, 600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +126,13 @@ def first_token(engine: Engine, prompt: Prompt) -> tuple[float, int]:
 
 
 def make_prompt(config: ModelConfig, tokens: int, seed: int, question: int = 0) -> Prompt:
-    """Random text around a random picture, `tokens` tokens in all; other seeds share nothing."""
+    """Random text around a random image, `tokens` tokens in all; other seeds share nothing."""
     random = np.random.default_rng(seed)
-    picture = Image.fromarray(random.integers(0, 256, (_PICTURE[1], _PICTURE[0], 3), dtype=np.uint8))
+    image = Image.fromarray(random.integers(0, 256, (_IMAGE[1], _IMAGE[0], 3), dtype=np.uint8))
     low, high = config.text.vocab_size // 8, config.text.vocab_size * 7 // 8
     placeholder = config.text.vocab_size - 1
     ask = np.random.default_rng([seed, question]).integers(low, high, _TAIL)
-    bare = prompt_from_parts([[low], picture, ask], config, placeholder=placeholder)
+    bare = prompt_from_parts([[low], image, ask], config, placeholder=placeholder)
     before = np.append(random.integers(low, high, max(0, tokens - len(bare))), low)
     before[0] = low + seed
-    return prompt_from_parts([before, picture, ask], config, placeholder=placeholder)
+    return prompt_from_parts([before, image, ask], config, placeholder=placeholder)

@@ -49,9 +49,9 @@ _GOAL = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTimes:
-    """Medians of one picture size and family: milliseconds per stage, pictures a second and thread by thread count."""
+    """Medians of one image size and family: milliseconds per stage, images a second and thread by thread count."""
 
-    picture: str
+    image: str
     family: str
     patches: int
     decode_ms: float
@@ -135,7 +135,7 @@ def measure(name: str, size: tuple[int, int], family: str, runs: int, seconds: f
     plain = {threads: _per_second(lambda: _plain(data, vision), threads, seconds) for threads in _THREADS}
     ours = {threads: _per_second(lambda: _ours(data, vision), threads, seconds) for threads in _THREADS}
     return ImageTimes(
-        picture=name,
+        image=name,
         family=family,
         patches=len(pixels),
         decode_ms=medians["decode"],
@@ -179,8 +179,8 @@ def _plain(data: bytes, vision: VisionConfig) -> torch.Tensor:
 
 
 def _ours(data: bytes, vision: VisionConfig) -> NDArray[np.uint8]:
-    picture = open_image(data)
-    return patchify(picture, plan_image(*picture.size, vision))
+    image = open_image(data)
+    return patchify(image, plan_image(*image.size, vision))
 
 
 def _medians(stages: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
@@ -195,7 +195,7 @@ def _medians(stages: dict[str, Callable[[], object]], runs: int) -> dict[str, fl
 
 
 def _per_second(work: Callable[[], object], threads: int, seconds: float) -> float:
-    """Pictures per second and thread while `threads` threads work side by side."""
+    """Images per second and thread while `threads` threads work side by side."""
 
     def loop() -> int:
         done = 0
@@ -216,7 +216,7 @@ def _as_text(machine: dict[str, str], results: Sequence[ImageTimes]) -> str:
     lines = [
         ", ".join(f"{name} {value}" for name, value in machine.items()),
         f"milliseconds; share = our rest / plain rest, goal {_GOAL:.2f}; pictures/s per thread, decoding included",
-        f"{'picture':8}{'model':6}{'patches':>8}{'decode':>8}{'resize':>8}{'plain':>8}{'ours':>7}{'share':>7}"
+        f"{'image':8}{'model':6}{'patches':>8}{'decode':>8}{'resize':>8}{'plain':>8}{'ours':>7}{'share':>7}"
         f"{'+table':>8}{'share':>7}{'digest':>8}{'plain/s 1,2 threads':>22}{'ours/s 1,2 threads':>21}",
     ]
     for row in results:
@@ -225,7 +225,7 @@ def _as_text(machine: dict[str, str], results: Sequence[ImageTimes]) -> str:
             for rates in (row.plain_per_second, row.our_per_second)
         )
         lines.append(
-            f"{row.picture:8}{row.family:6}{row.patches:8}{row.decode_ms:8.2f}{row.resize_ms:8.2f}"
+            f"{row.image:8}{row.family:6}{row.patches:8}{row.decode_ms:8.2f}{row.resize_ms:8.2f}"
             f"{row.plain_rest_ms:8.2f}{row.our_rest_ms:7.2f}{row.share:7.2f}{row.our_rest_and_table_ms:8.2f}"
             f"{row.share_with_table:7.2f}{row.digest_ms:8.2f}{plain:>22}{ours:>21}"
         )

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import describe_machine
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import bind_ops
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed, empty_packed
 
@@ -154,7 +156,7 @@ def _row_cases(rows: int) -> list[Case]:
     fn, scale, base = torch.randn(24, 4 * _HIDDEN), torch.randn(3), torch.randn(24)
     post, comb, gate = torch.rand(rows, 4), torch.rand(rows, 4, 4), torch.randn(_EXPERTS, _HIDDEN)
     q, angle = torch.randn(rows, _HEADS, _DIM).bfloat16(), torch.randn(rows, 32)
-    mix = {"norm_eps": 1e-6, "hc_eps": 1e-6, "rounds": 20}
+    mix: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6, "rounds": 20}
     return [
         Case(
             name="hyper_mix",

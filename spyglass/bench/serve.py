@@ -1,4 +1,4 @@
-"""A server under load: many clients with texts and pictures; times to first token, per token, and throughput.
+"""A server under load: many clients with texts and images; times to first token, per token, and throughput.
 
 Closed loop: each client asks again as soon as it has its answer. Open loop: requests come at a rate whatever the server
 does, which is what shows queues. The baseline runs first, in the same run: the same prompts through `LLM.generate` in
@@ -40,35 +40,33 @@ _SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked: `requests` in all, a share of them with a picture; answers have exactly `max_tokens` tokens."""
+    """What is asked: `requests` in all, a share of them with an image; answers have exactly `max_tokens` tokens."""
 
     requests: int
     clients: int
     rate: float | None
     words: int
-    pictures: float
+    images: float
     max_tokens: int
     seed: int
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure and print; JSON with --output, a picture with --plot."""
+    """Measure and print; JSON with --output, an image with --plot."""
     options = _parser().parse_args(argv)
     load = Load(
         requests=options.requests,
         clients=options.clients,
         rate=options.rate,
         words=options.words,
-        pictures=options.pictures,
+        images=options.images,
         max_tokens=options.max_tokens,
         seed=options.seed,
     )
     bodies = list(make_bodies(load))
     machine = describe_machine()
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print(
-        f"{load.requests} requests, {_shape(load)}, {load.pictures:.0%} with a picture, {load.max_tokens} tokens each"
-    )
+    print(f"{load.requests} requests, {_shape(load)}, {load.images:.0%} with an image, {load.max_tokens} tokens each")
     baseline = None
     if options.url is None and not options.no_baseline:
         baseline = _baseline(options.model, bodies)
@@ -96,8 +94,8 @@ def make_bodies(load: Load) -> Iterator[dict[str, Any]]:
     for turn in range(load.requests):
         text = f"{turn}: " + " ".join(dice.choice(_WORDS) for _ in range(load.words))
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        if dice.random() < load.pictures:
-            content.insert(0, {"type": "image_url", "image_url": {"url": _picture(pixels)}})
+        if dice.random() < load.images:
+            content.insert(0, {"type": "image_url", "image_url": {"url": _image(pixels)}})
         yield {
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
@@ -221,8 +219,8 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"the server was not ready after {_START_SECONDS} s")
 
 
-def _picture(pixels: np.random.Generator) -> str:
-    """A small picture of its own, as a data URL: no two requests share it, so no cache answers for the tower."""
+def _image(pixels: np.random.Generator) -> str:
+    """A small image of its own, as a data URL: no two requests share it, so no cache answers for the tower."""
     buffer = io.BytesIO()
     low = pixels.integers(0, 256, (6, 8, 3), dtype=np.uint8)
     Image.fromarray(low).resize((320, 240), Image.Resampling.BICUBIC).save(buffer, "PNG")
@@ -247,7 +245,7 @@ def _plot(path: Path, answers: Sequence[Answer], load: Load) -> None:
         axis.plot(np.sort(values) * 1e3, np.linspace(0, 1, len(values)))
         axis.set(xlabel=f"milliseconds {name}", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{len(good)} answers, {_shape(load)}, {load.pictures:.0%} with a picture")
+    figure.suptitle(f"{len(good)} answers, {_shape(load)}, {load.images:.0%} with an image")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -268,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=number, metavar="R", help="open loop: arrivals a second, instead of clients")
     parser.add_argument("--words", type=positive, default=40, metavar="N", help="words of a question (default 40)")
     parser.add_argument(
-        "--pictures", type=number, default=0.25, metavar="S", help="share with a picture (default 0.25)"
+        "--images", "--pictures", type=number, default=0.25, metavar="S", help="share with an image (default 0.25)"
     )
     parser.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="the same seed asks the same (default 0)")

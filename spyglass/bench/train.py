@@ -1,6 +1,6 @@
-"""Fine-tuning at real layer sizes: tokens and pictures per second, share of the machine's peak, peak memory.
+"""Fine-tuning at real layer sizes: tokens and images per second, share of the machine's peak, peak memory.
 
-The model of a preset is drawn in place, packed, on the device; no file is written. Chats are random ids with a picture
+The model of a preset is drawn in place, packed, on the device; no file is written. Chats are random ids with an image
 each, and adapters sit on every group. The bound is what the products of the base weights would take at the speed of one
 large bf16 product: forward, forward again (layers are computed twice) and backward to the inputs.
 """
@@ -43,21 +43,21 @@ from spyglass.train.packing import PackedStep, Sample, pack
 from spyglass.train.recompute import recompute_layers
 
 SIZES: tuple[Preset, ...] = ("tiny", "mini", "flash-4layer")
-GRID = (28, 28)  # patches of each picture
+GRID = (28, 28)  # patches of each image
 WARM_UP = 1
 _E8M0_ONE = 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What was measured; `pack_seconds` is the host's work on the pictures and tokens of one step."""
+    """What was measured; `pack_seconds` is the host's work on the images and tokens of one step."""
 
     preset: str
     targets: tuple[str, ...]
     rank: int
     trained: int
     tokens: int
-    pictures: int
+    images: int
     learnt: int
     step_seconds: float
     pack_seconds: float
@@ -92,7 +92,7 @@ def _drawn(name: str, spec: Param, generator: torch.Generator, device: torch.dev
 
 
 def random_samples(config: ModelConfig, tokens: int, text: int, learnt: int) -> list[Sample]:
-    """Chats of one picture and `text` tokens, of which the last `learnt` are learnt, up to `tokens` in all."""
+    """Chats of one image and `text` tokens, of which the last `learnt` are learnt, up to `tokens` in all."""
     assert config.vision is not None
     source, side, samples = np.random.default_rng(0), config.vision.patch_size, list[Sample]()
     used = 0
@@ -117,7 +117,7 @@ def step_flops(config: ModelConfig, step: PackedStep, specs: dict[str, Param]) -
     for name, spec in specs.items():
         if spec.kind == "matrix" and name.startswith("layers.") and ".engram." not in name:
             size = spec.shape[0] * spec.shape[1]
-            per_token += 2 * size * (share if ".ffn.experts." in name else 1.0)
+            per_token += 2 * size * (share if spec.split == "experts" else 1.0)
     head = 2 * text.vocab_size * text.hidden_size * len(step.targets_R)
     tower = tower_flops(vision, text.hidden_size, step.images.grids_I2)
     return per_token * len(step.batch.ids_T) + head + tower
@@ -149,7 +149,7 @@ def measure(
         step = pack(samples, config, device=device, dtype=torch.bfloat16, slot=TRAINED_SLOT)
         made[:] = [(time.perf_counter() - started, step)]
         value, count = token_loss(step_logits(model, step), step.targets_R)
-        return MicroLoss(loss=value, targets=count, tokens=len(step.batch.ids_T), pictures=len(samples))
+        return MicroLoss(loss=value, targets=count, tokens=len(step.batch.ids_T), images=len(samples))
 
     group = {"params": list(adapter.parameters.values()), "lr": 1e-3, "weight_decay": 0.0}
     task = Task(leaves=adapter.parameters, optimisers=[adamw([group])], loss=loss)
@@ -170,7 +170,7 @@ def measure(
         rank=rank,
         trained=sum(leaf.numel() for leaf in adapter.parameters.values()),
         tokens=rows[0].tokens,
-        pictures=rows[0].pictures,
+        images=rows[0].images,
         learnt=rows[0].targets,
         step_seconds=sum(row.seconds for row in timed) / len(timed),
         pack_seconds=pack_seconds,
@@ -197,9 +197,9 @@ def as_text(machine: dict[str, str], rate: float, numbers: Numbers) -> str:
         [
             ", ".join(f"{name} {value}" for name, value in machine.items()),
             f"{numbers.preset}, rank {numbers.rank} on {', '.join(numbers.targets)}: {numbers.trained:,} numbers",
-            f"a step: {numbers.tokens:,} tokens, {numbers.pictures} pictures of {GRID[0]}x{GRID[1]} patches, "
+            f"a step: {numbers.tokens:,} tokens, {numbers.images} pictures of {GRID[0]}x{GRID[1]} patches, "
             f"{numbers.learnt:,} tokens learnt, {seconds:.2f} s, of which the host packs {numbers.pack_seconds:.2f} s",
-            f"{numbers.tokens / seconds:,.0f} tokens/s, {numbers.pictures / seconds:.1f} pictures/s",
+            f"{numbers.tokens / seconds:,.0f} tokens/s, {numbers.images / seconds:.1f} pictures/s",
             f"{numbers.bound_seconds / seconds:.1%} of {rate:.0f} TFLOP/s, the measured bf16 product "
             f"(bound {numbers.bound_seconds:.2f} s)",
             f"memory: {numbers.weight_bytes / 1e9:.2f} GB of weights, {numbers.peak_bytes / 1e9:.2f} GB at the peak",

@@ -1,7 +1,7 @@
-"""The picture tower of the released size on a GPU: packing, graphs, memory, and how far from the compute bound.
+"""The image tower of the released size on a GPU: packing, graphs, memory, and how far from the compute bound.
 
 Weights and patches are random. "plain" is the tower written the straightforward way (bf16 matrix products, norms and
-rotary embedding composed of torch operations in fp32, torch's fused attention), one picture a call; "eager" is ours
+rotary embedding composed of torch operations in fp32, torch's fused attention), one image a call; "eager" is ours
 without graphs, "graphs" ours as it runs by default. A call starts with patches on the GPU and ends with image rows
 there; the time is that between two events on the GPU, host work in between included.
 """
@@ -47,7 +47,7 @@ SINGLE: Grid = (28, 28)
 SIZES = ((640, 480), (1280, 720), (512, 512), (1920, 1080), (768, 1024), (400, 300), (224, 224), (1000, 250))
 LARGEST: dict[str, tuple[Grid, ...]] = {"paired": ((24, 138),), "reading": ((60, 150), (3, 3063))}  # by layout
 PACKING_GOAL, GRAPH_GOAL = 1.5, 3.0
-EARLIER_EAGER_MS = 9.4  # eager torch, one picture of 784 patches, on an H200
+EARLIER_EAGER_MS = 9.4  # eager torch, one image of 784 patches, on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +87,22 @@ class Measured:
             slot.put(Packed(BF16, values.to(torch.bfloat16), None, slot.shape))
         self.graphs = VisionGraphs(self.tower, self.aligner, build) if why_not(build) is None else None
 
-    def pictures(self, grids: Sequence[Grid]) -> ImageBatch:
+    def images(self, grids: Sequence[Grid]) -> ImageBatch:
         """Random pixels on the device."""
-        side, ratio = self.vision.patch_size, self.vision.downsample_ratio
+        side = self.vision.patch_size
         pixels = [
             torch.randint(
                 0, 256, (h * w, 3, side, side), dtype=torch.uint8, device=self.device, generator=self.generator
             )
             for h, w in grids
         ]
-        cells = [num_cells(grid, ratio) for grid in grids]
-        return pack_images(pixels, grids, cells, self.vision, device=self.device)
+        return pack_images(pixels, grids, self.vision, device=self.device)
 
     def split(self, images: ImageBatch) -> list[ImageBatch]:
-        """One batch per picture."""
+        """One batch per image."""
         parts = images.patches_U.split([h * w for h, w in images.grids_I2])
-        ratio = self.vision.downsample_ratio
         return [
-            pack_images([part], [grid], [num_cells(grid, ratio)], self.vision, device=self.device)
+            pack_images([part], [grid], self.vision, device=self.device)
             for part, grid in zip(parts, images.grids_I2, strict=True)
         ]
 
@@ -117,7 +115,7 @@ class Measured:
         return self.graphs(images)
 
     def one_by_one(self, work: Work) -> Work:
-        """The same as a call per picture; cutting the batch is not timed."""
+        """The same as a call per image; cutting the batch is not timed."""
         cut: dict[int, list[ImageBatch]] = {}
 
         def run(images: ImageBatch) -> torch.Tensor:
@@ -128,7 +126,7 @@ class Measured:
         return run
 
     def plain(self, images: ImageBatch) -> torch.Tensor:
-        """One picture, the straightforward way."""
+        """One image, the straightforward way."""
         (grid,), vision = images.grids_I2, self.vision
         head_dim = vision.hidden_size // vision.num_attention_heads
         cos, sin = (table.to(self.device)[:, None] for table in rotary_tables([grid], vision.rope_theta, head_dim))
@@ -199,8 +197,8 @@ def matmul_tflops(device: torch.device, size: int = 8192, runs: int = 10) -> flo
 
 
 def measure(measured: Measured, what: str, family: str, grids: Sequence[Grid], rate: float, runs: int) -> Row:
-    """One row: every way of encoding the pictures, compared with eager first."""
-    inputs = [measured.pictures(grids) for _ in range(4 if len(grids) == 1 or offsets(grids)[-1] < 20_000 else 1)]
+    """One row: every way of encoding the images, compared with eager first."""
+    inputs = [measured.images(grids) for _ in range(4 if len(grids) == 1 or offsets(grids)[-1] < 20_000 else 1)]
     ways: dict[str, Work] = {"plain": measured.one_by_one(measured.plain), "eager": measured.eager}
     if len(grids) > 1:
         ways["eager, one by one"] = measured.one_by_one(measured.eager)
@@ -240,7 +238,7 @@ def _prepared(measured: Measured) -> str:
     """Capture every graph; how long that takes and how much memory it holds."""
     if measured.graphs is None:
         return "no graphs"
-    measured.eager(measured.pictures([SINGLE]))  # compiles what is compiled once
+    measured.eager(measured.images([SINGLE]))  # compiles what is compiled once
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, started = torch.cuda.memory_reserved(), time.perf_counter()
@@ -253,7 +251,7 @@ def _prepared(measured: Measured) -> str:
 
 
 def jobs(family: str) -> list[tuple[str, list[Grid]]]:
-    """What is measured: one picture, eight mixed ones, the largest and eight of it."""
+    """What is measured: one image, eight mixed ones, the largest and eight of it."""
     vision, _ = TOWERS[family]
     mixed = [plan_image(*size, vision).vit_grid for size in SIZES]
     work: list[tuple[str, list[Grid]]] = [("one picture", [SINGLE]), ("8 mixed", mixed)]

@@ -26,7 +26,7 @@ _E8M0 = ("F8_E8M0", "U8")
 
 
 class Wanted(Protocol):
-    """What a model wants of one entry: `schema.Param` and `quant.packed.WeightSlot` both say it."""
+    """What a model wants of one entry: `params.table.Param` and `quant.packed.WeightSlot` both say it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -163,11 +163,12 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
 
 
 def _has_graphs(ops: dict[str, dict[str, str]]) -> bool:
-    """Whether pictures would go through CUDA graphs (`vision_graphs='auto'`)."""
-    from spyglass.ops.table import GRAPHABLE_ATTENTION
+    """Whether images would go through CUDA graphs (`vision_graphs='auto'`)."""
+    from spyglass.ops.declare import capabilities
 
     return any(
-        device.startswith("cuda") and chosen["vit_attention"] in GRAPHABLE_ATTENTION for device, chosen in ops.items()
+        device.startswith("cuda") and "capturable" in capabilities("vit_attention", chosen["vit_attention"])
+        for device, chosen in ops.items()
     )
 
 

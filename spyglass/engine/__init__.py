@@ -1,4 +1,4 @@
-"""Time and memory: who runs next, where rows live, how tokens are drawn. `LLM` is the door."""
+"""Time and memory: who runs next, where rows live, how tokens are drawn. `LLM` is the entry."""
 
 from spyglass.engine.engine import Engine
 from spyglass.engine.llm import LLM

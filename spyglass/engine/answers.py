@@ -43,7 +43,7 @@ def last_delta(sequence: TokenSequence, tokens: tuple[int, ...], text: str) -> D
 def keep_prompt_logprobs(sequence: TokenSequence, start: int, logits_RV: torch.Tensor) -> None:
     """Log-probabilities of prompt tokens from the logits of rows `start` on, as far as the prompt asks for them.
 
-    Row t predicts token t + 1; picture positions have no token.
+    Row t predicts token t + 1; image positions have no token.
     """
     prompt, top = sequence.prompt, sequence.params.prompt_logprobs
     rows = [r for r in range(len(logits_RV)) if start + r + 1 < len(prompt) and prompt.ids_T[start + r + 1] >= 0]

@@ -13,7 +13,7 @@ from spyglass.prompt.tokens import Prompt
 
 
 def check_step_size(config: ModelConfig, options: EngineConfig) -> None:
-    """A picture that cannot be cut must fit into a step (spec v4 6.4).
+    """An image that cannot be cut must fit into a step (spec v4 6.4).
 
     Raises:
         ConfigError: it does not; the message has the number it needs.
@@ -29,19 +29,19 @@ def check_step_size(config: ModelConfig, options: EngineConfig) -> None:
 
 
 def check_prompt(prompt: Prompt, config: ModelConfig, *, images: int) -> None:
-    """Ids, pictures and their number are such as the model can run.
+    """Ids, images and their number are such as the model can run.
 
     Raises:
-        PromptError: the prompt is empty, has ids outside the vocabulary, more than `images` pictures, or pictures that
+        PromptError: the prompt is empty, has ids outside the vocabulary, more than `images` images, or images that
             do not agree with their plans.
     """
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token")
     outside = (prompt.ids_T >= config.text.vocab_size) | ((prompt.ids_T < 0) & (prompt.kinds_T < 0))
     if outside.any():
-        place = int(np.flatnonzero(outside)[0])
+        position = int(np.flatnonzero(outside)[0])
         raise PromptError(
-            f"the prompt has id {prompt.ids_T[place]} at position {place}; ids of text are 0 to "
+            f"the prompt has id {prompt.ids_T[position]} at position {position}; ids of text are 0 to "
             f"{config.text.vocab_size - 1}"
         )
     if len(prompt.plans) > images:

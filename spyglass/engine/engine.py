@@ -27,7 +27,7 @@ from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.engine.stats import EngineStats
-from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, GrammarMatcher
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
@@ -46,7 +46,7 @@ class Engine:
     would have been drawn; it needs the tokens of each step, so none runs ahead.
 
     Raises:
-        ConfigError: a step is too small for the largest picture of the model.
+        ConfigError: a step is too small for the largest image of the model.
         CapacityError: `cache_bytes` is too small to run anything.
     """
 
@@ -169,7 +169,10 @@ class Engine:
         """
         check_prompt(prompt, self._config, images=self._images)
         check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
-        matcher: GrammarMatcher | None = None
+        matcher: Matcher | None = None
+        if params.min_tokens:
+            ends = {*params.stop_token_ids, *self._config.eos_token_ids}
+            matcher = MinLength(params.min_tokens, ends, self.vocab_size)
         if params.structured is not None:
             if self._grammars is None:
                 raise PromptError(
@@ -222,20 +225,20 @@ class Engine:
         return self._loop.step()
 
     def warm_up(self, tokens: int = 1) -> None:
-        """Run the largest pictures (if the model sees) and a token of text through everything; nothing is left behind.
+        """Run the largest images (if the model sees) and a token of text through everything; nothing is left behind.
 
         Each prompt is filled with text up to `tokens` tokens. For an engine that has no requests.
 
         Raises:
             CapacityError: the device has no memory for them.
-            SpyglassError: the model gives no sound answer.
+            SpyglassError: the model gives no finite logits.
         """
         assert not self._loop.has_work, "an engine is warmed up before its first request"
         counted = replace(self._loop.counted)
-        fits = min(self.max_length, self.allocator.most_tokens or self.max_length)
+        fits = min(self.max_length, self.allocator.max_tokens_alone or self.max_length)
         try:
             for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
-                if len(prompt) < fits:  # else a request with this picture is refused too
+                if len(prompt) < fits:  # else a request with this image is refused too
                     self.add(prompt, SamplingParams(temperature=0, max_tokens=1))
             while self.has_work:
                 wrong = [delta.output.error for delta in self.step() if delta.output is not None and delta.output.error]
@@ -253,9 +256,9 @@ class Engine:
             self._loop.counted = counted
 
     def _answer_limit(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Most tokens of the answer."""
+        """Max tokens of the answer."""
         room = self.max_length - len(prompt)
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
-        most = self.allocator.most_tokens
+        most = self.allocator.max_tokens_alone
         return room if most is None else max(1, min(room, most - len(prompt)))

@@ -16,42 +16,42 @@ from spyglass.plan import host_memory, require_room
 _UNKNOWN_SHARE = 1 << 30
 
 
-def free_memory(place: torch.device) -> int | None:
+def free_memory(device: torch.device) -> int | None:
     """Bytes that could be allocated now; None on a system that does not tell."""
-    if place.type == "cuda":
-        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # kept by torch for later use
-        return torch.cuda.mem_get_info(place)[0] + unused
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later use
+        return torch.cuda.mem_get_info(device)[0] + unused
     memory = host_memory()
     return memory.free if memory.total else None
 
 
-def prefix_bytes(place: torch.device) -> int:
+def prefix_bytes(device: torch.device) -> int:
     """What the prefix cache may take unless somebody says: an eighth of what is free, 1 GiB where nobody knows."""
-    free = free_memory(place)
+    free = free_memory(device)
     return _UNKNOWN_SHARE if free is None else free // 8
 
 
-def require_fit(path: str | os.PathLike[str], place: torch.device, options: EngineConfig, adapters: int = 0) -> None:
+def require_fit(path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int = 0) -> None:
     """Refuse a model that would not fit before a byte of it is read; `adapters`: bytes of those that come with it.
 
     Raises:
         CapacityError: weights and adapters are larger than the free memory.
     """
-    free = free_memory(place)
+    free = free_memory(device)
     if free is None:
         return
-    beside = options.engram == "device" or (options.engram == "host" and place.type == "cpu")
+    beside = options.engram == "device" or (options.engram == "host" and device.type == "cpu")
     require_room(path, free, images=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters)
 
 
-def read_beside(folder: Path, place: torch.device) -> AdapterFile:
+def read_fitting(folder: Path, device: torch.device) -> AdapterFile:
     """Read an adapter that is to go beside a model that is loaded.
 
     Raises:
         AdapterError: as `read_adapter`.
         CapacityError: it is larger than the free memory.
     """
-    file, free = read_adapter(folder), free_memory(place)
+    file, free = read_adapter(folder), free_memory(device)
     if free is not None and file.bank_bytes() > free:
         raise CapacityError(
             f"the adapter in {folder} takes {file.bank_bytes() / 1e9:.2f} GB and {free / 1e9:.2f} GB are free beside "

@@ -1,4 +1,4 @@
-"""What callers of `LLM` may hand over, told apart and checked: one prompt or many, conversations, one value for all."""
+"""What callers of `LLM` may hand over, checked: one prompt or many, conversations, one value for all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_ids(prompt: object) -> bool:
 
 
 def is_one_prompt(prompts: object) -> bool:
-    """Text, ids, a `Prompt` or a list with a picture in it, rather than a list of prompts."""
+    """Text, ids, a `Prompt` or a list with an image in it, rather than a list of prompts."""
     if isinstance(prompts, str | Prompt) or is_image(prompts) or is_ids(prompts):
         return True
     return isinstance(prompts, Sequence) and any(is_image(p) and not isinstance(p, str) for p in prompts)

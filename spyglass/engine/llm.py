@@ -15,7 +15,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import read_beside, require_fit
+from spyglass.engine.fit import read_fitting, require_fit
 from spyglass.engine.inputs import (
     AdapterNames,
     adapters_each,
@@ -59,7 +59,7 @@ class LLM:
 
     `path` is a checkpoint folder or a shipped model's name. The options are those of `EngineConfig`, which documents
     each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json
-    serves ids and pictures. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
+    serves ids and images. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
@@ -96,10 +96,10 @@ class LLM:
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
-        stated = {
+        given = {
             name: value for name, value in locals().items() if name not in ("self", "path", "adapters", "progress")
         }
-        self.options = options = read_engine_config(stated)
+        self.options = options = read_engine_config(given)
         self._path = path = model_folder(path, options.load)
         self.name = path.resolve().name
         if options.threads is not None:
@@ -158,7 +158,7 @@ class LLM:
         """Answers to prompts of any kinds and lengths, run together.
 
         A prompt is text (raw, after a BOS), a list of token ids (taken as it is), a `Prompt`, or a list of parts:
-        token-id lists, pictures (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds a picture
+        token-id lists, images (PIL, bytes, path, data URL) and `Patches` in prompt order. A list that holds an image
         is one prompt in parts. `params`: one for all, or one each, and so the name of an `adapter` (None = without).
         All are checked before any runs.
 
@@ -203,11 +203,11 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """The answer to a conversation in OpenAI form, or the answers to a list of conversations.
 
-        Picture parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
-        PIL picture. `thinking` lets the model reason first; `effort` says how much.
+        Image parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
+        PIL image. `thinking` lets the model reason first; `effort` says how much.
 
         Raises:
-            PromptError: malformed messages or pictures, or a model that takes none.
+            PromptError: malformed messages or images, or a model that takes none.
             CapacityError: a prompt is too long for the model or the memory.
         """
         one = is_conversation(messages)
@@ -242,7 +242,7 @@ class LLM:
         return self._stream(prompt, params_each(params, 1)[0], adapter)
 
     def logits(self, parts: Sequence[int] | Sequence[Part], *, adapter: str | None = None) -> torch.Tensor:
-        """Logits float32 [T, V], on the host, of every position of a prompt, picture blocks included.
+        """Logits float32 [T, V], on the host, of every position of a prompt, image blocks included.
 
         The prompt is given as in `generate`: parts in order, or just token ids.
 
@@ -290,7 +290,7 @@ class LLM:
         Raises:
             AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        file = read_beside(find_adapter(directory, self._path), self.loaded.device)
+        file = read_fitting(find_adapter(directory, self._path), self.loaded.device)
         self.lora.attach(adapter_name(name), file, factor=factor)
 
     def new_adapter(
@@ -388,7 +388,7 @@ class LLM:
         self._users.pop(request, None)
 
     def banned_tokens(self) -> set[int]:
-        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play picture roles."""
+        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play image roles."""
         banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
         if self.tokenizer is not None:
             banned.add(self.tokenizer.special_id(_PAD_SPELLING))

@@ -150,14 +150,11 @@ class StepLoop:
     def _run(self, chunks: Sequence[Chunk], deltas: list[Delta]) -> None:
         """Start a step, and bring the one before it to an end, or itself where none runs ahead."""
         masks = None if self._running is not None else self._begin_masks(chunks)
-        places = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
-        resumable = [(number, place) for number, each in enumerate(places) for place in each]
-        self._allocator.allocate(
-            np.array([chunk.sequence.row for chunk in chunks], np.int64),
-            np.array([chunk.start for chunk in chunks], np.int64),
-            np.array([chunk.stop for chunk in chunks], np.int64),
-            [(chunks[number].sequence.row or 0, place) for number, place in resumable],
-        )
+        ranges = [(chunk.sequence.row, chunk.start, chunk.stop) for chunk in chunks]
+        rows, start, stop = np.array(ranges, np.int64).T
+        positions = [self._prefixes.snapshot_positions(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+        resumable = [(number, position) for number, each in enumerate(positions) for position in each]
+        self._allocator.allocate(rows, start, stop, [(int(rows[number]), position) for number, position in resumable])
         for chunk in chunks:
             chunk.sequence.in_flight += 1
             if chunk.rows_wanted:
@@ -193,13 +190,13 @@ class StepLoop:
 
     def _retire(self, step: RunningStep) -> None:
         """Leave snapshots of a step that runs, and give back pages behind the retention."""
-        for number, place in step.resumable:
+        for number, position in step.resumable:
             sequence = step.chunks[number].sequence
-            if sequence.row is not None and place <= min(sequence.computed, sequence.known):
-                self._prefixes.store(sequence, place)
-        live = [chunk.sequence for chunk in step.chunks if chunk.sequence.row is not None]
-        rows, stops = [s.row for s in live], [s.computed for s in live]
-        self._allocator.release_expired(np.array(rows, np.int64), np.array(stops, np.int64))
+            if sequence.row is not None and position <= min(sequence.computed, sequence.known):
+                self._prefixes.store(sequence, position)
+        live = [(c.sequence.row, c.sequence.computed) for c in step.chunks if c.sequence.row is not None]
+        rows_S2 = np.array(live, np.int64).reshape(-1, 2)
+        self._allocator.release_expired(rows_S2[:, 0], rows_S2[:, 1])
 
     def _collect(self) -> list[Delta]:
         """Read the tokens of the step under way and add them to their answers."""

@@ -91,11 +91,9 @@ class Runner:
         image_rows, image_index_T = _image_rows(chunks, images)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
-        wanted = [
-            row
-            for chunk, start, count in zip(chunks, first, counts, strict=True)
-            for row in range(start + count - chunk.rows_wanted, start + count)
-        ]
+        wanted: list[int] = []
+        for chunk, start, count in zip(chunks, first, counts, strict=True):
+            wanted += range(start + count - chunk.rows_wanted, start + count)
         given = StepInput(
             ids_T=np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
             kinds_T=_kinds(chunks) if any(images) else np.full(sum(counts), TokenKind.TEXT, np.int8),
@@ -184,7 +182,6 @@ class Runner:
             batch = pack_images(
                 [sequence.prompt.patches[image] for sequence, image in holders],
                 [sequence.prompt.plans[image].vit_grid for sequence, image in holders],
-                [len(sequence.prompt.spans[image].order) for sequence, image in holders],
                 self._config.vision,
                 device=self._device,
                 slots=[sequence.adapter.slot for sequence, _ in holders],

@@ -114,7 +114,7 @@ def sample(logits_SV: torch.Tensor, step: SampleInput, banned: torch.Tensor) -> 
 def restrict(logits_SV: torch.Tensor, rows: Sequence[int], allowed: torch.Tensor) -> torch.Tensor:
     """Leave rows `rows` only the tokens that `allowed` bool [len(rows), V] names, in place."""
     row_J = to_device(np.array(rows, np.int64), logits_SV.device)
-    banned_JV = ~to_device(allowed.numpy(), logits_SV.device)
+    banned_JV = ~to_device(allowed, logits_SV.device)
     logits_SV[row_J] = logits_SV[row_J].masked_fill_(banned_JV, float("-inf"))
     return logits_SV
 
@@ -252,6 +252,6 @@ def inverse_draw(weight_SV: torch.Tensor, u_S: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(mass_SN: torch.Tensor, target_S1: torch.Tensor) -> torch.Tensor:
-    """First place where a rising row exceeds the target; if rounding leaves none, the last place where it rises."""
+    """First column where a rising row exceeds the target; if rounding leaves none, the last column where it rises."""
     last_S1 = torch.searchsorted(mass_SN, mass_SN[:, -1:].contiguous()).clamp(max=mass_SN.shape[1] - 1)  # NaN: none
     return torch.minimum(torch.searchsorted(mass_SN, target_S1, right=True), last_S1)

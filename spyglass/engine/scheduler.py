@@ -11,7 +11,7 @@ Answers under way take one token each and come before prompts. Nobody is cut ins
 the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
-preempted: it goes back to its place in the queue and is run again later, with all it has drawn.
+preempted: it goes back into the queue and is run again later, with all it has drawn.
 
 Laws, for at most half as many running requests as a step has tokens:
 - every answer under way, and every prompt whose next piece is within the quantum (text always is), gets tokens in one
@@ -20,7 +20,7 @@ Laws, for at most half as many running requests as a step has tokens:
 - the oldest always runs and is never preempted, since a request alone fits, or it is refused when it comes: so the
   oldest always finishes, and by induction so does everyone.
 
-Whoever these laws fail, by a fault of ours, is named in a `StuckError`: the step loop must never spin on nothing.
+Whoever these laws fail, by an internal error, is named in a `StuckError`: the step loop must never spin on nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASSING = 16  # how many behind the head may be asked whether they fit
 
 
 class StuckError(SpyglassError):
-    """`sequences` would wait for ever: a fault of the engine. Once they are removed, the others go on."""
+    """`sequences` would wait for ever: an internal error. Once they are removed, the others go on."""
 
     def __init__(self, sequences: Sequence[TokenSequence], why: str) -> None:
         super().__init__(f"{why}: a fault of the engine, which ends the request; please report it")
@@ -166,13 +166,13 @@ class Scheduler:
         stops: dict[int, int] = {}
         for sequence in self._line(ready, quantum):
             want = max(min(quantum, sequence.pending), sequence.next_piece())
-            stop = sequence.cut_at_most(sequence.computed + min(want, left))
+            stop = sequence.last_cut(sequence.computed + min(want, left))
             stops[sequence.request_id] = stop
             left -= stop - sequence.computed
         chunks = []
         for sequence in ready:
             before = stops[sequence.request_id]
-            stop = sequence.cut_at_most(min(before + left, sequence.length)) if left else before
+            stop = sequence.last_cut(min(before + left, sequence.length)) if left else before
             left -= stop - before
             if stop > sequence.computed:
                 chunks.append(Chunk.of(sequence, stop))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spyglass.engine.detokenize import Detokenizer, DetokenizerState
 from spyglass.engine.request import FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
-from spyglass.engine.structured.grammar import GrammarMatcher
+from spyglass.engine.structured.grammar import Matcher
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
@@ -29,47 +29,48 @@ _ROOM = 256  # answer tokens a buffer has room for before it first grows
 class TokenCounts:
     """Distinct ids of prompt and answer with their counts in the answer, kept as arrays for the sampler."""
 
-    __slots__ = ("_counts", "_ids", "_num_prompt", "_place")
+    __slots__ = ("_counts", "_ids", "_index", "_num_prompt")
 
     def __init__(self, prompt_ids: NDArray[np.int32]) -> None:
         ids = np.unique(prompt_ids[prompt_ids >= 0]).astype(np.int64)
         self._num_prompt = len(ids)
-        self._place = {token: place for place, token in enumerate(ids.tolist())}
+        self._index = {token: index for index, token in enumerate(ids.tolist())}
         self._ids = np.concatenate([ids, np.zeros(_ROOM, np.int64)])
         self._counts = np.zeros(len(self._ids), np.float32)
 
     def add(self, token: int) -> None:
         """Count one answer token."""
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        self._counts[place] += 1
+        self._ids[index] = token
+        self._counts[index] += 1
 
     def remove(self, token: int) -> None:
         """Take back the answer token that was counted last."""
-        place = self._place[token]
-        self._counts[place] -= 1
-        if place >= self._num_prompt and not self._counts[place]:  # it came with this token, so it is the last
-            del self._place[token]
+        index = self._index[token]
+        self._counts[index] -= 1
+        if index >= self._num_prompt and not self._counts[index]:  # it came with this token, so it is the last
+            del self._index[token]
 
     @property
     def used(self) -> UsedTokens:
         """What `sampler.penalise` reads."""
-        return UsedTokens(ids_J=self._ids[: len(self._place)], counts_J=self._counts[: len(self._place)])
+        return UsedTokens(ids_J=self._ids[: len(self._index)], counts_J=self._counts[: len(self._index)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar.
+    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar,
+    or of its least length.
 
     It may be submitted any number of times.
     """
 
     prompt: Prompt
     params: SamplingParams
-    matcher: GrammarMatcher | None = None
+    matcher: Matcher | None = None
 
 
 class Answer:
@@ -242,13 +243,15 @@ class TokenSequence:
         while self.length + count > len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._kinds = np.concatenate([self._kinds, np.full_like(self._kinds, TokenKind.TEXT)])
-        self._ids[self.length : self.length + count] = [*drafts, UNKNOWN]
+        if drafts:
+            self._ids[self.length : self.length + count - 1] = drafts
         self.length += count
+        self._ids[self.length - 1] = UNKNOWN
         self.expected += count
 
     def resolve(self, token: int) -> None:
         """The first of the expected tokens has been drawn."""
-        self._ids[self.known] = token
+        self._ids[self.length - self.expected] = token
         self.expected -= 1
 
     def truncate(self, tokens: int) -> None:
@@ -270,11 +273,11 @@ class TokenSequence:
         self.row = None
         self.image_rows.clear()
 
-    def cut_at_most(self, place: int) -> int:
-        """The last legal end of a step at or before position `place`; never inside a span (spec v4 6.4)."""
-        if self._cuts is None or place > self._cuts[-1]:
-            return place
-        return int(self._cuts[np.searchsorted(self._cuts, place, side="right") - 1])
+    def last_cut(self, position: int) -> int:
+        """The last legal end of a step at or before `position`; never inside a span (spec v4 6.4)."""
+        if self._cuts is None or position > self._cuts[-1]:
+            return position
+        return int(self._cuts[np.searchsorted(self._cuts, position, side="right") - 1])
 
     def next_piece(self) -> int:
         """Fewest tokens that a step can take from here on."""
@@ -287,7 +290,7 @@ class TokenSequence:
         return 1 if self._cuts is None else int(np.diff(self._cuts).max())
 
     def ids(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Token ids, -1 at picture positions."""
+        """Token ids, -1 at image positions."""
         return self._ids[start:stop]
 
     def kinds(self, start: int, stop: int) -> NDArray[np.int8]:
@@ -295,7 +298,7 @@ class TokenSequence:
         return self._kinds[start:stop]
 
     def lookback(self, start: int, depth: int) -> NDArray[np.int32]:
-        """Ids of the `depth` tokens before position `start`, nearest first: -1 before the first, -2 at pictures."""
+        """Ids of the `depth` tokens before position `start`, nearest first: -1 before the first, -2 at images."""
         first = max(0, start - depth)
         ids = np.where(self._kinds[first:start] >= 0, -2, self._ids[first:start])[::-1]
         return np.concatenate([ids, np.full(depth - len(ids), -1)]).astype(np.int32)

@@ -11,7 +11,7 @@ class EngineStats:
 
     `cache_share` pages that requests hold of the fullest pool of rows, 0 to 1. `prompt_tokens` of requests taken,
     `computed_tokens` run through the model (more after preemptions, fewer after cache hits). `*_queries` and `*_hits`
-    count tokens that were looked up in the prefix cache, and pictures in the image cache; `*_evictions` what had to go
+    count tokens that were looked up in the prefix cache, and images in the image cache; `*_evictions` what had to go
     from them, `*_bytes` what they hold now. `waiting` requests have no memory (yet, or any more).
     `step_seconds` is the time in `step`, `sampling_seconds` the part of it from logits to token ids.
     `mask_share` is the part of the time for grammar masks that went by during forward passes; 0 without any.

@@ -66,35 +66,37 @@ def kept_weights(logits_SV: torch.Tensor, params: Sequence[SamplingParams]) -> t
     x_SV = logits_SV.sub_(logits_SV.amax(dim=-1, keepdim=True)).div_(temperature_S1)
     weight_SV = x_SV.new_zeros(len(x_SV), -(-vocabulary // BLOCK) * BLOCK)
     torch.exp(x_SV, out=weight_SV[:, :vocabulary])
-    least_S1 = _least_kept(x_SV, weight_SV[:, :vocabulary], settings)
-    if least_S1 is not None:
+    min_S1 = _min_kept(x_SV, weight_SV[:, :vocabulary], settings)
+    if min_S1 is not None:
         # a product with 0 or 1: a fill under a mask that nobody can foresee takes five times as long
-        weight_SV[:, :vocabulary].mul_(torch.ge(x_SV, least_S1, out=torch.empty_like(x_SV)))
+        weight_SV[:, :vocabulary].mul_(torch.ge(x_SV, min_S1, out=torch.empty_like(x_SV)))
     return weight_SV
 
 
-def _least_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[np.float64]) -> torch.Tensor | None:
+def _min_kept(x_SV: torch.Tensor, weight_SV: torch.Tensor, settings: NDArray[np.float64]) -> torch.Tensor | None:
     """Smallest kept x of each row [S, 1], or None when nothing is cut off. x has maximum 0, weight = exp(x)."""
     _, top_k, top_p, min_p = settings.T
     if not (top_k.any() or (top_p < 1).any() or min_p.any()):
         return None
     with np.errstate(divide="ignore"):
-        least_S1 = to_device(np.log(min_p).astype(np.float32), x_SV.device)[:, None]
+        min_S1 = to_device(np.log(min_p).astype(np.float32), x_SV.device)[:, None]
     cut = np.flatnonzero((top_k > 0) | (top_p < 1))
     if len(cut):
         row = to_device(cut, x_SV.device)
         x_JV, weight_JV = (x_SV, weight_SV) if len(cut) == len(x_SV) else (x_SV[row], weight_SV[row])
         if x_SV.device.type != "cpu":
             sorted_JV = x_JV.sort(dim=-1, descending=True).values
-            least_S1[row] = torch.maximum(least_S1[row], _threshold(sorted_JV, weight_JV, top_k[cut], top_p[cut])[0])
-            return least_S1
+            min_S1[row] = torch.maximum(
+                min_S1[row], threshold_of_sorted(sorted_JV, weight_JV, top_k[cut], top_p[cut])[0]
+            )
+            return min_S1
         cut_J1, known_J = threshold_of_top(x_JV, weight_JV, top_k[cut], top_p[cut])
         if not known_J.all():
             left = ~known_J.cpu().numpy()
             hard = torch.from_numpy(np.flatnonzero(left)).to(x_SV.device)
             cut_J1[hard] = threshold_of_all(x_JV[hard], weight_JV[hard], top_k[cut][left], top_p[cut][left])
-        least_S1[row] = torch.maximum(least_S1[row], cut_J1)
-    return least_S1
+        min_S1[row] = torch.maximum(min_S1[row], cut_J1)
+    return min_S1
 
 
 def threshold_of_top(
@@ -105,11 +107,11 @@ def threshold_of_top(
     A matter of each row alone, so that a row is treated alike in any company.
     """
     x_SL, _ = top_entries(x_SV, _TOP_BLOCKS)
-    least_S1, reached_S1 = _threshold(x_SL, weight_SV, top_k, top_p)
-    return least_S1, torch.from_numpy(top_k <= _TOP_BLOCKS) & (torch.from_numpy(top_p >= 1) | reached_S1[:, 0])
+    min_S1, reached_S1 = threshold_of_sorted(x_SL, weight_SV, top_k, top_p)
+    return min_S1, torch.from_numpy(top_k <= _TOP_BLOCKS) & (torch.from_numpy(top_p >= 1) | reached_S1[:, 0])
 
 
-def _threshold(
+def threshold_of_sorted(
     x_SL: torch.Tensor, weight_SV: torch.Tensor, top_k: NDArray[np.float64], top_p: NDArray[np.float64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest x that top_k and top_p keep [S, 1], if it is among `x_SL`, the largest of each row falling; and whether
@@ -117,15 +119,15 @@ def _threshold(
     device, infinity = x_SL.device, float("inf")
     k_S1, p_S1 = (to_device(values, device)[:, None] for values in (top_k, top_p))
     place_S1 = k_S1.long().clamp(1, x_SL.shape[1]) - 1
-    least_S1 = torch.where(k_S1 > 0, x_SL.gather(1, place_S1), -infinity)
-    mass_SL = torch.where(x_SL < least_S1, 0.0, x_SL.exp().double())
+    min_S1 = torch.where(k_S1 > 0, x_SL.gather(1, place_S1), -infinity)
+    mass_SL = torch.where(x_SL < min_S1, 0.0, x_SL.exp().double())
     total_S1 = torch.where(k_S1 > 0, mass_SL.sum(dim=-1, keepdim=True), weight_SV.sum(dim=-1, keepdim=True).double())
     through_SL = mass_SL.cumsum(dim=-1)
     limit_S1 = p_S1 * total_S1
     last_S1 = (through_SL - mass_SL < limit_S1).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     reached_S1 = through_SL[:, -1:] >= limit_S1
-    least_S1 = torch.where(p_S1 < 1, torch.maximum(least_S1, x_SL.gather(1, last_S1)), least_S1)
-    return least_S1, reached_S1
+    min_S1 = torch.where(p_S1 < 1, torch.maximum(min_S1, x_SL.gather(1, last_S1)), min_S1)
+    return min_S1, reached_S1
 
 
 def threshold_of_all(
@@ -133,17 +135,17 @@ def threshold_of_all(
 ) -> torch.Tensor:
     """The same for rows that keep very many: searched among all entries."""
     vocabulary, device = x_SV.shape[1], x_SV.device
-    least_S1 = torch.full((len(x_SV), 1), float("-inf"), device=device)
+    min_S1 = torch.full((len(x_SV), 1), float("-inf"), device=device)
     if top_k.any():
         limit_S1 = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary + 1)).to(device)[:, None]
-        least_S1 = _largest_before(x_SV, None, limit_S1)
+        min_S1 = _largest_before(x_SV, None, limit_S1)
     if (top_p < 1).any():
         mass_SV = weight_SV.double()
         if top_k.any():
-            mass_SV = mass_SV.masked_fill_(x_SV < least_S1, 0.0)
+            mass_SV = mass_SV.masked_fill_(x_SV < min_S1, 0.0)
         share_S1 = torch.from_numpy(np.where(top_p < 1, top_p, 2.0)).to(device)[:, None]
-        least_S1 = torch.maximum(least_S1, _largest_before(x_SV, mass_SV, share_S1 * mass_SV.sum(dim=-1, keepdim=True)))
-    return least_S1
+        min_S1 = torch.maximum(min_S1, _largest_before(x_SV, mass_SV, share_S1 * mass_SV.sum(dim=-1, keepdim=True)))
+    return min_S1
 
 
 def _largest_before(x_SV: torch.Tensor, amount_SV: torch.Tensor | None, limit_S1: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array on a device, without waiting for what the device has to do."""
-    tensor = torch.from_numpy(array)
+def to_device(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host array or tensor on a device, without waiting for what the device has to do."""
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""The largest pictures and steps, to be run once before anything is promised, so that nothing fails on them later."""
+"""The largest images and steps, to be run once before anything is promised, so that nothing fails on them later."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.plan import plan_image
 from spyglass.prompt.tokens import ImagePlan, Patches, Prompt
 
-_LONGEST = 64  # in aligner cells; the longest blocks belong to pictures one pixel wide and 10 to 40 cells high
+_LONGEST = 64  # in aligner cells; the longest blocks belong to images one pixel wide and 10 to 40 cells high
 
 
-def largest_pictures(vision: VisionConfig) -> list[ImagePlan]:
-    """The picture with the most tokens (378 before pads on released V4, 1,024 on V4.1), and one with the most patches.
+def largest_images(vision: VisionConfig) -> list[ImagePlan]:
+    """The image with the most tokens (378 before pads on released V4, 1,024 on V4.1), and one with the most patches.
 
     Of patches, which only decide about memory, odd shapes may have a tenth more.
     """
@@ -38,24 +38,24 @@ def largest_pictures(vision: VisionConfig) -> list[ImagePlan]:
 
 
 def blank(plan: ImagePlan) -> Patches:
-    """A black picture of this plan."""
+    """A black image of this plan."""
     shape = plan.vit_grid[0] * plan.vit_grid[1], 3, plan.patch_size, plan.patch_size
     return Patches(np.zeros(shape, np.uint8), plan.vit_grid)
 
 
 def noise(plan: ImagePlan) -> Patches:
-    """A picture of this plan with every value somewhere, the same each time."""
+    """An image of this plan with every value somewhere, the same each time."""
     shape = blank(plan).pixels.shape
     return Patches(np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8), plan.vit_grid)
 
 
 def largest_prompts(config: ModelConfig, *, pictures: bool, tokens: int) -> list[Prompt]:
-    """A prompt for each of the largest pictures, if the model is to see, and text up to `tokens` tokens, at least 1."""
+    """A prompt for each of the largest images, if the model is to see, and text up to `tokens` tokens, at least 1."""
     text = [config.bos_token_id or 0]
     if config.vision is None or not pictures:
         return [prompt_from_parts([text * max(1, tokens)], config)]
     prompts = []
-    for plan in largest_pictures(config.vision):
+    for plan in largest_images(config.vision):
         picture = blank(plan)
         block = len(prompt_from_parts([picture], config))
         prompts.append(prompt_from_parts([picture, text * max(1, tokens - block)], config))

@@ -1,4 +1,4 @@
-"""How much memory rows may take: what is free once the weights are there, less the most that a step works with.
+"""How much memory rows may take: what is free once the weights are there, less the maximum that a step works with.
 
 It is taken at the start, so a request that was accepted cannot run out of it later. (On a CPU the system hands out
 memory when it is first touched, so a large limit costs nothing by itself.)
@@ -16,7 +16,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import free_memory, prefix_bytes
-from spyglass.engine.warm_up import largest_pictures
+from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel
@@ -52,7 +52,7 @@ def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | N
 
 
 def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
-    """Bytes that a full step works with: the text part (`plan.step_bytes`) and the tower on a step of pictures."""
+    """Bytes that a full step works with: the text part (`plan.step_bytes`) and the tower on a step of images."""
     config = loaded.config
     wide = 2 if loaded.dtype == torch.float32 else 1  # `step_bytes` counts bfloat16
     text = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)
@@ -62,7 +62,7 @@ def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> int:
-    """The most bytes that torch held on a GPU above what it holds now, while a full step with a picture ran.
+    """The maximum of bytes that torch held on a GPU above what it holds now, while a full step with an image ran.
 
     The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
     """
@@ -86,8 +86,8 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
 
 
 def _tower_bytes(vision: VisionConfig, tokens: int) -> int:
-    """Patches of one call (a step's worth of picture tokens, or one picture), times what is alive beside each."""
-    largest = largest_pictures(vision)
+    """Patches of one call (a step's worth of image tokens, or one image), times what is alive beside each."""
+    largest = largest_images(vision)
     patches = max(plan.vit_grid[0] * plan.vit_grid[1] for plan in largest)
     patches = max(patches, tokens * vision.downsample_ratio**2)
     return patches * 4 * (6 * vision.hidden_size + 2 * vision.intermediate_size)

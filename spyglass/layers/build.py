@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from spyglass.ops.native import refuse_scales
-from spyglass.ops.table import Ops
+from spyglass.ops.declare import Ops
 from spyglass.params.table import ParamTable
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
@@ -57,8 +56,8 @@ class Build:
             DeviceError: the kernels chosen cannot hold the values of the weight `name`.
         """
         self.version.bump()
-        if self.ops.chosen["linear_block"] == "cpu" and self.dtype == torch.bfloat16 and not self.expand:
-            refuse_scales(name, weight)
+        if not self.expand and self.dtype == torch.bfloat16:
+            self.ops.check_weight(name, weight)
         scale = None if weight.scale is None else weight.scale.to(self.device)
         held = Packed(weight.format, weight.data.to(self.device), scale, weight.shape)
         if not self.expand or weight.format.name == "f32":

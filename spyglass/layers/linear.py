@@ -71,22 +71,40 @@ class Linear(nn.Module):
         on_gpu = self.build.device.type == "cuda"
         self.bias_O = bias.data.to(self.build.device, bias.data.dtype if on_gpu else torch.float32)
 
-    def forward(self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters."""
+    @property
+    def quant(self) -> FakeQuant | None:
+        """The rounding of the input that what makes the input may do ahead; an adapter takes the input as it is."""
+        return self._rounding if self.adapter is None and self.build.ops.rounds_ahead else None
+
+    def forward(
+        self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters.
+
+        `rounded_TI`: what `quant` makes of the input, where that is known.
+        """
+        assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
-        out: torch.Tensor = self._product(
-            x_TI, self.weight, rounding=self._rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
+        rounding = self._rounding
+        if rounded_TI is not None and self.quant is not None:
+            x_TI, rounding = rounded_TI, None
+        return self._product(
+            x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
-        return out
 
     def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
 
         For a map without bias whose input is not rounded; adapters have no part in it.
         """
-        assert self.bias_O is None and self._rounding is None
-        out: tuple[torch.Tensor, torch.Tensor] = self.build.ops.linear_largest(x_TI, self.weight, skip_O)
-        return out
+        assert self.weight is not None and self.bias_O is None and self._rounding is None
+        return self.build.ops.linear_largest(x_TI, self.weight, skip_O)
+
+
+def common_quant(*maps: Linear) -> FakeQuant | None:
+    """The rounding that all of these want of their common input, None where they differ."""
+    wanted = {linear.quant for linear in maps}
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 class GroupedLinear(nn.Module):
@@ -113,9 +131,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
+        assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TGI, slot_T)
-        out: torch.Tensor = self._product(x_TGI, self.weight, addend_TGO=addend)
-        return out
+        return self._product(x_TGI, self.weight, addend_TGO=addend)
 
 
 class ExpertsAdapter(Protocol):
@@ -210,10 +228,7 @@ class Experts(nn.Module):
         adapters = None if self.adapter is None or slot_T is None else self.adapter()
         more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
-        out: torch.Tensor = self._product(
-            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more
-        )
-        return out
+        return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more)
 
     def _rounding(self) -> FakeQuant | None:
         assert self._found is not None

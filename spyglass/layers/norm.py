@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from spyglass.layers.build import Build
+from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed, WeightSlot
 
 
@@ -27,7 +28,6 @@ class RMSNorm(nn.Module):
     def _put(self, weight: Packed) -> None:
         self.weight_D = weight.data.to(self._device, torch.float32)
 
-    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """[..., D] to the same shape and dtype; fp32 inside, one rounding."""
-        out: torch.Tensor = self._norm(x_ND, self.weight_D, eps=self.eps)
-        return out
+    def forward(self, x_ND: torch.Tensor, quant: FakeQuant | None = None) -> torch.Tensor:
+        """[..., D] to the same shape and dtype; fp32 inside, one rounding, then `quant`."""
+        return self._norm(x_ND, self.weight_D, eps=self.eps, quant=quant)

@@ -62,28 +62,28 @@ class LinearBank:
     def __init__(self, build: Build, dropout: Dropout, groups: int = 1) -> None:
         self._delta, self._dropout, self._groups = build.ops.lora_delta, dropout, groups
         self._version = build.version
-        self._parts: dict[int, Rows] = {}
+        self.by_slot: dict[int, Rows] = {}
         self._rows: Rows | None = None
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots that hold something."""
-        return tuple(self._parts)
+        return tuple(self.by_slot)
 
     def put(self, slot: int, rows: Rows) -> None:
         """Add an adapter. A step that runs meanwhile sees the bank before or after, never between."""
-        parts = {**self._parts, slot: rows}
-        self._parts, self._rows = parts, _join(list(parts.values()))
+        parts = {**self.by_slot, slot: rows}
+        self.by_slot, self._rows = parts, _join(list(parts.values()))
         self._version.bump()
 
     def swap(self, slot: int, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in an adapter's place."""
-        self.put(slot, replace(self._parts[slot], a_RI=a_RI, b_RO=b_RO))
+        self.put(slot, replace(self.by_slot[slot], a_RI=a_RI, b_RO=b_RO))
 
     def remove(self, slot: int) -> None:
         """Take one out, if it is there."""
-        parts = {number: rows for number, rows in self._parts.items() if number != slot}
-        self._parts, self._rows = parts, _join(list(parts.values())) if parts else None
+        parts = {number: rows for number, rows in self.by_slot.items() if number != slot}
+        self.by_slot, self._rows = parts, _join(list(parts.values())) if parts else None
         self._version.bump()
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -114,26 +114,26 @@ class ExpertsBank:
 
     def __init__(self, build: Build, dropout: Dropout) -> None:
         self._dropout, self._version = dropout, build.version
-        self._parts: dict[int, Mapping[str, ExpertRows]] = {}
+        self.by_slot: dict[int, Mapping[str, ExpertRows]] = {}
         self._joined: ExpertAdapters | None = None
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots that hold something."""
-        return tuple(self._parts)
+        return tuple(self.by_slot)
 
     def put(self, slot: int, parts: Mapping[str, ExpertRows]) -> None:
         """Add an adapter: rank rows by matrix (w1, w2, w3)."""
-        self._take({**self._parts, slot: parts})
+        self._take({**self.by_slot, slot: parts})
 
     def swap(self, slot: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in place of those of one matrix of an adapter."""
-        part = self._parts[slot][matrix]
-        self.put(slot, {**self._parts[slot], matrix: replace(part, rows=replace(part.rows, a_RI=a_RI, b_RO=b_RO))})
+        part = self.by_slot[slot][matrix]
+        self.put(slot, {**self.by_slot[slot], matrix: replace(part, rows=replace(part.rows, a_RI=a_RI, b_RO=b_RO))})
 
     def remove(self, slot: int) -> None:
         """Take one out, if it is there."""
-        self._take({number: parts for number, parts in self._parts.items() if number != slot})
+        self._take({number: parts for number, parts in self.by_slot.items() if number != slot})
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that a step reads."""
@@ -144,8 +144,8 @@ class ExpertsBank:
 
     def __call__(self) -> ExpertAdapters | None:
         """See `layers.linear.ExpertsAdapter`. While one of several trains they are joined anew in every pass."""
-        if self._joined is None and self._parts:
-            return _join_experts(self._parts, self._dropout.share)
+        if self._joined is None and self.by_slot:
+            return _join_experts(self.by_slot, self._dropout.share)
         return self._joined if self._joined is None else replace(self._joined, dropout=self._dropout.share)
 
     def _take(self, parts: dict[int, Mapping[str, ExpertRows]]) -> None:
@@ -154,7 +154,7 @@ class ExpertsBank:
         self._joined = None if learns or not parts else _join_experts(parts, 0.0)
         if self._joined is not None and len(parts) > 1:
             parts = {slot: _views(self._joined, number, each) for number, (slot, each) in enumerate(parts.items())}
-        self._parts = parts
+        self.by_slot = parts
         self._version.bump()
 
 

@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
 class PromptTokenizer:
     """A `tokenizer.json`, ready to make prompts and to read answers."""
 
-    __slots__ = ("_added", "_full", "_longest", "_plain", "special_ids")
+    __slots__ = ("_added", "_full", "_longest", "special_ids", "text_only")
 
     def __init__(self, text: str, name: str = FILE_NAME) -> None:
         """`text` is the content of a tokenizer.json; `name` says in errors where it came from.
@@ -48,7 +48,7 @@ class PromptTokenizer:
                 raise PromptError(
                     f"{name} gives {spelling} the id {token}, which its own vocabulary does not leave free"
                 )
-        self._plain = _without_added_tokens(self._full)
+        self.text_only = _without_added_tokens(self._full)
         self._longest = _longest_token(self._full, parsed)
 
     def refuse_unless_fits(self, texts: Iterable[str], most_tokens: int) -> None:
@@ -75,7 +75,8 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
         try:
-            ids: list[int] = self._plain.encode_batch([text])[0].ids  # `encode` would stop every other thread meanwhile
+            # `encode` would stop every other thread meanwhile
+            ids: list[int] = self.text_only.encode_batch([text])[0].ids
         except BaseException as error:  # a library that panics raises what is no Exception
             if type(error).__name__ != "PanicException":
                 raise

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spyglass.ops.table import Backend
+from spyglass.ops.declare import Backend
 from spyglass.runtime import cpu_graph
 
 Outputs = tuple[torch.Tensor, ...]

@@ -13,7 +13,7 @@ import torch
 
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import TextConfig
-from spyglass.ops.table import Backend
+from spyglass.ops.declare import Backend
 from spyglass.runtime.capture import Capture, Outputs
 from spyglass.runtime.frame import Frame, Frames, Pages
 from spyglass.runtime.step_input import StepInput

@@ -13,9 +13,10 @@ from torch import nn
 from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
-from spyglass.layers.linear import GroupedLinear, Linear
+from spyglass.layers.linear import GroupedLinear, Linear, common_quant
 from spyglass.layers.norm import RMSNorm
 from spyglass.ops.sparse_attention.reference import Turn
+from spyglass.quant.formats import FakeQuant
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
 from spyglass.text.rounding import RowFinish
@@ -55,10 +56,20 @@ class Attention(nn.Module):
         self._finish = RowFinish(parts, "window")
         self._ops = build.ops
 
-    def remember(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> None:
-        """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input."""
+    @property
+    def quant(self) -> FakeQuant | None:
+        """The rounding of the layer's normed input that should come with it."""
+        return common_quant(self.wq_a, self.wkv)
+
+    def remember(
+        self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
+    ) -> None:
+        """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input.
+
+        `rounded_TC`: what `quant` makes of it.
+        """
         plan, slot_T = self._plan, step.batch.slot_T
-        kv_TD, pages = self.wkv(x_TC, slot_T), cache.pages[self._window]
+        kv_TD, pages = self.wkv(x_TC, slot_T, rounded_TC), cache.pages[self._window]
         self._finish(kv_TD, step.tables[plan.rope], norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
         if self.compressor is None:
             return
@@ -67,11 +78,14 @@ class Attention(nn.Module):
         if self.indexer is not None:
             self.indexer.remember(x_TC, latent_PD, pool, cache, tables, slot_T)
 
-    def attend(self, x_TC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
+    def attend(
+        self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What these rows read from memory, [T, C]; `remember` of this step came first."""
         slot_T = step.batch.slot_T
-        u_TQ = self.q_norm(self.wq_a(x_TC, slot_T))
-        q_THD = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
+        quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
+        u_TQ = self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)
+        q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
         out: torch.Tensor = self.wo_b(out_TGO.flatten(1), slot_T)
@@ -86,14 +100,14 @@ class Attention(nn.Module):
             pool = None
         picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
         width = 0 if pool is None else pool.max_visible
-        out_THD: torch.Tensor = self._ops.sparse_attention(
+        return self._ops.sparse_attention(
             q_THD,
             cache.pages[self._window],
             cache.table_SP["window"],
             batch.seq_T,
             batch.window_lo_T,
             batch.window_hi_T,
-            self.attn_sink.value,
+            self.attn_sink.tensor(),
             scale=self._scale,
             window_width=batch.window_width,
             pool_NBD=None if pool is None or self._pool is None else cache.pages[self._pool],
@@ -103,7 +117,6 @@ class Attention(nn.Module):
             pool_width=width if picks_TX is None else picks_TX.shape[1],
             turn=Turn(cos_TR=cos_TR, sin_TR=sin_TR, eps=self._q_eps, stepwise=self._stepwise),
         )
-        return out_THD
 
     def _picks(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep | None, cache: CacheView

@@ -92,15 +92,11 @@ class Compressor(nn.Module):
         if self.wgate is None:
             return kv_TE
         ape_BE = None if self.ape is None else self.ape.tensor()
-        rows_TE: torch.Tensor = self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
-        return rows_TE
+        return self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
 
     def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: CompressionStep) -> torch.Tensor:
         """New entries [P, D] in the activation dtype; a group of one row is that row."""
         if self.wgate is None:
             return rows_TE.index_select(0, pool.sources_PB[:, 0])
         past = None if state is None else state.flatten(0, 1)
-        pooled_PD: torch.Tensor = self._ops.compress_pool(
-            rows_TE, past, pool.sources_PB, overlap=self._overlap, out_dtype=self._dtype
-        )
-        return pooled_PD
+        return self._ops.compress_pool(rows_TE, past, pool.sources_PB, overlap=self._overlap, out_dtype=self._dtype)

@@ -34,7 +34,7 @@ class Engram(nn.Module):
 
     def forward(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:
         """The streams with the memory added, in their dtype."""
-        out: torch.Tensor = self._gate(
+        return self._gate(
             streams_TMC,
             self.wkv(step.batch.engram_rows[self._layer], step.batch.slot_T),
             self.q_weight.tensor(),
@@ -42,4 +42,3 @@ class Engram(nn.Module):
             eps=self._eps,
             picture_T=step.picture_T,
         )
-        return out

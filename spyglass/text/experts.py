@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.linear import Experts, Linear
+from spyglass.layers.linear import Experts, Linear, common_quant
+from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
 from spyglass.text.step import Step, TextBuild
 
@@ -23,10 +24,13 @@ class SharedExpert(nn.Module):
         self._limit = text.swiglu_limit
         self._swiglu = build.ops.swiglu
 
-    def forward(self, x_TC: torch.Tensor, slot_T: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x_TC: torch.Tensor, slot_T: torch.Tensor | None, rounded_TC: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2."""
-        z_TF = self._swiglu(self.w1(x_TC, slot_T), self.w3(x_TC, slot_T), limit=self._limit)
-        out: torch.Tensor = self.w2(z_TF, slot_T)
+        gate_TF, up_TF = (linear(x_TC, slot_T, rounded_TC) for linear in (self.w1, self.w3))
+        z_TF = self._swiglu(gate_TF, up_TF, limit=self._limit, quant=self.w2.quant)
+        out: torch.Tensor = self.w2(z_TF, slot_T, None if self.w2.quant is None else z_TF)
         return out
 
 
@@ -45,11 +49,17 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        out: torch.Tensor = self._add_shared(*self.parts(x_TC, step))
-        return out
+        return self._add_shared(*self.parts(x_TC, step))
 
-    def parts(self, x_TC: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def quant(self) -> FakeQuant | None:
+        """The rounding of the input that should come with it."""
+        return common_quant(self.shared_experts.w1, self.shared_experts.w3)
+
+    def parts(
+        self, x_TC: torch.Tensor, step: Step, rounded_TC: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""
         ids_TK, weights_TK = self.gate(x_TC, step)
         routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        return routed_TC, self.shared_experts(x_TC, step.batch.slot_T)
+        return routed_TC, self.shared_experts(x_TC, step.batch.slot_T, rounded_TC)

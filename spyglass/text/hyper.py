@@ -7,13 +7,15 @@ What a sub-layer gave is written when the next one reads, in one op.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.norm import RMSNorm
-from spyglass.ops.table import Ops
+from spyglass.ops.declare import Ops
+from spyglass.quant.formats import FakeQuant
 from spyglass.text.step import TextBuild
 
 
@@ -42,8 +44,8 @@ class Residual:
             return self.streams_TMC
         if self.shared_TC is not None:
             z_TC = ops.add_shared(z_TC, self.shared_TC)
-        out: torch.Tensor = ops.hyper_expand(z_TC, self.streams_TMC, self.post_TM, self.comb_TMM)
-        return out
+        assert self.post_TM is not None and self.comb_TMM is not None
+        return ops.hyper_expand(z_TC, self.streams_TMC, self.post_TM, self.comb_TMM)
 
 
 class HyperConnection(nn.Module):
@@ -55,25 +57,32 @@ class HyperConnection(nn.Module):
         self.fn, self.base, self.scale = (
             PlainTensor(parts.build, f"{name}_{which}") for which in ("fn", "base", "scale")
         )
-        self._options = {"norm_eps": text.rms_norm_eps, "hc_eps": text.hc_eps, "rounds": text.hc_sinkhorn_iters}
+        self._options: dict[str, Any] = {
+            "norm_eps": text.rms_norm_eps,
+            "hc_eps": text.hc_eps,
+            "rounds": text.hc_sinkhorn_iters,
+        }
         self._ops = parts.build.ops
 
     def read(
-        self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, Residual]:
-        """Input of the sub-layer [T, C], the pre found [T, M], and the residual while the sub-layer is at work.
+        self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None, quant: FakeQuant | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Residual]:
+        """Input of the sub-layer [T, C], what `quant` makes of it, the pre found [T, M], and the residual meanwhile.
 
         Streams are read by `pre_TM`, or else by the pre found.
         """
-        weights = self.fn.value, self.scale.value, self.base.value, norm.weight_D
-        options = {**self._options, "eps": norm.eps, "pre_TM": pre_TM}
+        assert norm.weight_D is not None
+        weights = self.fn.tensor(), self.scale.tensor(), self.base.tensor(), norm.weight_D
+        options: dict[str, Any] = {**self._options, "eps": norm.eps, "pre_TM": pre_TM, "quant": quant}
         streams_TMC, post, comb = residual.streams_TMC, residual.post_TM, residual.comb_TMM
         if residual.z_TC is None:
-            x_TC, pre, post, comb = self._ops.hyper_read(streams_TMC, *weights, **options)
+            x_TC, pre, post, comb, *rounded = self._ops.hyper_read(streams_TMC, *weights, **options)
         else:
-            written = residual.z_TC, residual.shared_TC, streams_TMC, post, comb
-            streams_TMC, x_TC, pre, post, comb = self._ops.hyper_write_read(*written, *weights, **options)
-        return x_TC, pre, Residual(streams_TMC, post, comb)
+            assert post is not None and comb is not None
+            streams_TMC, x_TC, pre, post, comb, *rounded = self._ops.hyper_write_read(
+                residual.z_TC, residual.shared_TC, streams_TMC, post, comb, *weights, **options
+            )
+        return x_TC, rounded[0] if rounded else None, pre, Residual(streams_TMC, post, comb)
 
 
 class HyperHead(nn.Module):
@@ -91,7 +100,6 @@ class HyperHead(nn.Module):
 
     def forward(self, streams_TMC: torch.Tensor) -> torch.Tensor:
         """[T, C] in the streams' dtype, before the final norm."""
-        weights = self.fn.value, self.scale.value, self.base.value
+        weights = self.fn.tensor(), self.scale.tensor(), self.base.tensor()
         p_TM = self._ops.hyper_head(streams_TMC, *weights, norm_eps=self._norm_eps, hc_eps=self._hc_eps)
-        out: torch.Tensor = self._ops.hyper_collapse(streams_TMC, p_TM)
-        return out
+        return self._ops.hyper_collapse(streams_TMC, p_TM)

@@ -87,7 +87,11 @@ class Indexer(nn.Module):
         q_TNI = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
         q_TNI = self.finish(q_TNI, step.tables[self._plan.rope])
         # the scale is a second product, with a rounding of its own in bf16
-        options = {"weight_scale": self._weight_scale, "stepwise": self._stepwise, "max_visible": pool.max_visible}
+        options: dict[str, Any] = {
+            "weight_scale": self._weight_scale,
+            "stepwise": self._stepwise,
+            "max_visible": pool.max_visible,
+        }
         scored = (
             q_TNI,
             self.weights_proj(x_TC, slot_T),
@@ -106,18 +110,16 @@ class Indexer(nn.Module):
             )
         if pool.max_visible <= self._topk:
             return None
-        picks_TX: torch.Tensor = self._ops.index_topk(*scored, k=self._topk, **options, **self._limits(step))
-        return picks_TX
+        limit, source = self._candidates, self._plan.candidates_from
+        return self._ops.index_topk(
+            *scored,
+            k=self._topk,
+            blocks_TY=None if source is None else step.choices.blocks.get(source),  # candidates to choose among
+            block_size=0 if limit is None else limit.block_size,
+            **options,
+        )
 
     def _ranks_blocks(self, pool: CompressionStep) -> bool:
         """Whether this layer's scores decide candidates that leave something out."""
         plan = self._candidates
         return plan is not None and self._plan.makes_candidates and pool.max_visible > plan.num_blocks * plan.block_size
-
-    def _limits(self, step: Step) -> dict[str, Any]:
-        """The candidates this layer must choose among, for the op; nothing when all are."""
-        source = self._plan.candidates_from
-        blocks_TY = None if source is None else step.choices.blocks.get(source)
-        if blocks_TY is None or self._candidates is None:
-            return {}
-        return {"blocks_TY": blocks_TY, "block_size": self._candidates.block_size}

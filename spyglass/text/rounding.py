@@ -35,7 +35,7 @@ class RowFinish:
         write_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The values that are stored or compared, in x's dtype; written into `pages_NBD` as well where it is given."""
-        out: torch.Tensor = self._finish(
+        return self._finish(
             x_THD,
             *tables,
             weight_D=None if norm is None else norm.weight_D,
@@ -47,4 +47,3 @@ class RowFinish:
             pages_NBD=pages_NBD,
             write_T=write_T,
         )
-        return out

@@ -33,9 +33,9 @@ class Gate(nn.Module):
         """Chosen experts int32 [T, K] and their weights fp32 [T, K], the scaling factor included."""
         forced = None if self.tid2eid is None else self.tid2eid.tensor()
         picture_bias = None if self.bias_vl is None or step.picture_T is None else self.bias_vl.tensor()
-        out: tuple[torch.Tensor, torch.Tensor] = self._choose(
+        return self._choose(
             x_TC,
-            self.weight.value,
+            self.weight.tensor(),
             k=self._k,
             scale=self._scale,
             bias_E=None if forced is not None else self.bias.value,
@@ -45,4 +45,3 @@ class Gate(nn.Module):
             forced_row_T=None if forced is None else step.ids_T,
             positions_T=step.batch.positions_T,
         )
-        return out

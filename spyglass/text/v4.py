@@ -35,11 +35,11 @@ class V4Layer(nn.Module):
 
     def advance(self, residual: Residual, step: Step, cache: CacheView) -> Residual:
         """The same, with what the last sub-layers gave not written yet."""
-        x_TC, _, residual = self.hc_attn.read(residual, self.attn_norm)
-        self.attn.remember(x_TC, step, cache)
-        residual = residual.given(self.attn.attend(x_TC, step, cache))
-        x_TC, _, residual = self.hc_ffn.read(residual, self.ffn_norm)
-        return residual.given(*self.ffn.parts(x_TC, step))
+        x_TC, rounded, _, residual = self.hc_attn.read(residual, self.attn_norm, quant=self.attn.quant)
+        self.attn.remember(x_TC, step, cache, rounded)
+        residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
+        x_TC, rounded, _, residual = self.hc_ffn.read(residual, self.ffn_norm, quant=self.ffn.quant)
+        return residual.given(*self.ffn.parts(x_TC, step, rounded))
 
 
 class V4Backbone(nn.Module):

@@ -50,11 +50,11 @@ class V41Layer(nn.Module):
         self, residual: Residual, pre_TM: torch.Tensor, step: Step, cache: CacheView
     ) -> tuple[Residual, torch.Tensor]:
         """The same, with what the last sub-layers gave not written yet."""
-        x_TC, pre_TM, residual = self.hc_attn.read(residual, self.attn_norm, pre_TM)
-        self.attn.remember(x_TC, step, cache)
-        residual = residual.given(self.attn.attend(x_TC, step, cache))
-        x_TC, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM)
-        return residual.given(*self.ffn.parts(x_TC, step)), pre_TM
+        x_TC, rounded, pre_TM, residual = self.hc_attn.read(residual, self.attn_norm, pre_TM, self.attn.quant)
+        self.attn.remember(x_TC, step, cache, rounded)
+        residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
+        x_TC, rounded, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM, self.ffn.quant)
+        return residual.given(*self.ffn.parts(x_TC, step, rounded)), pre_TM
 
 
 class V41Backbone(nn.Module):

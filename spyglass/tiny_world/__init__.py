@@ -1,1 +1,1 @@
-"""A small world of pictures and questions: what the tiny models learn and `spyglass eval` asks."""
+"""A small world of images and questions: what the tiny models learn and `spyglass eval` asks."""

@@ -1,4 +1,4 @@
-"""What each kind of question puts into its pictures and asks of them: one function per kind, `MAKERS` by name.
+"""What each kind of question puts into its images and asks of them: one function per kind, `MAKERS` by name.
 
 Answers are spread evenly, so that nobody does well by guessing: no answer to a wording comes up in more than about a
 quarter of its cases.
@@ -13,8 +13,8 @@ from typing import TypeVar
 from numpy.random import Generator
 
 from spyglass.tiny_world import scene as layout
+from spyglass.tiny_world.images import MUTED, largest_letter
 from spyglass.tiny_world.phrasing import Meaning, Noun
-from spyglass.tiny_world.pictures import MUTED, largest_letter
 from spyglass.tiny_world.scene import Box, Label, Lettering, Scene, Thing
 from spyglass.tiny_world.words import COLOURS, PRINTED_WORDS, SHAPES, UNSEEN, Variant
 
@@ -134,7 +134,7 @@ class World:
         return self.scene(size, pairs, layout.scatter(self.rng, size, len(pairs)))
 
     def in_thirds(self, pairs: Sequence[Pair]) -> tuple[Scene, list[tuple[int, int]]]:
-        """A scene with things in different ninths of the picture, and the (row, column) of each."""
+        """A scene with things in different ninths of the image, and the (row, column) of each."""
         size = layout.pick_size(self.rng, most_aspect=2.0)
         cells = [(int(cell) // 3, int(cell) % 3) for cell in self.rng.permutation(9)[: len(pairs)]]
         boxes = [layout.box_in(self.rng, size, (3, 3), (column, row), 0.6) for row, column in cells]
@@ -237,56 +237,56 @@ def _printed(world: World, form: str, text: str) -> Draft:
 
 
 def _compare(world: World) -> Draft:
-    pictures = 2 if world.rng.random() < 0.65 else 3
+    images = 2 if world.rng.random() < 0.65 else 3
     makers = (_which, _which, _colour_in) if world.unseen else (_which, _which, _colour_in, _most, _shared)
-    return world.one(makers)(world, pictures)
+    return world.one(makers)(world, images)
 
 
-def _which(world: World, pictures: int) -> Draft:
+def _which(world: World, images: int) -> Draft:
     target = world.target()
     noun = world.one((target, target, (target[0], "thing"), (None, target[1]))) if not world.unseen else target
-    choice = world.number(0, pictures + (0 if world.unseen else 1))  # a picture, all of them, none of them
-    answers = {pictures: "which all", pictures + 1: "which none"}
+    choice = world.number(0, images + (0 if world.unseen else 1))  # an image, all of them, none of them
+    answers = {images: "which all", images + 1: "which none"}
     scenes = []
-    for number in range(pictures):
-        shown = choice in (number, pictures)
+    for number in range(images):
+        shown = choice in (number, images)
         rest = world.others(world.number(1, 3) - shown, lambda pair: not matches(pair, noun))
         scenes.append(world.scattered([target] * shown + rest))
     return Draft(
         form="which",
         answered_as=answers.get(choice),
-        meaning=Meaning(noun=noun, ordinal=choice if choice < pictures else 0),
-        choice=f"{choice if choice < pictures else answers[choice]}",
+        meaning=Meaning(noun=noun, ordinal=choice if choice < images else 0),
+        choice=f"{choice if choice < images else answers[choice]}",
         scenes=tuple(scenes),
         pair=target,
     )
 
 
-def _colour_in(world: World, pictures: int) -> Draft:
-    target, asked = world.target(), world.number(0, pictures - 1)
+def _colour_in(world: World, images: int) -> Draft:
+    target, asked = world.target(), world.number(0, images - 1)
     scenes = []
-    for number in range(pictures):
+    for number in range(images):
         first = target if number == asked else world.one([pair for pair in world.allowed if pair[1] == target[1]])
         scenes.append(world.scattered(world.distinct(first, world.number(1, 2))))
     meaning = Meaning(noun=target, ordinal=asked)
     return Draft(form="colour in", meaning=meaning, choice=target[0], scenes=tuple(scenes), pair=target)
 
 
-def _most(world: World, pictures: int) -> Draft:
-    most, winner = world.number(2, 5), world.number(0, pictures - 1)
+def _most(world: World, images: int) -> Draft:
+    most, winner = world.number(2, 5), world.number(0, images - 1)
     scenes = []
-    for number in range(pictures):
+    for number in range(images):
         count = most if number == winner else world.number(1, most - 1)
         scenes.append(world.scattered(world.others(count, lambda pair: True)))
     meaning = Meaning(ordinal=winner, count=most)
     return Draft(form="most", meaning=meaning, choice=f"{winner} {most}", scenes=tuple(scenes))
 
 
-def _shared(world: World, pictures: int) -> Draft:
+def _shared(world: World, images: int) -> Draft:
     shape, *rest = (SHAPES[number] for number in world.rng.permutation(len(SHAPES)))
-    extra = 1 if pictures == 3 else world.number(1, 2)
+    extra = 1 if images == 3 else world.number(1, 2)
     scenes = []
-    for number in range(pictures):
+    for number in range(images):
         shapes = [shape, *rest[number * extra : (number + 1) * extra]]
         pairs = [world.one([pair for pair in world.allowed if pair[1] == each]) for each in shapes]
         scenes.append(world.scattered(pairs))

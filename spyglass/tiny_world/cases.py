@@ -16,8 +16,8 @@ from PIL import Image
 from spyglass.errors import ConfigError
 from spyglass.tiny_world import phrasing
 from spyglass.tiny_world.asking import MAKERS, Draft, World
+from spyglass.tiny_world.images import draw, invert
 from spyglass.tiny_world.phrasing import Noun
-from spyglass.tiny_world.pictures import draw, invert
 from spyglass.tiny_world.questions import KINDS, MANNERS, QUESTIONS, WITHOUT_PAIRS, Manner
 from spyglass.tiny_world.scene import Scene
 from spyglass.tiny_world.words import COUNTS, VARIANTS, Variant
@@ -44,7 +44,7 @@ class Words:
 
     `turns`: the conversation up to the question, which comes last; the model's turns are every second one. `form`,
     `template`, `manner`: how the question is worded. `reasoning` None = without thinking. `choice` is what someone who
-    knows the question but not the picture would have to guess. `pair` is the (colour, shape) asked about, if any.
+    knows the question but not the image would have to guess. `pair` is the (colour, shape) asked about, if any.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class Words:
 class Case:
     """A conversation that ends with a question, and its answer.
 
-    `messages` are in OpenAI form with PIL pictures, ready for `LLM.chat` (thinking at effort `EFFORT` where
-    `words.reasoning` is given); `scenes` say what the pictures show.
+    `messages` are in OpenAI form with PIL images, ready for `LLM.chat` (thinking at effort `EFFORT` where
+    `words.reasoning` is given); `scenes` say what the images show.
     """
 
     words: Words
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     scenes: tuple[Scene, ...]
     messages: tuple[dict[str, Any], ...]
 
@@ -118,27 +118,27 @@ def make_case(
 ) -> Case:
     """Case number `index` of a seed (both from 0), drawn from `kinds` (repeated names come more often).
 
-    Variants are tasks for adapters: "roman" answers with Roman numerals, "negative" shows inverted pictures and answers
+    Variants are tasks for adapters: "roman" answers with Roman numerals, "negative" shows inverted images and answers
     as for the originals, "french" answers in French.
 
     Raises:
         ConfigError: a split, kind or variant that does not exist.
     """
     words, scenes, rng = _make(seed, index, split, kinds, variant)
-    pictures = tuple(draw(scene, rng) for scene in scenes)
+    images = tuple(draw(scene, rng) for scene in scenes)
     if variant == "negative":
-        pictures = tuple(invert(picture) for picture in pictures)
-    return Case(words=words, pictures=pictures, scenes=scenes, messages=_messages(words, pictures))
+        images = tuple(invert(image) for image in images)
+    return Case(words=words, images=images, scenes=scenes, messages=_messages(words, images))
 
 
-def with_pictures(case: Case, pictures: Sequence[Image.Image]) -> Case:
-    """The same conversation about other pictures, as many as it had. `scenes` still tell of the old ones."""
-    assert len(pictures) == len(case.pictures), (len(pictures), len(case.pictures))
-    return replace(case, pictures=tuple(pictures), messages=_messages(case.words, tuple(pictures)))
+def with_images(case: Case, images: Sequence[Image.Image]) -> Case:
+    """The same conversation about other images, as many as it had. `scenes` still tell of the old ones."""
+    assert len(images) == len(case.images), (len(images), len(case.images))
+    return replace(case, images=tuple(images), messages=_messages(case.words, tuple(images)))
 
 
-def _messages(words: Words, pictures: tuple[Image.Image, ...]) -> tuple[dict[str, Any], ...]:
-    shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+def _messages(words: Words, images: tuple[Image.Image, ...]) -> tuple[dict[str, Any], ...]:
+    shown = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     first, *rest = words.turns
     opening: dict[str, Any] = {"role": "user", "content": [*shown, {"type": "text", "text": first}] if shown else first}
     roles = ("assistant", "user")
@@ -153,7 +153,7 @@ def case_words(
     kinds: Sequence[str] | None = None,
     variant: Variant | None = None,
 ) -> Words:
-    """What is said in a case, without drawing its pictures.
+    """What is said in a case, without drawing its images.
 
     Raises:
         ConfigError: as `make_case`.

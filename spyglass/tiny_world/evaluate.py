@@ -12,7 +12,7 @@ from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.errors import ConfigError
 from spyglass.prompt.chat import Effort
 from spyglass.tiny_world.answers import is_right, is_thought
-from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_pictures
+from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_images
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT
 from spyglass.tiny_world.words import Variant
 
@@ -39,7 +39,7 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One question and how it was answered. `question` is the conversation up to it, `thumbnails` its pictures.
+    """One question and how it was answered. `question` is the conversation up to it, `thumbnails` its images.
 
     `thought`: whether the whole reasoning was right, None = it was asked for none.
     """
@@ -99,8 +99,8 @@ def evaluate(
 ) -> Report:
     """Ask `num` questions, the kinds in turn, greedily, `batch` at a time.
 
-    Controls show whether the pictures are looked at: "shuffled" asks about the pictures of another question of the same
-    kind, "grey" about uniform ones of the same sizes. Kinds without pictures are left out of both. `progress` shows a
+    Controls show whether the images are looked at: "shuffled" asks about the images of another question of the same
+    kind, "grey" about uniform ones of the same sizes. Kinds without images are left out of both. `progress` shows a
     bar on a terminal.
 
     Raises:
@@ -139,13 +139,13 @@ def _case(
 ) -> Case:
     case = make_case(seed, number, split, kinds=(kind,), variant=variant)
     if control == "grey":
-        return with_pictures(case, [Image.new("RGB", picture.size, _GREY) for picture in case.pictures])
+        return with_images(case, [Image.new("RGB", image.size, _GREY) for image in case.images])
     if control == "shuffled":
         other = number + num
         while True:
             donor = make_case(seed, other, split, kinds=(kind,), variant=variant)
-            if len(donor.pictures) == len(case.pictures):
-                return with_pictures(case, donor.pictures)
+            if len(donor.images) == len(case.images):
+                return with_images(case, donor.images)
             other += num
     return case
 
@@ -171,7 +171,7 @@ def _verdict(case: Case, said: str) -> Verdict:
         expected=case.answer,
         said=said,
         right=is_right(case.answer, said),
-        thumbnails=tuple(ImageOps.contain(picture, _THUMBNAIL) for picture in case.pictures),
+        thumbnails=tuple(ImageOps.contain(image, _THUMBNAIL) for image in case.images),
         thought=None if case.reasoning is None else is_thought(case.reasoning, said),
     )
 

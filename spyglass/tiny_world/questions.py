@@ -1,6 +1,6 @@
 """How questions are worded and what their answers look like.
 
-A form is one thing to ask (the colour of a shape, which of several pictures ...) with its wordings; a kind is one or
+A form is one thing to ask (the colour of a shape, which of several images ...) with its wordings; a kind is one or
 more forms. The answer's wording is a function of the form and of the manner, which the question states: nothing more
 (plain), a full sentence, or as few words as can be. So exactly one text is right.
 """

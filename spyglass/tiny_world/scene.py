@@ -1,6 +1,6 @@
-"""What is in a picture before it is drawn: sizes, things in boxes, printed text, and where there is room for them.
+"""What is in an image before it is drawn: sizes, things in boxes, printed text, and where there is room for them.
 
-Legibility: the models see a picture after their own resizing (prompt/plan.py), as cells of 42 x 42 pixels. The V4
+Legibility: the models see an image after their own resizing (prompt/plan.py), as cells of 42 x 42 pixels. The V4
 planner's size is the smaller of the two families', so everything is made large enough there: a thing has at least
 `LEAST_THING` pixels across, a letter at least `LEAST_LETTER` from foot to top. Before resizing, neither may be so small
 that its form is lost.
@@ -22,7 +22,7 @@ from spyglass.prompt.plan import contained_size, plan_image
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are just outside
 LEAST_THING = 66.0  # pixels after resizing, a little over 1.5 cells
 LEAST_LETTER = 38.0
-LEAST_DRAWN_THING = 14.0  # pixels of the picture itself
+LEAST_DRAWN_THING = 14.0  # pixels of the image itself
 LEAST_DRAWN_LETTER = 10.0
 LEAST_SIDE, MOST_SIDE = 64, 2000
 _AREAS = ((0.9, 64**2, 340**2), (0.987, 340**2, 900**2), (1.0, 900**2, 2000**2))  # up to this share; from, to
@@ -74,7 +74,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A picture to draw: `size` is (width, height) in pixels."""
+    """An image to draw: `size` is (width, height) in pixels."""
 
     size: tuple[int, int]
     background: str
@@ -96,18 +96,18 @@ def pick_size(rng: Generator, most_aspect: float = 4.0) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def scale_of(size: tuple[int, int]) -> float:
-    """How many times larger the models see a picture (V4's planner; below 1 for large ones)."""
+    """How many times larger the models see an image (V4's planner; below 1 for large ones)."""
     width, _ = contained_size(size, plan_image(*size, released_vision(V4)).resized)
     return width / size[0]
 
 
 def least_thing(size: tuple[int, int]) -> float:
-    """Least size of a thing in pixels of the picture."""
+    """Least size of a thing in pixels of the image."""
     return max(LEAST_THING / scale_of(size), LEAST_DRAWN_THING)
 
 
 def least_letter(size: tuple[int, int]) -> float:
-    """Least height of a capital in pixels of the picture."""
+    """Least height of a capital in pixels of the image."""
     return max(LEAST_LETTER / scale_of(size), LEAST_DRAWN_LETTER)
 
 
@@ -155,7 +155,7 @@ def facing(rng: Generator, size: tuple[int, int], side: int) -> tuple[Box, Box]:
 
 
 def snap(box: Box, size: tuple[int, int]) -> Box:
-    """The box with its corners moved to coordinates that are multiples of `STEP`, off the picture's edges."""
+    """The box with its corners moved to coordinates that are multiples of `STEP`, off the image's edges."""
     corners = []
     for low, high, side in ((box[0], box[2], size[0]), (box[1], box[3], size[1])):
         first = min(max(round(low / side * _LAST / STEP), 1), _LAST // STEP - 1)
@@ -166,7 +166,7 @@ def snap(box: Box, size: tuple[int, int]) -> Box:
 
 
 def coordinates(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A snapped box as the models say it: 0 is the left or upper edge of the picture, 999 the right or lower one."""
+    """A snapped box as the models say it: 0 is the left or upper edge of the image, 999 the right or lower one."""
     x1, y1, x2, y2 = (round(at / side * _LAST / STEP) * STEP for at, side in zip(box, (*size, *size), strict=True))
     return x1, y1, x2, y2
 

@@ -32,7 +32,7 @@ COLOURS: dict[str, Shades] = {
     "white": Shades(low=(242, 242, 242), high=(255, 255, 255), pure=((255, 255, 255),)),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
-# Pairs that no picture and no sentence of the split "train" ever holds; each shape once, six of the colours once.
+# Pairs that no image and no sentence of the split "train" ever holds; each shape once, six of the colours once.
 UNSEEN = frozenset(
     {
         ("red", "star"),

@@ -1,6 +1,6 @@
 """Even use of experts without a loss term: the bias that only chooses is moved towards experts used too little.
 
-bias_e <- bias_e + rate · sign(mean load - load_e), for text rows and picture rows each with their own bias
+bias_e <- bias_e + rate · sign(mean load - load_e), for text rows and image rows each with their own bias
 (`gate.bias`, `gate.bias_vl`); a layer that routes text by token id has no use for the former.
 """
 
@@ -24,7 +24,7 @@ def balance(
 ) -> None:
     """Move the biases (fp32 [E], by checkpoint name, the very tensors the model holds) in place.
 
-    `loads` [2, E] per layer: how often each expert was chosen by text rows, by picture rows.
+    `loads` [2, E] per layer: how often each expert was chosen by text rows, by image rows.
     """
     assert len(loads) == text.num_hidden_layers, (len(loads), text.num_hidden_layers)
     for plan, load_2E in zip(text.layers, loads, strict=True):
@@ -57,7 +57,7 @@ class CountingRouter:
         with torch.no_grad():
             real_T = self.state.real_T
             assert real_T is not None
-            picture = torch.zeros_like(real_T) if picture_T is None else picture_T
+            image = torch.zeros_like(real_T) if picture_T is None else picture_T
             chosen_TE = torch.nn.functional.one_hot(ids_TK.long(), len(weight_EC)).sum(dim=1).float()
-            self.state.loads.append(torch.stack([real_T & ~picture, real_T & picture]).float() @ chosen_TE)
+            self.state.loads.append(torch.stack([real_T & ~image, real_T & image]).float() @ chosen_TE)
         return ids_TK, weights_TK

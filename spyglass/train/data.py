@@ -1,6 +1,6 @@
 """Chats to learn from: JSONL in OpenAI form, checked line by line before anything is loaded, packed by token count.
 
-A line is `{"messages": [...]}`, and `"tools"` if it has some; the last message is the assistant's. Pictures are data
+A line is `{"messages": [...]}`, and `"tools"` if it has some; the last message is the assistant's. Images are data
 URLs, or paths seen from the file's folder. Learnt are the tokens that the model would have drawn itself: all after
 `<｜Assistant｜>` and the mark that begins or skips reasoning, up to and with the end-of-sentence token.
 """
@@ -53,7 +53,7 @@ class Learner:
         Earlier reasoning is left out, as it is when the model answers.
 
         Raises:
-            PromptError: malformed messages or pictures, or a chat that does not end with an answer.
+            PromptError: malformed messages or images, or a chat that does not end with an answer.
         """
         parts: list[list[int] | ImageRef] = []
         learnt: list[bool] = []
@@ -133,14 +133,14 @@ class Chat:
     tools: Sequence[Mapping[str, Any]]
     tokens: int
     targets: int
-    pictures: int
+    images: int
     digest: bytes
 
 
 def read_chats(
     path: Path, learner: Learner, *, most_tokens: int, skip_bad: bool = False, progress: bool = True
 ) -> tuple[list[Chat], list[str]]:
-    """The chats of a file, every one of them rendered and its pictures decoded once, and what is wrong with the others.
+    """The chats of a file, every one of them rendered and its images decoded once, and what is wrong with the others.
 
     Empty lines are passed over. `most_tokens` a chat may have.
 
@@ -204,7 +204,7 @@ def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: i
         tools=tools,
         tokens=tokens,
         targets=targets,
-        pictures=len(sample.prompt.patches),
+        images=len(sample.prompt.patches),
         digest=content.digest(),
     )
 
@@ -221,7 +221,7 @@ def _refuse_unknown(message: Any, place: int) -> None:
 
 
 def _with_paths(message: Any, folder: Path) -> Any:
-    """The message with picture paths, which a file may hold and a request may not, as `Path`s seen from `folder`."""
+    """The message with image paths, which a file may hold and a request may not, as `Path`s seen from `folder`."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -302,7 +302,7 @@ class Feed:
         return samples
 
     def digest(self) -> str:
-        """A hash of all chats and what their pictures show."""
+        """A hash of all chats and what their images show."""
         return hashlib.blake2b(b"".join(chat.digest for chat in self._chats), digest_size=16).hexdigest()
 
     def _make(self, number: int) -> list[Sample]:

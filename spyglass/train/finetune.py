@@ -169,7 +169,7 @@ def check_config(config: TrainConfig) -> None:
 
 def _refuse_blind(config: TrainConfig, chats: list[Chat]) -> None:
     unused = [target for target in config.targets if target in VISION_GROUPS]
-    if unused and not config.full and not any(chat.pictures for chat in chats):
+    if unused and not config.full and not any(chat.images for chat in chats):
         raise ConfigError(
             f"{config.data} shows no picture, so {' and '.join(unused)} would learn nothing; leave that out of the "
             "targets, or add chats with pictures"
@@ -209,7 +209,7 @@ def _learner(config: TrainConfig) -> Learner:
 
 def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.Tensor], feed: Feed) -> Task:
     engram = open_engram_feed(config.model, loaded)
-    of_pictures = [leaf for name, leaf in leaves.items() if group_of(name.rpartition(".")[0]) in VISION_GROUPS]
+    of_images = [leaf for name, leaf in leaves.items() if group_of(name.rpartition(".")[0]) in VISION_GROUPS]
 
     def loss(number: int) -> MicroLoss:
         step = pack(
@@ -220,9 +220,9 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
             slot=TRAINED_SLOT,
             engram=engram,
         )
-        value, targets = token_loss(step_logits(loaded.model, step, of_pictures), step.targets_R)
-        pictures = 0 if step.images is None else len(step.images.grids_I2)
-        return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), pictures=pictures)
+        value, targets = token_loss(step_logits(loaded.model, step, of_images), step.targets_R)
+        images = 0 if step.images is None else len(step.images.grids_I2)
+        return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), images=images)
 
     group = {"params": list(leaves.values()), "lr": config.lr, "weight_decay": config.weight_decay}
     return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model, feed))

@@ -8,7 +8,6 @@ they are. Several processes each hold the whole model and share the micro-batche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class FullRun:
         self._engram: EngramFeed | None = None
         if config.text.engram is not None:
             self._engram = EngramFeed(open_engram(options.model, config), device=device, dtype=self.dtype)
-        ops = replace(bind_ops(device.type, dtype_name, "training"), router_topk=CountingRouter(self._state))
+        ops = bind_ops(device.type, dtype_name, "training").replaced(router_topk=CountingRouter(self._state))
         build = Build(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
         specs = {name: spec for name, spec in param_table(config).items() if spec.kind != "table"}
@@ -115,8 +114,8 @@ class FullRun:
         value, targets = token_loss(step_logits(self.model, step), step.targets_R)
         self._state.loads = []  # layers that are computed again count for nothing
         self._loads = [a + b for a, b in zip(self._loads, counted, strict=True)] if self._loads else counted
-        pictures = 0 if step.images is None else len(step.images.grids_I2)
-        return MicroLoss(loss=value, targets=targets, tokens=tokens, pictures=pictures)
+        images = 0 if step.images is None else len(step.images.grids_I2)
+        return MicroLoss(loss=value, targets=targets, tokens=tokens, images=images)
 
     def _balance(self, step: int) -> None:
         loads = [self._processes.total(load) for load in self._loads]

@@ -20,7 +20,7 @@ CSV_NAME, PLOT_NAME, EVENTS_NAME = "log.csv", "loss.png", "events"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One step. `loss` is nats per target token, `rate` the learning rate of the first group, `norm` that of the
-    gradient before clipping; `tokens` counts every row of the step, pictures included; `seconds` since the last row."""
+    gradient before clipping; `tokens` counts every row of the step, images included; `seconds` since the last row."""
 
     step: int
     loss: float
@@ -28,7 +28,7 @@ class Row:
     norm: float
     targets: int
     tokens: int
-    pictures: int
+    images: int
     seconds: float
 
 

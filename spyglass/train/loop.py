@@ -52,12 +52,12 @@ class LoopOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroLoss:
-    """Loss of one micro-batch: the sum over its target tokens, differentiable; how many they are; rows and pictures."""
+    """Loss of one micro-batch: the sum over its target tokens, differentiable; how many they are; rows and images."""
 
     loss: torch.Tensor
     targets: torch.Tensor | int
     tokens: int = 0
-    pictures: int = 0
+    images: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class _Pending:
     targets: torch.Tensor
     norm: torch.Tensor
     tokens: torch.Tensor
-    pictures: torch.Tensor
+    images: torch.Tensor
 
 
 class _Loop:
@@ -216,7 +216,7 @@ class _Loop:
         factor = rate_factor(step, options)
         for group, peak in zip(self._groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        loss, targets, tokens, pictures = self._gradients(step)
+        loss, targets, tokens, images = self._gradients(step)
         norm = self._scale_and_clip(targets)
         for optimiser in task.optimisers:
             optimiser.step()
@@ -224,10 +224,10 @@ class _Loop:
         if task.after_step is not None:
             task.after_step(step)
         rate = self._peaks[0] * factor
-        return _Pending(step + 1, rate, loss, targets, norm, tokens, pictures)
+        return _Pending(step + 1, rate, loss, targets, norm, tokens, images)
 
     def _gradients(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the summed loss into the leaves; the sum, targets, rows and pictures over all processes."""
+        """Gradients of the summed loss into the leaves; the sum, targets, rows and images over all processes."""
         accumulate, count = self._options.accumulate, self._processes.count
         device = next(iter(self._task.leaves.values())).device
         sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -239,7 +239,7 @@ class _Loop:
             sums[0] += part.loss.detach()
             sums[1] += part.targets
             sums[2] += part.tokens
-            sums[3] += part.pictures
+            sums[3] += part.images
         sums = self._processes.total(sums)
         return sums[0], sums[1], sums[2], sums[3]
 
@@ -281,7 +281,7 @@ class _Loop:
                     norm=norm,
                     targets=targets,
                     tokens=int(step.tokens),
-                    pictures=int(step.pictures),
+                    images=int(step.images),
                     seconds=seconds,
                 )
             )

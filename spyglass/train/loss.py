@@ -22,15 +22,15 @@ def token_loss(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.
     return loss, (targets_R != IGNORED).sum()
 
 
-def step_logits(model: VisionLanguageModel, step: PackedStep, of_pictures: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+def step_logits(model: VisionLanguageModel, step: PackedStep, of_images: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Logits fp32 [R, V] of a packed step: the four parts of the serving model.
 
-    `of_pictures`: leaves that only pictures reach. A step without one gives them zeros, so that it can be
+    `of_pictures`: leaves that only images reach. A step without one gives them zeros, so that it can be
     differentiated where nothing else is trained, and processes that wait for one another all run backwards.
     """
     image_rows = None if step.images is None else model.encode_images(step.images)
     streams_TMC = model.embed(step.batch, image_rows)
-    if image_rows is None and of_pictures:
-        streams_TMC = Touch.apply(streams_TMC, *of_pictures)  # type: ignore[no-untyped-call]
+    if image_rows is None and of_images:
+        streams_TMC = Touch.apply(streams_TMC, *of_images)  # type: ignore[no-untyped-call]
     hidden_TC, _ = model.text(streams_TMC, step.batch, step.cache)
     return model.logits(hidden_TC, step.batch.logit_rows_R)

@@ -8,7 +8,6 @@ format and rule are one stacked tensor: few large operations instead of many sma
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,12 @@ from spyglass.layers.linear import Experts
 from spyglass.model import VisionLanguageModel
 from spyglass.ops.fake_quant.training import straight_through
 from spyglass.params.table import Param
+from spyglass.params.targets import split_expert
 from spyglass.quant.codec import E4M3_MAX, encode, round_e2m1, round_e4m3
 from spyglass.quant.formats import BF16, F32, Format
 from spyglass.quant.packed import Packed
 
 Rule = Literal["matrix", "other"]  # what an optimiser may do with a stack: matrices can be orthogonalised
-_EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])")
 _Group = tuple[tuple[int, ...], Format, Rule, bool]
 _MIXING = "_fn"  # what hyper-connections multiply the streams with
 _TABLES = ("embed", "head")  # matrices whose rows are looked up or chosen one by one
@@ -125,12 +124,12 @@ class Masters:
             self._put(stack, rounded.to(self._dtype) if small else rounded)
 
     def _put(self, stack: Stack, values: torch.Tensor) -> None:
-        if (match := _EXPERT.fullmatch(stack.names[0])) is not None:
-            experts = self._experts[match[1]].num_experts
+        if split_expert(stack.names[0]) is not None:
+            experts = self.specs[stack.names[0]].num_experts
             for first, part in zip(stack.names[::experts], values.unflatten(0, (-1, experts)), strict=True):
-                found = _EXPERT.fullmatch(first)
+                found = split_expert(first)
                 assert found is not None
-                self._experts[found[1]].put_stack(found[3], Packed(stack.format, part, None, tuple(part.shape)))
+                self._experts[found[0]].put_stack(found[2], Packed(stack.format, part, None, tuple(part.shape)))
             return
         for name, value in zip(stack.names, values.unbind(0), strict=True):
             self._slots[name].put(Packed(stack.format, value, None, tuple(value.shape)))
@@ -166,11 +165,11 @@ def _groups(names: Iterable[str], specs: Mapping[str, Param]) -> dict[_Group, tu
         spec = specs[name]
         is_map = (spec.kind == "matrix" and name not in _TABLES) or name.endswith(_MIXING)
         rule: Rule = "matrix" if is_map else "other"
-        key = (spec.shape, spec.format, rule, _EXPERT.fullmatch(name) is not None)
+        key = (spec.shape, spec.format, rule, spec.split == "experts")
         groups.setdefault(key, []).append(name)
     return {key: tuple(group) for key, group in groups.items()}
 
 
 def _order(name: str) -> tuple[str, str, int]:
-    match = _EXPERT.fullmatch(name)
-    return (name, "", 0) if match is None else (match[1], match[3], int(match[2]))
+    found = split_expert(name)
+    return (name, "", 0) if found is None else (found[0], found[2], found[1])

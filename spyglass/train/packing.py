@@ -1,6 +1,6 @@
 """From chats to one packed training step: whole, fresh sequences side by side, each counted from its own position 0.
 
-Alignment to groups of 4 and 128 tokens, picture spans and windows are relative to a sequence's own start, so packing
+Alignment to groups of 4 and 128 tokens, image spans and windows are relative to a sequence's own start, so packing
 never shifts them (spec v4 10). All index arithmetic is the serving engine's (`runtime.frame`).
 """
 
@@ -29,7 +29,7 @@ _FOR_LATER_STEPS = ("state", "index_state")  # a training step is the only one o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A whole chat as tokens; `learn_T` bool: the tokens to be predicted. The first token and pictures cannot be."""
+    """A whole chat as tokens; `learn_T` bool: the tokens to be predicted. The first token and images cannot be."""
 
     prompt: Prompt
     learn_T: NDArray[np.bool_]
@@ -52,7 +52,7 @@ class Sample:
 class PackedStep:
     """What one forward pass takes; `targets_R` int64 are the tokens after the rows `batch.logit_rows_R`.
 
-    `cache` has fresh pages, to be used once. `images` None = no picture.
+    `cache` has fresh pages, to be used once. `images` None = no image.
     """
 
     batch: Batch
@@ -70,7 +70,7 @@ def pack(
     slot: int = 0,
     engram: EngramFeed | None = None,
 ) -> PackedStep:
-    """One step of all samples, in order. `dtype` is the activation dtype, `slot` the adapter of every row and picture.
+    """One step of all samples, in order. `dtype` is the activation dtype, `slot` the adapter of every row and image.
 
     `engram` fetches the memory rows of a model that has some.
     """
@@ -115,7 +115,7 @@ def fresh_pages(
 
 
 def sequence_steps(samples: Sequence[Sample], tables: Sequence[Tables], text: TextConfig, slot: int) -> list[StepInput]:
-    """Every sample as one step from position 0; picture rows are counted over all samples."""
+    """Every sample as one step from position 0; image rows are counted over all samples."""
     steps, cells = [], 0
     for sample, table in zip(samples, tables, strict=True):
         prompt = sample.prompt
@@ -147,5 +147,4 @@ def _images(samples: Sequence[Sample], config: ModelConfig, device: torch.device
     if not patches or config.vision is None:
         return None
     grids = [plan.vit_grid for prompt in prompts for plan in prompt.plans]
-    positions = [len(span.order) for prompt in prompts for span in prompt.spans]
-    return pack_images(patches, grids, positions, config.vision, device=device, slots=[slot] * len(patches))
+    return pack_images(patches, grids, config.vision, device=device, slots=[slot] * len(patches))

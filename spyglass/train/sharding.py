@@ -1,6 +1,6 @@
 """The backbone's layers spread over processes: packed weights as they are, and what is trained in them.
 
-The tower and everything outside the layers is held by every process: a step without pictures does not run the tower,
+The tower and everything outside the layers is held by every process: a step without images does not run the tower,
 and processes that wait for one another must run the same things. So are the maps that read memories (V4.1), which the
 backbone runs before it calls their layer.
 """

@@ -29,7 +29,6 @@ from spyglass.errors import DeviceError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
-from spyglass.ops.table import GRAPHABLE_ATTENTION
 from spyglass.vision.aligner import Aligner, cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, VisionTower, angle_tables, patch_positions
 
@@ -123,7 +122,7 @@ def why_not(build: Build) -> str | None:
     """Why a model built like this cannot use graphs; None if it can."""
     if build.device.type != "cuda":
         return f"graphs need a CUDA device, this is {build.device.type}"
-    if build.ops.chosen["vit_attention"] not in GRAPHABLE_ATTENTION:
+    if not build.ops.can("vit_attention", "capturable"):
         return f"graphs need flash attention (bfloat16, ops='auto'), not {build.ops.chosen['vit_attention']}"
     return None
 
@@ -190,7 +189,7 @@ class VisionGraphs:
             self._padded = PaddedVision(tower, aligner, longest, self._device)
             self._stream = torch.cuda.Stream()
             width = tower.patch_embed.in_features
-            self._patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
+            self.patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
 
     def __call__(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C] as tower and aligner give them; a tensor of its own."""
@@ -248,7 +247,7 @@ class VisionGraphs:
         cells = sum(num_cells(grid, ratio) for grid in images.grids_I2)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
             captured = self._graph(budget)
-            self._patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
+            self.patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
             captured.values.copy_(torch.from_numpy(layout_values(images.grids_I2, budget, ratio)))
             captured.graph.replay()
             return captured.out_IC[:cells].clone()
@@ -265,7 +264,7 @@ class VisionGraphs:
         """
         ratio = self._aligner.ratio
         values = torch.from_numpy(layout_values([], budget, ratio)).to(self._device)
-        layout, patches_UF = layout_of(values, budget, ratio), self._patches_UF[: budget.patches]
+        layout, patches_UF = layout_of(values, budget, ratio), self.patches_UF[: budget.patches]
         body = partial(self._padded, patches_UF, layout, (0, budget.patches))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

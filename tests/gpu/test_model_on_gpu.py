@@ -143,3 +143,17 @@ def test_pictures_go_through_graphs_in_bfloat16(folder: Path, goldens: dict[str,
     with_graphs, without = graphed.logits(parts), eager.logits(parts)
     assert (graphs.hits, graphs.eager.total()) == (before[0] + 1, before[1])
     assert (with_graphs - without).abs().mean() < 0.25 * without.std()  # bf16 steps, amplified by the text model
+
+
+def test_steps_one_ahead_give_what_steps_one_by_one_give(folder: Path) -> None:
+    """fp32: the same kernels on the same rows, but for a surplus row of answers that have ended."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(seed=1, max_tokens=20, ignore_eos=True, logprobs=2),
+        SamplingParams(seed=2, top_p=0.8, top_k=40, max_tokens=7, ignore_eos=True),
+        SamplingParams(seed=3, repetition_penalty=1.3, max_tokens=15, ignore_eos=True),
+    ]
+    prompts = [list(range(3, 3 + length)) for length in (5, 140, 9, 30)]
+    outputs = [load(folder, async_scheduling=mode).generate(prompts, params) for mode in ("off", "on")]
+    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+    assert [o.finish_reason for o in outputs[0]] == [o.finish_reason for o in outputs[1]]

@@ -46,3 +46,24 @@ def test_the_gpu_draws_what_the_host_draws(spread: float) -> None:
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert moved <= 2
+
+
+def test_sampling_waits_for_nothing_on_the_gpu() -> None:
+    """torch raises where the host would wait; what is read back has been on its way since."""
+    logits = torch.randn(len(PARAMS), 129280, device="cuda")
+    step = SampleInput(
+        params=PARAMS,
+        seed_S=[1] * len(PARAMS),
+        position_S=[2] * len(PARAMS),
+        used=[UsedTokens(ids_J=np.arange(9), counts_J=np.ones(9, np.float32)) if p.penalised else None for p in PARAMS],
+        grammar_rows=[1, 3],
+        allowed=torch.rand(2, 129280) < 0.5,
+    )
+    banned = torch.tensor([0, 2], device="cuda")
+    sample(logits.clone(), step, banned).read()  # memory and kernels are there from now on
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = sample(logits, step, banned)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(pending.read().ids) == len(PARAMS)

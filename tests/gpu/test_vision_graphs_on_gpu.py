@@ -94,7 +94,7 @@ def test_nan_in_the_unused_rows_reaches_no_picture(vision: Vision) -> None:
     for number, grids in enumerate(BATCHES):
         images = images_of(vision, grids, seed=number)
         clean = graphs(images)
-        graphs._patches_UF.fill_(float("nan"))
+        graphs.patches_UF.fill_(float("nan"))
         poison = [torch.full((1 << 22,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         del poison  # memory that a kernel does not write holds NaN from here on
         assert torch.equal(graphs(images), clean), grids

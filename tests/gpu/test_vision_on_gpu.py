@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -76,7 +75,7 @@ def test_pixels_become_the_reference_values_on_the_gpu(dtype: torch.dtype) -> No
 def test_gradients_stay_inside_a_picture_on_the_gpu(which: Literal["reference", "auto"]) -> None:
     """Through either attention; the other ops are the reference, since a kernel need not have a backward."""
     attention = bind_ops("cuda", "bfloat16", which).vit_attention
-    ops = dataclasses.replace(bind_ops("cuda", "bfloat16", "reference"), vit_attention=attention)
+    ops = bind_ops("cuda", "bfloat16", "reference").replaced(vit_attention=attention)
     vision = Vision(SMALL, 32, random_weights(SMALL, 32, seed=1), torch.bfloat16, "cuda", ops)
     images = vision.pack(list(random_pictures(SMALL, MIXED[:2], seed=2)), MIXED[:2])
     images.patches_U.requires_grad_()

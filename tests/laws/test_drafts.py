@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -156,7 +156,7 @@ def test_a_prefix_that_others_share_is_not_written_by_who_takes_tokens_back(worl
 
 
 @pytest.mark.parametrize("model", ["spyglass-tiny-v4"])
-@pytest.mark.parametrize("way", ["draft", "truncate"])
+@pytest.mark.parametrize("way", ["draft", "truncate", "ahead", "truncate ahead"])
 def test_text_stop_strings_grammars_and_adapters_follow(model: str, way: str) -> None:
     options: dict[str, Any] = {"adapters": {"roman": "roman"}, "prefix_cache_bytes": 0, "max_sequences": 4}
     plain = LLM(model, "cpu", "float32", "plain", **options)
@@ -177,29 +177,29 @@ def test_text_stop_strings_grammars_and_adapters_follow(model: str, way: str) ->
         drafter = Guesser(
             {prompt.ids_T.tobytes(): expected.token_ids}, np.random.default_rng(1), plain.config.text.vocab_size
         )
-        engine = engine_of(plain, None if way == "truncate" else drafter)
+        engine = engine_of(plain, drafter if way == "draft" else None, "on" if "ahead" in way else "off")
         random = np.random.default_rng(2)
         request = engine.add(prompt, params, adapter=plain.adapter_use(adapter))
         output: RequestOutput | None = None
         while output is None:
             for delta in engine.step():
                 output = delta.output
-            if way == "truncate" and output is None and random.random() < 0.3:
+            if "truncate" in way and output is None and random.random() < 0.3:
                 engine.truncate(request, int(random.integers(0, engine.sequences[request].answer.revocable + 1)))
         assert (output.token_ids, output.text, output.finish_reason, output.stopped_by) == (
             expected.token_ids, expected.text, expected.finish_reason, expected.stopped_by,
         ), more  # fmt: skip
-        assert way == "truncate" or drafter.accepted > 0
+        assert way != "draft" or drafter.accepted > 0
 
 
-def engine_of(llm: LLM, drafter: Guesser | None) -> Engine:
+def engine_of(llm: LLM, drafter: Guesser | None, ahead: Literal["on", "off"]) -> Engine:
     """Another engine on the model of an `LLM`."""
     assert llm.tokenizer is not None
     token_bytes = TokenBytes(llm.tokenizer)
     return Engine(
         llm.loaded.model,
         llm.config,
-        EngineConfig(cache_bytes=200_000_000, max_sequences=4, **NO_CACHES),
+        EngineConfig(cache_bytes=200_000_000, max_sequences=4, async_scheduling=ahead, **NO_CACHES),
         dtype=llm.loaded.dtype,
         device=llm.loaded.device,
         banned=llm.banned_tokens(),

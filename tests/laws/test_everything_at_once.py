@@ -106,13 +106,16 @@ def play(llm: LLM, asked: list[Asked], random: np.random.Generator) -> dict[int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", BYTES)
-def test_whatever_comes_together_each_gets_what_it_gets_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "ahead"), [("spyglass-tiny-v4", "on"), ("spyglass-tiny-v41", "off")])
+def test_whatever_comes_together_each_gets_what_it_gets_alone(
+    model: str, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps one by one, and one ahead."""
     quiet = make_llm(model, prefix_cache_bytes=0, image_cache_bytes=0)
     asked = make_requests(quiet, np.random.default_rng(3))
     alone = [quiet.generate([one.prompt], one.params, adapter=one.adapter)[0] for one in asked]
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
-    sizes = {"max_step_tokens": 420, "max_sequences": 8, "cache_bytes": BYTES[model]}
+    sizes = {"max_step_tokens": 420, "max_sequences": 8, "cache_bytes": BYTES[model], "async_scheduling": ahead}
     llm = make_llm(model, prefix_cache_bytes=200_000_000, image_cache_bytes=100_000, **sizes)
     done = play(llm, asked, np.random.default_rng(4))
     stats = llm.engine.stats()

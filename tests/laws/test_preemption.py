@@ -152,7 +152,7 @@ def test_an_aborted_request_that_was_preempted_leaves_nothing(model: Any) -> Non
 
 def test_without_max_tokens_an_answer_is_as_long_as_the_memory_allows(model: Any) -> None:
     engine = tight(model, max_length=4000)
-    most = engine.allocator.most_tokens
+    most = engine.allocator.max_tokens_alone
     assert most is not None
     [output] = run_all(
         engine, [make_prompt(model.config, [most - 20])], SamplingParams(max_tokens=None, ignore_eos=True, seed=1)

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spyglass.ops.table import Ops, Which, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import Which, bind_ops
 from spyglass.quant.packed import Packed
 from spyglass.train.loss import step_logits
 from spyglass.train.packing import pack

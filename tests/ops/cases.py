@@ -237,18 +237,21 @@ def silu_mul(source: Source) -> Call:
     return Call(args=(source.normal(source.rows, 2 * 1100, scale=3.0),), options={})
 
 
-def swiglu(source: Source) -> Call:
+def swiglu(source: Source, quant: FakeQuant | None = None) -> Call:
     gate, up = (source.normal(source.rows, 72, scale=3.0) for _ in range(2))
-    return Call(args=(gate, up), options={"limit": 2.0})
+    return Call(args=(gate, up), options={"limit": 2.0, "quant": quant}, flips=quant is not None)
 
 
 def add_shared(source: Source) -> Call:
     return Call(args=(source.fp32(source.rows, 72), source.normal(source.rows, 72)), options={}, exact=True)
 
 
-def rms_norm(source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32) -> Call:
+def rms_norm(
+    source: Source, width: int = 96, dtype: torch.dtype | None = torch.float32, quant: FakeQuant | None = None
+) -> Call:
     x = source.normal(source.rows, width) if dtype else source.normal(source.rows, 5, width)
-    return Call(args=(x, source.normal(width, dtype=dtype) if dtype else None), options={"eps": 0.02})
+    weight = source.normal(width, dtype=dtype) if dtype else None
+    return Call(args=(x, weight), options={"eps": 0.02, "quant": quant}, flips=quant is not None)
 
 
 def fake_quant(source: Source, spec: FakeQuant, dims: int | None = 160) -> Call:
@@ -351,11 +354,12 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "hyper_read": {
         "four": hyper_read,
         "shifted": lambda s: hyper_read(s, shifted=True),
+        "rounded": lambda s: hyper_read(s, quant=FakeQuant(element="e4m3", block=32)),
         "odd": lambda s: hyper_read(s, 3, 33),
     },
     "hyper_write_read": {
         "four": hyper_write_read,
-        "shared": lambda s: hyper_write_read(s, shared=True),
+        "shared": lambda s: hyper_write_read(s, shared=True, quant=FakeQuant(element="e4m3", block=32)),
         "shifted": lambda s: hyper_write_read(s, 3, 33, shifted=True),
     },
     "row_finish": {
@@ -373,12 +377,13 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     },
     "rope_half": {"all": rope_half},
     "silu_mul": {"all": silu_mul},
-    "swiglu": {"all": swiglu},
+    "swiglu": {"all": swiglu, "rounded": lambda s: swiglu(s, E2M1)},
     "add_shared": {"all": add_shared},
     "rms_norm": {
         "weight": rms_norm,
         "narrow weight": lambda s: rms_norm(s, 33, torch.bfloat16),
         "heads": lambda s: rms_norm(s, 512, None),
+        "rounded": lambda s: rms_norm(s, 200, quant=FakeQuant(element="e4m3", block=64)),
     },
     "fake_quant": {
         "e4m3": lambda s: fake_quant(s, FakeQuant(element="e4m3", block=64)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from spyglass.quant.formats import FakeQuant
 from tests.ops.call import Call, Source
 
 
@@ -32,20 +33,32 @@ def hyper_expand(source: Source, streams: int = 4, width: int = 48) -> Call:
     return Call(args=(z, x, post, comb), options={})
 
 
-def hyper_read(source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False) -> Call:
+def hyper_read(
+    source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False, quant: FakeQuant | None = None
+) -> Call:
     call = hyper_mix(source, streams, width)
     options = call.options | {"pre_TM": source.fp32(source.rows, streams) if shifted else None, "eps": 1e-6}
-    return Call(args=(*call.args, source.fp32(width)), options=options)
+    options["quant"] = quant
+    return Call(args=(*call.args, source.fp32(width)), options=options, flips=quant is not None)
 
 
 def hyper_write_read(
-    source: Source, streams: int = 4, width: int = 48, *, shifted: bool = False, shared: bool = False
+    source: Source,
+    streams: int = 4,
+    width: int = 48,
+    *,
+    shifted: bool = False,
+    shared: bool = False,
+    quant: FakeQuant | None = None,
 ) -> Call:
-    call, written = hyper_read(source, streams, width, shifted=shifted), hyper_expand(source, streams, width)
+    call, written = (
+        hyper_read(source, streams, width, shifted=shifted, quant=quant),
+        hyper_expand(source, streams, width),
+    )
     z, x, post, comb = written.args
     comb = comb.softmax(dim=1)
     first = (source.fp32(source.rows, width), z) if shared else (z, None)
-    return Call(args=(*first, x, post, comb, *call.args[1:]), options=call.options)
+    return Call(args=(*first, x, post, comb, *call.args[1:]), options=call.options, flips=call.flips)
 
 
 def row_finish(

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "params", "quant", "ops", "parallel"},
     "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
-    "text": {"errors", "config", "batch", "ops", "parallel", "layers"},
+    "text": {"errors", "config", "batch", "quant", "ops", "parallel", "layers"},
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
@@ -57,7 +57,7 @@ ROOMS |= {
     "__init__": {"engine", "config", "lora", "train"},
     "__main__": {"cli"},
 }
-FINDS_MODULES_BY_NAME = {"ops/table.py", "cli/main.py", "cli/bench.py"}
+FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}
 NO_TORCH = {"errors", "families", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 

@@ -125,7 +125,7 @@ def test_h6_a_tokenizer_that_panics_refuses_its_text(monkeypatch: pytest.MonkeyP
             raise panic("no")
 
     tokenizer = tokenizer_of("deepseek_v4")
-    monkeypatch.setattr(tokenizer, "_plain", Panicking())
+    monkeypatch.setattr(tokenizer, "text_only", Panicking())
     with pytest.raises(PromptError, match="cannot read this text"):
         tokenizer.encode_text("a")
 

@@ -34,10 +34,10 @@ class Seen:
         return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
 
 
-def see(picture: Image.Image) -> list[Seen]:
-    """Every thing in a picture: patches of a palette colour that is not the background's, named by their form."""
+def see(image: Image.Image) -> list[Seen]:
+    """Every thing in an image: patches of a palette colour that is not the background's, named by their form."""
     measure = pytest.importorskip("skimage.measure", reason="patches are found with scikit-image")
-    pixels = np.asarray(picture).astype(int)
+    pixels = np.asarray(image).astype(int)
     found = []
     for colour, (low, high) in PALETTE.items():
         covered = ((pixels >= low) & (pixels <= high)).all(-1)
@@ -51,7 +51,7 @@ def see(picture: Image.Image) -> list[Seen]:
 
 
 def background_is(covered: np.ndarray) -> bool:
-    """Whether most of the picture's edge is of one colour."""
+    """Whether most of the image's edge is of one colour."""
     edge = np.concatenate([covered[0], covered[-1], covered[:, 0], covered[:, -1]])
     return bool(edge.mean() > 0.5)
 

@@ -37,7 +37,7 @@ from spyglass.train.loss import step_logits
 from spyglass.train.packing import pack
 from tests.tolerance import assert_law
 
-SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, pictures=4, largest_picture=1800, targets=64)
+SMALL = Capacity(bins=1, length=256, patches=1800, cells=256, images=4, largest_image=1800, targets=64)
 
 
 def trainer_of(
@@ -212,6 +212,6 @@ def test_adapters_are_trained_one_at_a_time_on_a_device_and_failures_are_counted
             f"{key} on {options['device']}",
         ]
 
-    monkeypatch.setattr(adapters, "_call_of", call)
+    monkeypatch.setattr(adapters, "command_of", call)
     assert train_all(["a", "b", "c"], {"device": "cpu"}) == 1
     assert log.read_text().split("\n") == [*[f"{key} on cpu" for key in "aabbcc"], ""]

@@ -24,7 +24,7 @@ LETTERS = re.compile(r"[a-z]+")
 
 def fingerprint(case: Case) -> str:
     told = repr((case.words, case.scenes)).encode()
-    return hashlib.sha256(told + b"".join(picture.tobytes() for picture in case.pictures)).hexdigest()
+    return hashlib.sha256(told + b"".join(image.tobytes() for image in case.images)).hexdigest()
 
 
 def some(split: Split, count: int, seed: int = 0) -> Iterator[Case]:
@@ -159,15 +159,15 @@ def test_pictures_come_with_every_question_but_those_of_text() -> None:
     for kind in KINDS:
         for index in range(10):
             case = make_case(0, index, kinds=(kind,))
-            assert (not case.pictures) == (kind in IMAGE_LEFT_OUT)
-            assert len(case.pictures) in ((2, 3) if kind == "compare" else (0, 1))
+            assert (not case.images) == (kind in IMAGE_LEFT_OUT)
+            assert len(case.images) in ((2, 3) if kind == "compare" else (0, 1))
             assert [message["role"] for message in case.dialogue()][-2:] == ["user", "assistant"]
             assert (case.reasoning is not None) == ("reasoning_content" in case.dialogue()[-1])
             assert len(case.messages) == (3 if kind == "chat" else 1)
 
 
 def test_things_never_touch_and_stand_on_one_side_only() -> None:
-    """Small pictures, whose boxes are rounded most: equal neighbours that touch would look like one thing, and of two
+    """Small images, whose boxes are rounded most: equal neighbours that touch would look like one thing, and of two
     things a corner apart, "left of" and "above" would both be right."""
     rng = np.random.default_rng(7)
     for _ in range(15_000):

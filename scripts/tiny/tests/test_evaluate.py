@@ -14,7 +14,7 @@ from spyglass.tiny_world.evaluate import Report, Verdict, evaluate
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS, WITHOUT_PAIRS
 from spyglass.tiny_world.sheet import contact_sheet
 from spyglass.tiny_world.words import UNSEEN
-from tests.unit.tiny_world.test_evaluate import Told, asked, key, pictures_of
+from tests.unit.tiny_world.test_evaluate import Told, asked, images_of, key
 
 
 def test_thoughts_are_counted_beside_the_answers_whole_ones_only() -> None:
@@ -41,7 +41,7 @@ def test_unseen_combinations_have_rows_of_their_own() -> None:
 
 @pytest.mark.parametrize("control", ["grey", "shuffled"])
 def test_controls_change_the_pictures_and_nothing_else(control: Any) -> None:
-    """The questions stay; a grey picture keeps its size, a shuffled one is that of another question of the kind."""
+    """The questions stay; a grey image keeps its size, a shuffled one is that of another question of the kind."""
     kinds = tuple(kind for kind in KINDS if kind not in IMAGE_LEFT_OUT)
     cases = asked(27, kinds=kinds)
     seen: list[Any] = []
@@ -50,14 +50,14 @@ def test_controls_change_the_pictures_and_nothing_else(control: Any) -> None:
     assert not report.accuracy
     in_order = sorted(cases, key=lambda case: case.reasoning is not None)  # one batch: without thinking first
     for case, chat in zip(in_order, seen, strict=True):
-        given = pictures_of(chat)
+        given = images_of(chat)
         assert key(chat)[0] == key(case.messages)[0]
-        assert len(given) == len(case.pictures)
+        assert len(given) == len(case.images)
         if control == "grey":
-            assert [p.size for p in given] == [p.size for p in case.pictures]
+            assert [p.size for p in given] == [p.size for p in case.images]
             assert all(p.getextrema() == ((128, 128),) * 3 for p in given)
         else:
-            assert [p.tobytes() for p in given] != [p.tobytes() for p in case.pictures]
+            assert [p.tobytes() for p in given] != [p.tobytes() for p in case.images]
 
 
 def test_who_does_not_look_is_right_less_than_three_times_in_ten_on_every_kind() -> None:
@@ -78,7 +78,7 @@ def test_who_does_not_look_is_right_less_than_three_times_in_ten_on_every_kind()
 
 
 def test_the_contact_sheet_shows_wrong_and_right_ones() -> None:
-    picture = Image.new("RGB", (100, 50), "blue")
+    image = Image.new("RGB", (100, 50), "blue")
 
     def verdict(number: int, right: bool) -> Verdict:
         return Verdict(
@@ -88,7 +88,7 @@ def test_the_contact_sheet_shows_wrong_and_right_ones() -> None:
             expected="It is blue.",
             said="It is blue." if right else "It is red.",
             right=right,
-            thumbnails=(picture,),
+            thumbnails=(image,),
         )
 
     verdicts = [verdict(n, n % 10 != 0) for n in range(100)]
@@ -114,7 +114,7 @@ def test_the_contact_sheet_draws_the_boxes_of_answers() -> None:
                     expected=text,
                     said="<｜box｜>[[900, 900, 10, 10]]<｜/box｜>" if text else "",
                     right=False,
-                    thumbnails=case.pictures,
+                    thumbnails=case.images,
                 )
             ]
         ).crop((8, 8, 290, 120))

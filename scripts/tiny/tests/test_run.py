@@ -19,7 +19,7 @@ from scripts.tiny.trainer import Outcome, Tensors, WholeTrainer
 from spyglass.train.state import State, load_state
 
 pytestmark = pytest.mark.slow
-CAPACITY = Capacity(bins=1, length=256, patches=4096, cells=512, pictures=8, largest_picture=1800, targets=64)
+CAPACITY = Capacity(bins=1, length=256, patches=4096, cells=512, images=8, largest_image=1800, targets=64)
 FIRST, SECOND = 3, 2  # steps of each call
 
 

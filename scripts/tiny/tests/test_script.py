@@ -33,7 +33,7 @@ from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.tiny_world.cases import make_case
 from spyglass.train.state import State, save_state
 
-CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, pictures=16, largest_picture=1800, targets=256)
+CAPACITY = Capacity(bins=2, length=512, patches=4096, cells=512, images=16, largest_image=1800, targets=256)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ import os, multiprocessing
 from pathlib import Path
 from scripts.tiny import feed
 from scripts.tiny.tests.test_script import CAPACITY
-feed._LOOK_EVERY = 0.2
+feed.LOOK_EVERY = 0.2
 source = feed.Source(folder=Path({str(find_model("spyglass-tiny-v4"))!r}), capacity=CAPACITY, kinds=("text",))
 made = feed.Feed(source=source, processes=1, slots=1)
 made.start()

@@ -30,8 +30,8 @@ from tests.small_models import build_model, empty_model, random_text, random_wei
 from tests.small_v41 import small_store, small_v41_config
 from tests.tolerance import FLIPPED_OF_MAX, GRADIENT_OF_MAX, LAW_OF_MAX
 
-CAPACITY = Capacity(bins=3, length=256, patches=96, cells=40, pictures=8, largest_picture=24, targets=600)
-SMALL = Capacity(bins=1, length=128, patches=40, cells=20, pictures=4, largest_picture=24, targets=128)
+CAPACITY = Capacity(bins=3, length=256, patches=96, cells=40, images=8, largest_image=24, targets=600)
+SMALL = Capacity(bins=1, length=128, patches=40, cells=20, images=4, largest_image=24, targets=128)
 QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0",
                                      "activation_scheme": "dynamic", "fmt": "e4m3"}, "expert_dtype": "fp4"}  # fmt: skip
 

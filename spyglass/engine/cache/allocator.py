@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
 from spyglass.engine.cache.pages import Group, PagePool, groups_of
+from spyglass.engine.transfer import to_device
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
@@ -97,7 +98,7 @@ class CacheAllocator:
         return sum(pool.capacity * pool.group.page_bytes for pool in self.pools.values())
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens_alone(self) -> int | None:
         """Tokens of the longest sequence that fits alone; None where memory grows."""
         kept = [(g, self.pools[g.name].limit) for g in self.groups if g.retention is None]
         each = [(limit * g.page_rows + 1) * g.tokens_per_row - 1 for g, limit in kept if limit is not None]
@@ -119,7 +120,8 @@ class CacheAllocator:
                 need, have = group.pages_for(tokens) * group.page_bytes, limit * group.page_bytes
                 raise CapacityError(
                     f"a request of {tokens} tokens needs {need:,} bytes of {group.name} rows, the engine has {have:,}, "
-                    f"enough for {self.most_tokens} tokens; raise cache_bytes, shorten the prompt or lower max_tokens"
+                    f"enough for {self.max_tokens_alone} tokens; raise cache_bytes, shorten the prompt or lower "
+                    "max_tokens"
                 )
 
     def has_room(self, tokens: Sequence[int]) -> bool:
@@ -171,8 +173,8 @@ class CacheAllocator:
             self._set_live(rows, first_GS, write_GS, stop)
         for group in self.groups:
             if group.carries:
-                for row, place in resumable:
-                    self._fill_in(group, row, place)
+                for row, position in resumable:
+                    self._fill_in(group, row, position)
 
     def release_expired(self, rows: Ints, stop: Ints) -> None:
         """Take back the pages behind the retention of sequences that now have `stop` tokens."""
@@ -336,7 +338,7 @@ class CacheAllocator:
         table = self._tables[group.name]
         page_W = table[row, token_W // group.page_rows % table.shape[1]].astype(np.int64)
         assert (page_W >= 0).all(), f"rows of group {group.name} before token {tokens} have been taken back"
-        return torch.from_numpy(page_W * group.page_rows + token_W % group.page_rows).to(self._device)
+        return to_device(page_W * group.page_rows + token_W % group.page_rows, self._device)
 
     def _drop(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:

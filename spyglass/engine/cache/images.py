@@ -1,4 +1,4 @@
-"""Rows of pictures that have been encoded before: by pixels, plan and picture adapter, never by a name or a place."""
+"""Rows of images that have been encoded before: by pixels, plan and image adapter, never by name or position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCounts:
-    """Since the start: pictures asked for, those that were found and those that had to go; `bytes_held` now."""
+    """Since the start: images asked for, those that were found and those that had to go; `bytes_held` now."""
 
     queries: int = 0
     hits: int = 0
@@ -21,7 +21,7 @@ class ImageCounts:
 
 
 class ImageCache:
-    """Aligner rows [I, C] by (digest of pixels and plan, digest of the picture adapter), at most `limit_bytes` of them.
+    """Aligner rows [I, C] by (digest of pixels and plan, digest of the image adapter), at most `limit_bytes` of them.
 
     Least recently used ones go first; 0 bytes keep none.
     """
@@ -40,7 +40,7 @@ class ImageCache:
         return ImageCounts(queries=self._queries, hits=self._hits, evictions=self._evictions, bytes_held=self._bytes)
 
     def get(self, key: Key) -> torch.Tensor | None:
-        """The rows of a picture, if they are here."""
+        """The rows of an image, if they are here."""
         self._queries += 1
         rows_IC = self._rows.get(key)
         if rows_IC is not None:
@@ -49,7 +49,7 @@ class ImageCache:
         return rows_IC
 
     def put(self, key: Key, rows_IC: torch.Tensor) -> None:
-        """Keep the rows of a picture that `get` did not find. They are copied if they are part of a larger tensor."""
+        """Keep the rows of an image that `get` did not find. They are copied if they are part of a larger tensor."""
         if rows_IC.nbytes > self._limit:
             return
         self._rows[key] = rows_IC.clone()

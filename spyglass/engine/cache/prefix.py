@@ -2,11 +2,11 @@
 
 A prefix is named by a chain of keyed hashes over blocks of B tokens:
 
-  name_0 = H(text adapter)      name_k+1 = H(name_k, ids, kinds, pictures that begin in the block)
+  name_0 = H(text adapter)      name_k+1 = H(name_k, ids, kinds, images that begin in the block)
 
-where a picture counts by its place, the digest of its pixels and plan, and the picture adapter; a prefix that ends
+where an image counts by its position, the digest of its pixels and plan, and the image adapter; a prefix that ends
 inside a block ends with a shorter one. Only snapshots can be gone on from, so a hit is exact: nothing is approximated.
-They are left at multiples of B, behind every picture, before the last token of every prompt (which is always run
+They are left at multiples of B, behind every image, before the last token of every prompt (which is always run
 again) and where an answer ends. Least recently used ones go first.
 """
 
@@ -51,7 +51,7 @@ class PrefixHashes:
         self._names = [self._hash(b"", sequence.adapter.text_digest)]
         spans, length = sequence.prompt.spans, len(sequence.prompt)
         self._starts = np.array([span.start for span in spans], np.int64)
-        ends = {span.start + span.length for span in spans} | {sequence.cut_at_most(length - 1)}
+        ends = {span.start + span.length for span in spans} | {sequence.last_cut(length - 1)}
         self.positions = np.array(sorted(ends - {0}), np.int64)
 
     def block(self, number: int) -> bytes:
@@ -75,8 +75,8 @@ class PrefixHashes:
         facts = [sequence.ids(start, stop).tobytes(), sequence.kinds(start, stop).tobytes()]
         first, last = np.searchsorted(self._starts, [start, stop])
         for span in sequence.prompt.spans[first:last]:
-            place = (span.start - start).to_bytes(8, "little")
-            facts += [place, sequence.prompt.digests[span.image], sequence.adapter.vision_digest]
+            position = (span.start - start).to_bytes(8, "little")
+            facts += [position, sequence.prompt.digests[span.image], sequence.adapter.vision_digest]
         return self._hash(before, *facts)
 
     def _hash(self, *facts: bytes) -> bytes:
@@ -157,9 +157,9 @@ class PrefixCache:
             return []
         special = self._names(sequence).positions
         first, last = np.searchsorted(special, [start, stop], side="right")
-        places = {place for place in blocks if sequence.cut_at_most(place) == place} | set(special[first:last].tolist())
+        positions = {p for p in blocks if sequence.last_cut(p) == p} | set(special[first:last].tolist())
         # what a token under way will make is not known yet
-        return [place for place in sorted(places) if place > sequence.known or not self._touch(sequence, place)]
+        return [p for p in sorted(positions) if p > sequence.known or not self._touch(sequence, p)]
 
     def store(self, sequence: TokenSequence, tokens: int) -> None:
         """Keep a snapshot of the first `tokens` tokens of a running sequence (see `CacheAllocator.snapshot`)."""

@@ -1,6 +1,6 @@
 """Grammars compiled by `llguidance`, and a program that tries whether one can be, in a process of its own.
 
-Some short patterns take minutes, some grammars more stack than there is, and nothing can end a thread: so a form is
+Some short patterns take minutes, some grammars more stack than there is, and nothing can end a thread: so a grammar is
 tried first where it can be ended (`sandbox` starts this file and talks to it). It imports nothing of ours, since
 the process is to start in tenths of a second.
 """
@@ -27,7 +27,7 @@ import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 _STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
-_MEMORY = 768 << 20  # bytes for one form; what takes long to compile takes memory, some hundred MB a second
+_MEMORY = 768 << 20  # bytes for one grammar; what takes long to compile takes memory, some hundred MB a second
 _NICE = 5  # steps of the engine take a processor three times as often as a trial beside them
 _ANY_OBJECT = {"type": "object"}
 # White space between the tokens of JSON: none, one blank, or a line break with indentation; else an answer may be
@@ -45,7 +45,7 @@ _R = TypeVar("_R")
 class Words:
     """A vocabulary as `llguidance` reads it: bytes of every id; `silent` ids are no way to spell text, `ends` end it.
 
-    `encode` makes ids of text that a form leaves no choice about; without it they are those of its bytes.
+    `encode` makes ids of text that a grammar leaves no choice about; without it they are those of its bytes.
     """
 
     tokens: Sequence[bytes]
@@ -78,7 +78,7 @@ class _Wrapped:
 
 
 def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """The form compiled, and one token taken on trial, which is where forms without measure take their time or fail.
+    """The grammar compiled, and one token taken on trial, where grammars without bound take their time or fail.
 
     Raises:
         ValueError: it means nothing, or something of it would not be honoured.
@@ -94,7 +94,7 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
         fill_next_token_bitmask(matcher, words_1W)
         trial = matcher.deep_copy()
         trial.consume_token(int(np.unpackbits(words_1W.view(np.uint8), bitorder="little").argmax()))
-    if trial.is_error() or notes:  # a warning is something of the form that would not be honoured
+    if trial.is_error() or notes:  # a warning is something of the grammar that would not be honoured
         wrong = first_line(trial.get_error()) if trial.is_error() else "; ".join(notes)
         if kind == "json_schema":
             wrong = f"{_faulty_place(value, vocabulary)}: {wrong}"
@@ -144,7 +144,7 @@ def _inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def _faulty_place(schema: Any, vocabulary: llguidance.LLTokenizer) -> str:
-    """Where in a schema that cannot be followed the fault is, as deep as it can be told."""
+    """Where in a schema that cannot be followed the error is, as deep as can be said."""
     place, root = "$", schema if isinstance(schema, dict) else {}
     while isinstance(schema, dict):
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -171,7 +171,7 @@ def run_deep(work: Callable[[], _R], starting: threading.Lock) -> _R:
 
 
 def _grammar(kind: str, value: Any) -> str:
-    """The form in the library's own notation. A choice is a pattern: as a grammar it may have no more than 2,000."""
+    """The grammar in the library's own notation. A choice is a pattern: as a grammar it may have no more than 2,000."""
     if kind == "json":
         value = _ANY_OBJECT
     if kind in ("json", "json_schema"):
@@ -182,7 +182,7 @@ def _grammar(kind: str, value: Any) -> str:
 
 
 def _serve(stdin: IO[str], stdout: IO[str]) -> None:
-    """Try forms: the first line is the vocabulary and the limits, each further one [kind, value].
+    """Try grammars: the first line is the vocabulary and the limits, each further one [kind, value].
 
     What goes back is what is wrong (null = nothing) and the processor time that it took.
     """
@@ -210,7 +210,7 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
 
 
 def _limit_memory() -> None:
-    """A form may take so much memory, which unlike time is the same on any machine."""
+    """A grammar may take so much memory, which unlike time is the same on any machine."""
     if sys.platform != "linux":
         return
     with open("/proc/self/statm", encoding="ascii") as file:

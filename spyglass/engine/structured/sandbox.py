@@ -1,4 +1,4 @@
-"""Trials of forms in processes that can be ended: what takes too long or overflows there never runs here."""
+"""Trials of grammars in processes that can be ended: what takes too long or overflows there never runs here."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from spyglass.engine.structured.compile import Words
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
-KEPT = 2  # processes that wait for the next form, some 100 MB each
-LONG_SECONDS = 0.25  # seconds; a form that takes longer leaves a large process behind, which is not kept
+KEPT = 2  # processes that wait for the next grammar, some 100 MB each
+LONG_SECONDS = 0.25  # seconds; a grammar that takes longer leaves a large process behind, which is not kept
 _WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
 
 class GrammarSandbox:
-    """Tries forms for one vocabulary. Any thread may call it; each call has a process of its own meanwhile.
+    """Tries grammars for one vocabulary. Any thread may call it; each call has a process of its own meanwhile.
 
-    One form may take so many seconds of a processor (it is compiled once more where it is used), and so many of the
+    One grammar may take so many seconds of a processor (it is compiled once more where it is used), and so many of the
     clock.
     """
 
@@ -32,7 +32,7 @@ class GrammarSandbox:
         self.waiting: list[_Process] = []
 
     def seconds(self, kind: str, request: str) -> float:
-        """CPU time that a form takes to compile. `request` is the JSON of its kind and value.
+        """CPU time that a grammar takes to compile. `request` is the JSON of its kind and value.
 
         Raises:
             PromptError: it means nothing, takes too long, or ends the process.
@@ -84,7 +84,7 @@ class _Process:
         return self.process.poll() is not None
 
     def ask(self, kind: str, request: str) -> tuple[str | None, float]:
-        """What is wrong with a form, None = nothing, and the seconds it took.
+        """What is wrong with a grammar, None = nothing, and the seconds it took.
 
         Raises:
             PromptError, OverloadedError: the process ended over it.

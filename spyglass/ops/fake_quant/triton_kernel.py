@@ -7,6 +7,8 @@ scaled instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -78,6 +80,19 @@ def _quantise(
     tail = to_bf16(x) if TAIL_BF16 else x
     out = tl.where(passes, tail, round_block(x, amax, E4M3, E4M3_SCALE))
     tl.store(out_ptr + row * width + channel, out.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def rounding(quant: FakeQuant | None) -> dict[str, Any]:
+    """Constants of a kernel that rounds on its way out: BLOCK 0 = it does not."""
+    if quant is None:
+        return {"BLOCK": 0, "E4M3": False, "E4M3_SCALE": False}
+    return {"BLOCK": quant.block, "E4M3": quant.element == "e4m3", "E4M3_SCALE": quant.scale == "e4m3"}
+
+
+@triton.jit
+def round_blocks(x: tl.tensor, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.tensor:
+    """Rows of x [N, BLOCK], fp32, each a block."""
+    return round_block(x, tl.max(tl.abs(x), axis=1)[:, None], E4M3, E4M3_SCALE)
 
 
 @triton.jit

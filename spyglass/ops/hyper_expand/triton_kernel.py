@@ -18,17 +18,20 @@ def expand(
     post_TM: torch.Tensor,
     comb_TMM: torch.Tensor,
     out_TMC: torch.Tensor,
+    shared_TC: torch.Tensor | None = None,
 ) -> None:
-    """Write hyper_expand into `out_TMC`; all contiguous."""
+    """Write hyper_expand into `out_TMC`; all contiguous. `shared_TC` is added to z first, as `add_shared` does it."""
     rows, streams, width = streams_TMC.shape
     if out_TMC.numel():
         _expand[(rows, triton.cdiv(width, _WIDTH))](
             z_TC,
+            z_TC if shared_TC is None else shared_TC,
             streams_TMC,
             post_TM,
             comb_TMM,
             out_TMC,
             width,
+            SHARED=shared_TC is not None,
             STREAMS=streams,
             WIDTH=_WIDTH,
             **overlap(z_TC),
@@ -38,11 +41,13 @@ def expand(
 @triton.jit
 def _expand(
     z_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
     streams_ptr: tl.tensor,
     post_ptr: tl.tensor,
     comb_ptr: tl.tensor,
     out_ptr: tl.tensor,
     width: tl.tensor,
+    SHARED: tl.constexpr,
     STREAMS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -52,6 +57,9 @@ def _expand(
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width
     z = tl.load(z_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
+    if SHARED:
+        z += tl.load(shared_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
+        z = z.to(out_ptr.dtype.element_ty).to(tl.float32)
     for target in tl.static_range(STREAMS):  # streams are read again from the nearest cache
         mixed = tl.zeros([WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):

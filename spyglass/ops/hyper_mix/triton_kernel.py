@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.add_shared.triton_kernel import add
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.hyper_expand.triton_kernel import expand
 from spyglass.ops.overlap import begin
+from spyglass.quant.formats import FakeQuant
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
 _FEW = 128  # rows up to which the streams are made and multiplied in one launch
@@ -43,23 +44,24 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The input of the next sub-layer, to be written: streams collapsed by `pre_TM` or the pre found, and normed."""
+    """The input of the next sub-layer, to be written: streams collapsed by `pre_TM` or the pre found, and normed.
+
+    With `quant`, rounded into `rounded_TC` as well.
+    """
 
     x_TC: torch.Tensor
     weight_C: torch.Tensor
     eps: float
     pre_TM: torch.Tensor | None
+    quant: FakeQuant | None
+    rounded_TC: torch.Tensor | None
 
 
 def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None = None) -> Sums:
     """Products and squares of the streams; with `write`, of the streams that it makes. All contiguous."""
     rows, streams, width = streams_TMC.shape
     if write is not None and rows > _FEW:
-        z_TC = write.z_TC
-        if write.shared_TC is not None:
-            z_TC = torch.empty_like(write.shared_TC)
-            add(write.z_TC, write.shared_TC, z_TC)
-        expand(z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC)
+        expand(write.z_TC, streams_TMC, write.post_TM, write.comb_TMM, write.out_TMC, write.shared_TC)
         streams_TMC, write = write.out_TMC, None
     J, E = fn_JE.shape
     OUTPUTS = max(triton.next_power_of_2(J), 16)
@@ -328,6 +330,7 @@ def finish(
         base_J if read is None else read.weight_C,
         pre_TM if given_TM is None else given_TM,
         streams_TMC if read is None else read.x_TC,
+        streams_TMC if read is None or read.rounded_TC is None else read.rounded_TC,
         width,
         splits,
         norm_eps,
@@ -336,6 +339,7 @@ def finish(
         ROUNDS=rounds,
         COLLAPSES=read is not None,
         GIVEN=given_TM is not None,
+        **rounding(None if read is None else read.quant),
         STREAMS=streams,
         STREAMS_2=triton.next_power_of_2(streams),
         OUTPUTS=OUTPUTS,
@@ -361,6 +365,7 @@ def _finish(
     weight_ptr: tl.tensor,
     given_ptr: tl.tensor,
     x_ptr: tl.tensor,
+    rounded_ptr: tl.tensor,
     width: tl.tensor,
     splits: tl.tensor,
     norm_eps: tl.tensor,
@@ -369,6 +374,9 @@ def _finish(
     ROUNDS: tl.constexpr,
     COLLAPSES: tl.constexpr,
     GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr,
     STREAMS: tl.constexpr,
     STREAMS_2: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -389,7 +397,7 @@ def _finish(
         total = tl.zeros([WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):
             product = tl.sum(tl.load(from_ptr + m, mask=there, other=0.0), axis=0)
-            pre = _sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
+            pre = sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
             tl.store(pre_ptr + row * STREAMS + m, pre)
             if COLLAPSES:
                 if GIVEN:
@@ -401,13 +409,17 @@ def _finish(
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + rms_eps)
             x = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32) * x
             tl.store(x_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
+            if BLOCK > 0:
+                x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+                x = tl.reshape(round_blocks(tl.reshape(x, (WIDTH // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (WIDTH,))
+                tl.store(rounded_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
     else:
         source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
         real = source < STREAMS
         post_there = there[:, None] & real[None, :]
         post = tl.sum(tl.load(from_ptr[:, None] + STREAMS + source[None, :], mask=post_there, other=0.0), axis=0)
         post = post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + STREAMS + source, mask=real, other=0.0)
-        tl.store(post_ptr + row * STREAMS + source, 2 * _sigmoid(post), mask=real)
+        tl.store(post_ptr + row * STREAMS + source, 2 * sigmoid(post), mask=real)
         both = real[:, None] & (target < STREAMS)[None, :]
         place = source[:, None] * STREAMS + target[None, :]
         comb_from = from_ptr[:, None, None] + 2 * STREAMS + place[None, :, :]
@@ -484,61 +496,6 @@ def _store_four(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.t
 
 
 @triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """1 / (1 + e^-x), fp32."""
     return 1 / (1 + tl.exp(-x))
-
-
-def finish_head(
-    sums: Sums, streams_TMC: torch.Tensor, scale_1: torch.Tensor, base_M: torch.Tensor, norm_eps: float, hc_eps: float
-) -> torch.Tensor:
-    """σ(m · scale + base) + hc_eps from their sums, [T, M]."""
-    _, splits, OUTPUTS = sums.products.shape
-    rows, streams, width = streams_TMC.shape
-    out_TM = torch.empty((rows, streams), dtype=torch.float32, device=sums.products.device)
-    if rows:
-        _finish_head[(rows,)](
-            sums.products,
-            sums.squares,
-            scale_1,
-            base_M,
-            out_TM,
-            width,
-            splits,
-            norm_eps,
-            hc_eps,
-            STREAMS=streams,
-            OUTPUTS=OUTPUTS,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=1,
-            enable_fp_fusion=False,
-            **overlap(sums.products),
-        )
-    return out_TM
-
-
-@triton.jit
-def _finish_head(
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    norm_eps: tl.tensor,
-    hc_eps: tl.tensor,
-    STREAMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    begin(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    there = split < splits
-    squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
-    for m in tl.static_range(STREAMS):
-        product = tl.load(products_ptr + (row * splits + split) * OUTPUTS + m, mask=there, other=0.0)
-        value = _sigmoid(tl.sum(product, axis=0) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
-        tl.store(out_ptr + row * STREAMS + m, value)

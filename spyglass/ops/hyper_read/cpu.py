@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops.build import usable
+from spyglass.ops.fake_quant.cpu import fake_quant
 from spyglass.ops.hyper_collapse.cpu import hyper_collapse
 from spyglass.ops.hyper_mix.cpu import hyper_mix
 from spyglass.ops.native import Kernels
 from spyglass.ops.rms_norm.cpu import rms_norm
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["hyper_read", "usable"]
 
@@ -25,8 +27,9 @@ def hyper_read(
     hc_eps: float,
     rounds: int,
     eps: float,
+    quant: FakeQuant | None = None,
     kernels: Kernels | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """See `reference.py`. Raises DeviceError as its parts do."""
     pre, post, comb = hyper_mix(
         streams_TMC,
@@ -39,4 +42,5 @@ def hyper_read(
         kernels=kernels,
     )
     x_TC = hyper_collapse(streams_TMC, pre if pre_TM is None else pre_TM, kernels=kernels)
-    return rms_norm(x_TC, weight_C, eps=eps, kernels=kernels), pre, post, comb
+    x_TC = rms_norm(x_TC, weight_C, eps=eps, kernels=kernels)
+    return (x_TC, pre, post, comb, *(() if quant is None else (fake_quant(x_TC, quant, kernels=kernels),)))

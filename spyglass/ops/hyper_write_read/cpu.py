@@ -9,6 +9,7 @@ from spyglass.ops.build import usable
 from spyglass.ops.hyper_expand.cpu import hyper_expand
 from spyglass.ops.hyper_read.cpu import hyper_read
 from spyglass.ops.native import Kernels
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["hyper_write_read", "usable"]
 
@@ -29,8 +30,9 @@ def hyper_write_read(
     hc_eps: float,
     rounds: int,
     eps: float,
+    quant: FakeQuant | None = None,
     kernels: Kernels | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """See `reference.py`. Raises DeviceError as its parts do."""
     if shared_TC is not None:
         z_TC = add_shared(z_TC, shared_TC, kernels=kernels)
@@ -46,6 +48,7 @@ def hyper_write_read(
         hc_eps=hc_eps,
         rounds=rounds,
         eps=eps,
+        quant=quant,
         kernels=kernels,
     )
     return streams_TMC, *found

@@ -7,6 +7,7 @@ import torch
 from spyglass.ops.add_shared.reference import add_shared
 from spyglass.ops.hyper_expand.reference import hyper_expand
 from spyglass.ops.hyper_read.reference import hyper_read
+from spyglass.quant.formats import FakeQuant
 
 
 def hyper_write_read(
@@ -25,7 +26,8 @@ def hyper_write_read(
     hc_eps: float,
     rounds: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    quant: FakeQuant | None = None,
+) -> tuple[torch.Tensor, ...]:
     """streams' = hyper_expand(z, streams, post, comb), then x, pre, post and comb as `hyper_read` finds them there.
 
     With `shared_TC`, z is what `add_shared` makes of both.
@@ -44,5 +46,6 @@ def hyper_write_read(
         hc_eps=hc_eps,
         rounds=rounds,
         eps=eps,
+        quant=quant,
     )
     return streams_TMC, *found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops.gpu import learns, usable
-from spyglass.ops.hyper_read.triton import WIDEST
+from spyglass.ops.hyper_read.triton import suits
 from spyglass.ops.hyper_write_read import reference
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["hyper_write_read", "usable"]
 
@@ -27,9 +28,10 @@ def hyper_write_read(
     hc_eps: float,
     rounds: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    quant: FakeQuant | None = None,
+) -> tuple[torch.Tensor, ...]:
     """See `reference.py`, which also serves gradients, float64 and very wide streams."""
-    wide = streams_TMC.shape[2] > WIDEST or streams_TMC.dtype == torch.float64
+    wide = not suits(streams_TMC, quant)
     if wide or learns(z_TC, shared_TC, streams_TMC, post_TM, comb_TMM, fn_JE, scale_3, base_J, weight_C, pre_TM):
         return reference.hyper_write_read(
             z_TC,
@@ -46,6 +48,7 @@ def hyper_write_read(
             hc_eps=hc_eps,
             rounds=rounds,
             eps=eps,
+            quant=quant,
         )
     from spyglass.ops.hyper_mix.triton_kernel import Read, Write, finish, project
 
@@ -62,6 +65,10 @@ def hyper_write_read(
         weight_C=weight_C,
         eps=eps,
         pre_TM=None if pre_TM is None else pre_TM.contiguous(),
+        quant=quant,
+        rounded_TC=None
+        if quant is None
+        else z_TC.new_empty((streams_TMC.shape[0], streams_TMC.shape[2]), dtype=streams_TMC.dtype),
     )
     found = finish(sums, write.out_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, read=read)
-    return write.out_TMC, read.x_TC, *found
+    return (write.out_TMC, read.x_TC, *found, *(() if read.rounded_TC is None else (read.rounded_TC,)))

@@ -10,7 +10,9 @@ from spyglass.ops.native import Kernels
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
-__all__ = ["linear_block", "usable"]
+__all__ = ["check_weight", "linear_block", "usable"]
+
+check_weight = native.refuse_scales
 
 
 def linear_block(

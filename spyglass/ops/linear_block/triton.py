@@ -11,6 +11,7 @@ from spyglass.ops.linear_block import cublas
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
+CAPABILITIES = frozenset({"capturable", "rounds_apart"})
 FEW = 32  # rows that one program multiplies with its weights
 BITS = {"fp8": 8, "bf16": 16}
 

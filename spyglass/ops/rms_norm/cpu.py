@@ -6,7 +6,9 @@ import torch
 
 from spyglass.ops import native
 from spyglass.ops.build import usable
+from spyglass.ops.fake_quant.cpu import fake_quant
 from spyglass.ops.native import Kernels
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["rms_norm", "usable"]
 
@@ -17,6 +19,7 @@ def rms_norm(
     *,
     eps: float,
     stepwise: bool = False,
+    quant: FakeQuant | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Raises DeviceError for an input that wants a gradient or a dtype without kernel."""
@@ -39,4 +42,4 @@ def rms_norm(
         out_ND.data_ptr(),
         torch.get_num_threads(),
     )
-    return out_ND
+    return out_ND if quant is None else fake_quant(out_ND, quant, kernels=kernels)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from spyglass.ops.fake_quant.reference import fake_quant
+from spyglass.quant.formats import FakeQuant
 
-def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False) -> torch.Tensor:
+
+def rms_norm(
+    x_ND: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    *,
+    eps: float,
+    stepwise: bool = False,
+    quant: FakeQuant | None = None,
+) -> torch.Tensor:
     """out = w · (x · rsqrt(mean x² + eps)), fp32 inside, one rounding to x's dtype at the end.
 
-    `stepwise` (per-head norm of q, no weight): square, mean, + eps, rsqrt and product are each a tensor of x's dtype.
+    With `quant`, what `fake_quant` makes of that. `stepwise` (per-head norm of q, no weight): square, mean, + eps,
+    rsqrt and product are each a tensor of x's dtype.
     """
+    if quant is not None:
+        return fake_quant(rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise), quant)
     if stepwise:
         assert weight_D is None
         mean = x_ND.square().mean(dim=-1, keepdim=True) + eps

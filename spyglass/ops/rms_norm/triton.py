@@ -6,23 +6,33 @@ import torch
 
 from spyglass.ops.gpu import learns, usable
 from spyglass.ops.rms_norm import reference
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["rms_norm", "usable"]
 _WIDEST = 1 << 14  # a row is held in registers
 
 
-def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor | None, *, eps: float, stepwise: bool = False) -> torch.Tensor:
+def rms_norm(
+    x_ND: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    *,
+    eps: float,
+    stepwise: bool = False,
+    quant: FakeQuant | None = None,
+) -> torch.Tensor:
     """See `reference.py`, which also serves gradients, float64 and very wide rows."""
-    if not _suits(x_ND) or learns(x_ND, weight_D):
-        return reference.rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise)
+    if not _suits(x_ND, quant) or learns(x_ND, weight_D):
+        return reference.rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise, quant=quant)
     from spyglass.ops.rms_norm.triton_kernel import normalise
 
     assert weight_D is None or not stepwise
     rows_ND = x_ND.reshape(-1, x_ND.shape[-1])
     out_ND = torch.empty(rows_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
-    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps, stepwise)
+    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps, stepwise, quant)
     return out_ND.view(x_ND.shape)
 
 
-def _suits(x_ND: torch.Tensor) -> bool:
-    return x_ND.stride(-1) == 1 and x_ND.dtype != torch.float64 and 0 < x_ND.shape[-1] <= _WIDEST
+def _suits(x_ND: torch.Tensor, quant: FakeQuant | None) -> bool:
+    dim = x_ND.shape[-1]
+    blocks = quant is None or (quant.block & (quant.block - 1) == 0 and quant.block <= dim)
+    return blocks and x_ND.stride(-1) == 1 and x_ND.dtype != torch.float64 and 0 < dim <= _WIDEST

@@ -6,14 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.overlap import begin
+from spyglass.quant.formats import FakeQuant
 
 _VALUES = 2048  # of a program, where a row is not longer
 
 
 def normalise(
-    x_ND: torch.Tensor, weight_D: torch.Tensor | None, out_ND: torch.Tensor, eps: float, stepwise: bool
+    x_ND: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    out_ND: torch.Tensor,
+    eps: float,
+    stepwise: bool,
+    quant: FakeQuant | None,
 ) -> None:
     """Write rms_norm of the rows of x (channels contiguous) into `out_ND` (contiguous)."""
     rows, dim = x_ND.shape
@@ -31,6 +38,7 @@ def normalise(
         eps,
         WEIGHTED=weight_D is not None,
         STEPWISE=stepwise,
+        **rounding(quant),
         ROWS=ROWS,
         DIM=DIM,
         num_warps=4 if DIM <= 4096 else 8,
@@ -50,6 +58,9 @@ def _normalise_rows(
     eps: tl.tensor,
     WEIGHTED: tl.constexpr,
     STEPWISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -62,6 +73,9 @@ def _normalise_rows(
     x = x * inverse_size(x, dim, eps, STEPWISE, out_ptr.dtype.element_ty)[:, None]
     if WEIGHTED:
         x = tl.load(weight_ptr + channel, mask=channel < dim, other=0.0).to(tl.float32) * x
+    if BLOCK > 0:
+        x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
+        x = tl.reshape(round_blocks(tl.reshape(x, (ROWS * DIM // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (ROWS, DIM))
     tl.store(out_ptr + row * dim + channel, x.to(out_ptr.dtype.element_ty), mask=there)
 
 

@@ -17,8 +17,8 @@ from spyglass.ops.sparse_attention.reference import Turn
 __all__ = ["Launch", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
 
 _LOG2_E = 1.4426950408889634
-_MOST_SPLITS = 32
-_STREAM_ROWS = 16
+_SPLITS = (32, 20, 16, 10, 8, 4, 2, 1)  # few, as each is a kernel of its own
+_STREAM_ROWS = 67  # more than half the processors: then no row is shared
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -121,7 +121,8 @@ def launch_for(
     stream = streams and rows >= _STREAM_ROWS
     heads_at_once = min(heads_at_once, max(16, 1 << (heads - 1).bit_length()))
     groups, tiles = -(-heads // heads_at_once), max(1, -(-keys // keys_at_once))
-    splits = max(1, min(num_processors // max(1, rows * groups), tiles, _MOST_SPLITS))
+    most = max(1, min(num_processors // max(1, rows * groups), tiles))
+    splits = next(splits for splits in _SPLITS if splits <= most)
     return Launch(heads=heads_at_once, keys=keys_at_once, splits=splits, warps=warps, stages=stages, stream=stream)
 
 

@@ -6,12 +6,21 @@ import torch
 
 from spyglass.ops import native
 from spyglass.ops.build import usable
+from spyglass.ops.fake_quant.cpu import fake_quant
 from spyglass.ops.native import Kernels
+from spyglass.quant.formats import FakeQuant
 
 __all__ = ["swiglu", "usable"]
 
 
-def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float, kernels: Kernels | None = None) -> torch.Tensor:
+def swiglu(
+    gate_TF: torch.Tensor,
+    up_TF: torch.Tensor,
+    *,
+    limit: float,
+    quant: FakeQuant | None = None,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """See `reference.py`. Raises DeviceError for an input that wants a gradient or a dtype without kernel."""
     native.refuse_gradient("swiglu", gate_TF, up_TF)
     dtype = native.dtype_code("swiglu", gate_TF)
@@ -29,4 +38,4 @@ def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float, kernels:
         out_TF.data_ptr(),
         torch.get_num_threads(),
     )
-    return out_TF
+    return out_TF if quant is None else fake_quant(out_TF, quant, kernels=kernels)

@@ -6,13 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.overlap import begin
+from spyglass.quant.formats import FakeQuant
 
 _WIDTH = 512
 
 
-def gate(gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit: float) -> None:
+def gate(
+    gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit: float, quant: FakeQuant | None
+) -> None:
     """Write swiglu into `out_TF` (contiguous); channels of the inputs contiguous."""
     rows, width = out_TF.shape
     if out_TF.numel() == 0:
@@ -25,6 +29,7 @@ def gate(gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit
         up_TF.stride(0),
         width,
         limit,
+        **rounding(quant),
         WIDTH=_WIDTH,
         enable_fp_fusion=False,
         **overlap(gate_TF),
@@ -40,6 +45,9 @@ def _swiglu(
     up_stride: tl.tensor,
     width: tl.tensor,
     limit: tl.tensor,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -50,6 +58,9 @@ def _swiglu(
     gate = tl.load(gate_ptr + row * gate_stride + channel, mask=there, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + channel, mask=there, other=0.0).to(tl.float32)
     out = clamped_unit(gate, up, limit)
+    if BLOCK > 0:
+        out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        out = tl.reshape(round_blocks(tl.reshape(out, (WIDTH // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (WIDTH,))
     tl.store(out_ptr + row * width + channel, out.to(out_ptr.dtype.element_ty), mask=there)
 
 

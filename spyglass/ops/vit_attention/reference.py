@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import torch
 
+CAPABILITIES: frozenset[str] = frozenset()  # it asks the host which rows belong together
+
 
 def vit_attention(
     q_UHD: torch.Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from spyglass.quant.formats import FakeQuant
 from tests.ops.triton_lane import Launch, meta
 
 
@@ -14,3 +15,6 @@ def launches() -> Iterator[Launch]:
         yield Launch(args=(meta(128, width), meta(width, dtype=torch.float32)), options={"eps": 1e-6})
     yield Launch(args=(meta(128, 1152), meta(1152)), options={"eps": 1e-6})
     yield Launch(args=(meta(128, 64, 512), None), options={"eps": 1e-6})
+    for width, block in ((1024, 128), (1280, 32)):
+        options = {"eps": 1e-6, "quant": FakeQuant(element="e4m3", block=block)}
+        yield Launch(args=(meta(128, width), meta(width, dtype=torch.float32)), options=options)

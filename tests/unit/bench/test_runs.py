@@ -79,7 +79,7 @@ def test_stream(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_train() -> None:
     numbers = train.measure("tiny", torch.device("cpu"), tokens=1, steps=1, rank=2, rate=0.1)
-    assert numbers.pictures == 1 and numbers.learnt == 64 and numbers.step_seconds > numbers.pack_seconds > 0
+    assert numbers.images == 1 and numbers.learnt == 64 and numbers.step_seconds > numbers.pack_seconds > 0
     assert len(numbers.loss) == train.WARM_UP + 1 and numbers.loss[1] < numbers.loss[0]
     told = train.as_text({"commit": "x"}, 0.1, numbers)
     assert f"{numbers.tokens / numbers.step_seconds:,.0f} tokens/s" in told

@@ -11,7 +11,7 @@ import pytest
 from spyglass.bench.serve import Load, make_bodies, summarise
 from spyglass.bench.stream_client import Answer, ask
 
-LOAD = Load(requests=20, clients=4, rate=None, words=5, pictures=0.5, max_tokens=3, seed=7)
+LOAD = Load(requests=20, clients=4, rate=None, words=5, images=0.5, max_tokens=3, seed=7)
 
 
 def test_the_same_seed_asks_the_same_and_no_two_requests_are_alike() -> None:

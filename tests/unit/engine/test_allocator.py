@@ -156,7 +156,7 @@ def test_a_fixed_memory_stays_within_its_bytes_and_gives_out_only_what_it_has() 
     before = blocks.bytes_allocated
     assert budget * 0.9 < before <= budget
     rows = [blocks.admit() for _ in range(4)]
-    longest = blocks.most_tokens
+    longest = blocks.max_tokens_alone
     assert longest is not None and 900 < longest < 2000
     ends = []
     for row in rows:
@@ -182,7 +182,7 @@ def test_a_fixed_memory_stays_within_its_bytes_and_gives_out_only_what_it_has() 
 
 def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
     blocks = make_blocks(cache_bytes=620_000)
-    longest = blocks.most_tokens
+    longest = blocks.max_tokens_alone
     assert longest is not None
     row = blocks.admit()
     assert row is not None
@@ -191,7 +191,7 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
     assert reserve(blocks, row, longest)
     with pytest.raises(CapacityError, match=f"{longest + 1} tokens needs .* enough for {longest} tokens"):
         blocks.refuse_if_never(longest + 1)
-    assert make_blocks().most_tokens is None
+    assert make_blocks().max_tokens_alone is None
 
 
 def test_room_for_several_is_room_for_their_pages() -> None:

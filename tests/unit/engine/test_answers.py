@@ -96,7 +96,7 @@ def test_without_max_tokens_an_answer_ends_at_the_models_limit() -> None:
 
 def test_without_max_tokens_an_answer_ends_where_the_memory_does() -> None:
     engine = make_engine(ScriptedModel([5] * 4000), engine_config(), cache_bytes=400_000, max_sequences=2)
-    most = engine.allocator.most_tokens
+    most = engine.allocator.max_tokens_alone
     assert most is not None and 3 < most < engine.max_length
     output = one(engine, max_tokens=None)
     assert (len(output.token_ids), output.finish_reason) == (most - 3, "length")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from spyglass.ops.table import OPS, Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import OPS, bind_ops
 from tests.engine_parts import (
     GREEDY,
     FailingModel,
@@ -82,7 +83,7 @@ def counting_ops(counter: Counter[str]) -> Ops:
 
         return run
 
-    return replace(ops, **{name: counted(name, getattr(ops, name)) for name in OPS})
+    return ops.replaced(**{name: counted(name, getattr(ops, name)) for name in OPS})
 
 
 @pytest.mark.parametrize("pictures", [False, True])

@@ -352,5 +352,5 @@ def test_stop_strings_end_a_real_answer(llm: LLM) -> None:
 
 
 def test_rows_have_a_fixed_memory_where_the_system_tells_what_is_free(llm: LLM) -> None:
-    most = llm.engine.allocator.most_tokens
+    most = llm.engine.allocator.max_tokens_alone
     assert (most is None) == (free_memory(llm.loaded.device) is None)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spyglass.engine import sampler, thresholds
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.sampler import (
     SampleInput,
@@ -21,7 +22,13 @@ from spyglass.engine.sampler import (
     sample,
     uniform,
 )
-from spyglass.engine.thresholds import kept_weights, threshold_of_all, threshold_of_top, top_entries
+from spyglass.engine.thresholds import (
+    kept_weights,
+    threshold_of_all,
+    threshold_of_sorted,
+    threshold_of_top,
+    top_entries,
+)
 
 NONE = torch.tensor([], dtype=torch.int64)
 
@@ -107,6 +114,40 @@ def test_the_likeliest_are_the_head_of_the_sorted_row(columns: int) -> None:
             assert torch.equal(values[row, :count], x[row].sort(descending=True).values[:count])
             assert torch.equal(x[row, ids[row, :count]], values[row, :count])
             assert len(set(ids[row, :count].tolist())) == count
+
+
+@given(logits=GRID, top_k=st.integers(0, 12), top_p=st.sampled_from([0.05, 0.5012345, 0.9012345, 1.0]))
+def test_sorted_rows_give_the_thresholds_of_the_search(logits: list[float], top_k: int, top_p: float) -> None:
+    """What a GPU does, where nothing may depend on how many entries are found."""
+    x = torch.tensor([logits]) - max(logits)
+    settings = np.array([top_k], np.float64), np.array([top_p])
+    least, _ = threshold_of_sorted(x.sort(dim=-1, descending=True).values, x.exp(), *settings)
+    assert torch.equal(x >= least, x >= threshold_of_all(x, x.exp(), *settings))
+
+
+def test_on_a_device_nothing_depends_on_values_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have no values: whatever asks for one, or for how many there are, raises."""
+    for module in (sampler, thresholds):
+        monkeypatch.setattr(module, "to_device", lambda array, device: torch.as_tensor(array).to(device))
+    params = [
+        SamplingParams(top_k=5, top_p=0.9, logprobs=3),
+        SamplingParams(temperature=0),
+        SamplingParams(min_p=0.1, logit_bias={3: 1.0}),
+        SamplingParams(top_p=0.5, repetition_penalty=1.2, prompt_logprobs=2),
+        SamplingParams(),
+    ]
+    step = SampleInput(
+        params=params,
+        seed_S=range(5),
+        position_S=range(5),
+        used=[None, None, None, used([1, 2], [0, 3]), None],
+        grammar_rows=[1, 4],
+        allowed=torch.ones(2, 3000, dtype=torch.bool),
+    )
+    found = sample(torch.empty(5, 3000, device="meta"), step, torch.empty(2, dtype=torch.int64, device="meta"))
+    assert found.ids_S.device.type == "meta" and found.ids_S.shape == (5,)
+    with pytest.raises(NotImplementedError):
+        found.read()
 
 
 def test_each_row_is_cut_by_its_own_parameters() -> None:

@@ -96,7 +96,7 @@ def test_a_cut_falls_before_start_or_behind_end_never_between() -> None:
     kinds = sequence.prompt.kinds_T
     start, end = int(np.flatnonzero(kinds == 0)[0]), int(np.flatnonzero(kinds == 4)[0])
     for place in range(sequence.length + 1):
-        cut = sequence.cut_at_most(place)
+        cut = sequence.last_cut(place)
         assert cut == (start if start < place <= end else place)
     assert sequence.longest_piece() == end - start + 1
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.engine.stats import EngineStats
-from spyglass.engine.warm_up import largest_pictures, largest_prompts
+from spyglass.engine.warm_up import largest_images, largest_prompts
 from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.prompt.plan import plan_image
 from tests.engine_parts import (
@@ -46,7 +46,7 @@ def test_the_largest_pictures_of_the_released_models_are_those_that_a_search_fin
     """Field measurements over 377,000 sizes: no V4 block above 378 tokens before its pads, no V4.1 span above 1,024."""
     config = RELEASED[family]
     assert config.vision is not None
-    plans = largest_pictures(config.vision)
+    plans = largest_images(config.vision)
     assert plans[0].num_tokens == longest
     prompts = largest_prompts(config, pictures=True, tokens=1)
     assert prompts[0].spans[0].length == block
@@ -56,7 +56,7 @@ def test_the_largest_pictures_of_the_released_models_are_those_that_a_search_fin
     assert len(text) == 7 and not text.spans
 
 
-LARGEST = [(config.vision, largest_pictures(config.vision)) for config in CONFIGS if config.vision is not None]
+LARGEST = [(config.vision, largest_images(config.vision)) for config in CONFIGS if config.vision is not None]
 
 
 @given(width=st.integers(1, 20_000), height=st.integers(1, 20_000))

@@ -11,7 +11,7 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.request import SamplingParams
-from spyglass.engine.warm_up import largest_pictures
+from spyglass.engine.warm_up import largest_images
 from spyglass.engine.workspace import estimated_step, with_room
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE
@@ -76,7 +76,7 @@ def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> 
 def test_the_tower_counts_for_a_steps_worth_of_patches_or_one_picture_if_that_is_more() -> None:
     sees = loaded(engine_config())
     vision = sees.config.vision
-    largest = max(plan.vit_grid[0] * plan.vit_grid[1] for plan in largest_pictures(vision))
+    largest = max(plan.vit_grid[0] * plan.vit_grid[1] for plan in largest_images(vision))
 
     def tower(tokens: int) -> int:
         options = replace(OPTIONS, max_step_tokens=tokens)

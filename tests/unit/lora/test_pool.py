@@ -166,9 +166,9 @@ def test_the_bytes_of_an_adapter_are_those_of_its_banks(world: Small) -> None:
     model = world.model()
     AdapterPool(model).attach("it", adapter)
     places = find_targets(model)
-    rows = [part for place in places.linears.values() if place.adapter for part in place.adapter._parts.values()]
+    rows = [part for place in places.linears.values() if place.adapter for part in place.adapter.by_slot.values()]
     for place in places.experts.values():
-        rows += [part.rows for parts in place.adapter._parts.values() for part in parts.values()]
+        rows += [part.rows for parts in place.adapter.by_slot.values() for part in parts.values()]
     assert sum(t.nbytes for row in rows for t in (row.a_RI, row.b_RO, row.scale_R, row.slot_R)) == adapter.bank_bytes()
 
 

@@ -18,7 +18,8 @@ import torch
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import ModelConfig
 from spyglass.model import VisionLanguageModel
-from spyglass.ops.table import OPS, Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import OPS, bind_ops
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed
 from spyglass.text.hyper import Residual
@@ -102,7 +103,7 @@ def recording(ops: Ops, recorded: dict[str, list[Any]]) -> Ops:
 
         return call
 
-    return dataclasses.replace(ops, **{name: recorder(name) for name in OPS})
+    return ops.replaced(**{name: recorder(name) for name in OPS})
 
 
 @pytest.fixture(scope="module", params=HOST_AND_GPU)
@@ -212,7 +213,7 @@ def test_hyper_connections_agree(layer: int, setting: Setting) -> None:
     z, other_z = given(setting, 30 + layer, 30, config.hidden_size)
     for name in ("hc_attn", "hc_ffn"):
         connection, norm = getattr(setting.layer(layer), name), getattr(setting.layer(layer), f"{name[3:]}_norm")
-        x, pre, residual = connection.read(Residual(streams), norm)
+        x, _, pre, residual = connection.read(Residual(streams), norm)
         want = setting.other.mix(theirs, f"layers.{layer}.{name}")
         for ours, expected in zip((pre, residual.post_TM, residual.comb_TMM), want, strict=True):
             np.testing.assert_allclose(ours.cpu().numpy(), expected, rtol=2e-5, atol=1e-6)
@@ -221,7 +222,7 @@ def test_hyper_connections_agree(layer: int, setting: Setting) -> None:
         expanded = setting.other.expand(other_z, theirs, *want[1:])
         written = residual.given(z)
         setting.same(written.written(setting.model.options.build.ops), expanded, "written")
-        x, pre, residual = connection.read(written, norm)
+        x, _, pre, residual = connection.read(written, norm)
         setting.same(residual.streams_TMC, expanded, "written and read")
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
+from spyglass.ops.declare import Ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed
@@ -141,6 +142,19 @@ def test_auto_means_bf16_activations_and_the_rounding_that_the_weights_were_trai
         loaded = load_model(write(tmp_path, SMALL, packed), ops="reference", progress=False)
         assert (loaded.numerics, loaded.dtype) == (numerics, torch.bfloat16)
     assert load_model(tmp_path, numerics="plain", progress=False).numerics == "plain"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_rounded_where_they_are_made_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    write(tmp_path, SMALL, packed=True)
+    tokens = text_tokens(random_text(20))
+    loaded = load_model(tmp_path, dtype=dtype, numerics="reference", ops="reference", progress=False)
+    expected = prefill(loaded.model, tokens)
+    monkeypatch.setattr(Ops, "rounds_ahead", property(lambda ops: True))
+    assert loaded.model.text.layers[1].attn.quant is not None
+    assert torch.equal(prefill(loaded.model, tokens), expected)
 
 
 def test_packed_weights_without_rounding_are_the_decoded_weights(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spyglass.model import VisionLanguageModel
-from spyglass.ops.table import OPS, Ops, bind_ops
+from spyglass.ops.declare import Ops
+from spyglass.ops.table import OPS, bind_ops
 from tests.driver import Memory, Part, prefill, run, text_tokens
 from tests.small_models import prompt_with_pictures, random_text, small_config, small_model
 
@@ -26,7 +26,7 @@ def counting(ops: Ops, counts: Counter[str]) -> Ops:
 
         return call
 
-    return dataclasses.replace(ops, **{name: counted(name) for name in OPS})
+    return ops.replaced(**{name: counted(name) for name in OPS})
 
 
 def calls(model: VisionLanguageModel, counts: Counter[str], lengths: list[int], start: int = 0) -> Counter[str]:

@@ -21,7 +21,7 @@ from spyglass.tiny_world.questions import KINDS
 
 
 class Told:
-    """Answers a conversation by its text and the size of its first picture, which no two cases of a test share."""
+    """Answers a conversation by its text and the size of its first image, which no two cases of a test share."""
 
     def __init__(self, answers: Mapping[Any, str] | Callable[[Any], str]) -> None:
         self.answers = answers
@@ -48,14 +48,14 @@ class Told:
         ]
 
 
-def pictures_of(chat: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
+def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
     content = chat[0]["content"]
     return [] if isinstance(content, str) else [part["image_url"]["url"] for part in content if "image_url" in part]
 
 
 def key(chat: Sequence[Mapping[str, Any]]) -> tuple[str, bytes]:
     texts = [m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"] for m in chat]
-    return "|".join(texts), b"".join(picture.tobytes()[:3000] for picture in pictures_of(chat))
+    return "|".join(texts), b"".join(image.tobytes()[:3000] for image in images_of(chat))
 
 
 def asked(num: int, split: Any = "test", kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
@@ -144,8 +144,8 @@ def test_eval_runs_on_a_random_model(tiny_folder: Path, tmp_path: Path, capsys: 
     assert first == "thoughts: 0 of 1 right, every word" and last.startswith("overall")
     assert main(["eval", str(tiny_folder), "--sheet", str(tmp_path)]) == 2
     assert "is a folder; name the file" in capsys.readouterr().err
-    with Image.open(sheet) as picture:
-        assert picture.format == "PNG"
+    with Image.open(sheet) as image:
+        assert image.format == "PNG"
     assert main(["eval", str(tiny_folder), *options[:2], "--device", "cpu", "--variant", "roman"]) == 0
     assert "without --lora this is tiny itself" in capsys.readouterr().err
 

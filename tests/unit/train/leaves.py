@@ -15,8 +15,9 @@ from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.model import VisionLanguageModel
+from spyglass.ops.declare import Ops
 from spyglass.ops.fake_quant.reference import quantise
-from spyglass.ops.table import Ops, bind_ops
+from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import F32, FakeQuant
 from spyglass.quant.packed import Packed
@@ -60,7 +61,7 @@ class Frozen:
     def __init__(self) -> None:
         plain = bind_ops("cpu", "float32", "training")
         self._router = plain.router_topk
-        self._fake_quant = plain.fake_quant
+        self._fake_quant, self._row_finish, self._cache_write = plain.fake_quant, plain.row_finish, plain.cache_write
         self._made: list[torch.Tensor] = []
         self._next = 0
         self.ops: Ops = replace(
@@ -69,6 +70,7 @@ class Frozen:
             index_blocks=self._remembering(plain.index_blocks),
             router_topk=self._route,
             fake_quant=self.round_to,
+            row_finish=self._finish,
         )
 
     def start(self) -> None:
@@ -90,6 +92,25 @@ class Frozen:
         out: torch.Tensor = self._fake_quant(x, spec, **options) if first else x
         added = self._again(lambda: out.detach() - x.detach())
         return out if first else x + added
+
+    def _finish(
+        self,
+        x: torch.Tensor,
+        *tables: torch.Tensor,
+        quant: FakeQuant | None = None,
+        dims: int | None = None,
+        tail_bf16: bool = False,
+        pages_NBD: torch.Tensor | None = None,
+        write_T: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The op `row_finish`, rounding as above."""
+        rows: torch.Tensor = self._row_finish(x, *tables, **options)
+        if quant is not None:
+            rows = self.round_to(rows, quant, dims=dims, tail_bf16=tail_bf16)
+        if pages_NBD is not None:
+            self._cache_write(pages_NBD, rows, write_T)
+        return rows
 
     def _route(self, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self._again(lambda: self._router(x, weight, **options)[0])

@@ -21,7 +21,7 @@ from tests.unit.train.leaves import family
 from tests.unit.train.samples import make_sample
 from tests.unit.train.test_gradients import adapter_on
 
-CHATS = ([4, (3, 5), 9], [30], [2, (2, 2), 4], [21])  # two micro-batches see no picture, none fills the slowest pool
+CHATS = ([4, (3, 5), 9], [30], [2, (2, 2), 4], [21])  # two micro-batches see no image, none fills the slowest pool
 
 
 def run(name: str, device: str, folder: Path, processes: Processes, *, apart: bool = False) -> None:

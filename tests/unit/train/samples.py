@@ -1,4 +1,4 @@
-"""Training samples over small random models: runs of text and pictures, with every text token to be learned."""
+"""Training samples over small random models: runs of text and images, with every text token to be learned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED: tuple[Parts, ...] = ([21], [3, (3, 5), 9], [150], [2, (2, 2), 4, (5, 3), 
 
 
 def make_sample(config: ModelConfig, parts: Parts, seed: int = 0, vocab_size: int = 68) -> Sample:
-    """Runs of random text (a number of tokens) and random pictures (patch rows, columns), in order."""
+    """Runs of random text (a number of tokens) and random images (patch rows, columns), in order."""
     assert config.vision is not None
     pieces = [
         random_text(part, seed + number, vocab_size).tolist()

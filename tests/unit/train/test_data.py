@@ -37,7 +37,7 @@ def learner(tiny_folder: Path) -> Learner:
     return Learner(read_model_config(tiny_folder), tokenizer)
 
 
-def picture(size: tuple[int, int] = (60, 40), colour: str = "red") -> Image.Image:
+def image(size: tuple[int, int] = (60, 40), colour: str = "red") -> Image.Image:
     return Image.new("RGB", size, colour)
 
 
@@ -60,7 +60,7 @@ def test_what_the_model_would_draw_is_learnt_and_nothing_else(learner: Learner) 
 
 
 def test_a_chat_begins_as_the_question_that_is_served(learner: Learner) -> None:
-    for messages in ([USER, ANSWER], [shown(picture()), ANSWER, USER, ANSWER]):
+    for messages in ([USER, ANSWER], [shown(image()), ANSWER, USER, ANSWER]):
         sample = learner.sample(messages)
         asked = build_prompt(messages[:-1], learner.config, learner.tokenizer)
         assert np.array_equal(sample.prompt.ids_T[: len(asked)], asked.ids_T)
@@ -92,8 +92,8 @@ def test_tool_calls_are_learnt_and_their_results_are_not(learner: Learner) -> No
 
 
 def test_all_text_may_be_learnt_but_never_a_picture_or_the_first_token(learner: Learner) -> None:
-    """Positions of pictures are no targets."""
-    messages = [shown(picture()), ANSWER]
+    """Positions of images are no targets."""
+    messages = [shown(image()), ANSWER]
     sample = Learner(learner.config, learner.tokenizer, loss_on="all").sample(messages)
     is_text = sample.prompt.ids_T >= 0
     assert not is_text.all() and not sample.learn_T[~is_text].any() and not sample.learn_T[0]
@@ -123,9 +123,9 @@ def lines_of(path: Path, *entries: Any) -> Path:
 
 def test_pictures_are_paths_seen_from_the_file_or_data_urls(tmp_path: Path, learner: Learner) -> None:
     (tmp_path / "pictures").mkdir()
-    picture().save(tmp_path / "pictures" / "a.png")
+    image().save(tmp_path / "pictures" / "a.png")
     buffer = BytesIO()
-    picture().save(buffer, "PNG")
+    image().save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     entries = [{"messages": [shown(source), ANSWER]} for source in ("pictures/a.png", url)]
     chats, faults = read_chats(lines_of(tmp_path / "a.jsonl", *entries), learner, most_tokens=4096, progress=False)

@@ -38,7 +38,7 @@ ALL = ("attention", "compressor", "shared", "experts", "tower", "aligner")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A picture and what it shows, and a chat without one."""
+    """An image and what it shows, and a chat without one."""
     folder = tmp_path_factory.mktemp("data")
     Image.new("RGB", (56, 56), "red").save(folder / "red.png")
     shown = {"type": "image_url", "image_url": {"url": "red.png"}}
@@ -182,8 +182,8 @@ def test_a_tower_learns_from_chats_of_which_only_some_have_pictures(config: Trai
     config = replace(config, targets=("tower", "aligner"), warmup=0, lr=0.01, steps=4, batch_tokens=133)
     assert finetune(config, progress=False).finished
     rows = read_log(config.output / "training")
-    assert sorted(row.pictures for row in rows) == [0, 0, 1, 1]
-    assert all((row.norm > 0) == (row.pictures > 0) for row in rows)
+    assert sorted(row.images for row in rows) == [0, 0, 1, 1]
+    assert all((row.norm > 0) == (row.images > 0) for row in rows)
     assert all(pair.b_OR.any() for name, pair in read_adapter(config.output).modules.items() if "aligner" in name)
 
 
@@ -259,7 +259,7 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
 def test_a_target_that_could_learn_nothing_is_refused(
     config: TrainConfig, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without pictures an adapter of the tower stays what it is, which nobody asks for."""
+    """Without images an adapter of the tower stays what it is, which nobody asks for."""
     monkeypatch.setattr("spyglass.train.finetune.load_model", None)
     (tmp_path / "text.jsonl").write_text(data.read_text().splitlines()[1])
     blind = replace(config, data=tmp_path / "text.jsonl", targets=("attention", "tower"))

@@ -102,7 +102,7 @@ def test_the_use_of_experts_adds_up_over_micro_batches(run: Run) -> None:
 
 
 def test_the_bias_of_a_busy_expert_falls_and_that_of_an_idle_one_rises(run: Run) -> None:
-    """Expert 0 is made every row's choice and expert 1 none's: text by `gate.bias`, pictures by `gate.bias_vl`."""
+    """Expert 0 is made every row's choice and expert 1 none's: text by `gate.bias`, images by `gate.bias_vl`."""
     by_scores = [plan.index for plan in run.config.text.layers if plan.router == "topk"]
     routed = [f"layers.{index}{BIASES[0]}" for index in by_scores] + [
         name for name in run.biases if name.endswith(BIASES[1])

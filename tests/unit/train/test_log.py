@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def row(step: int, loss: float) -> Row:
     """Every number another one, so that none can stand for another."""
     return Row(
-        step=step, loss=loss, rate=step / 7, norm=3 + step / 9, targets=step, tokens=100 * step, pictures=2, seconds=0.5
+        step=step, loss=loss, rate=step / 7, norm=3 + step / 9, targets=step, tokens=100 * step, images=2, seconds=0.5
     )
 
 

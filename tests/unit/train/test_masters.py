@@ -26,7 +26,7 @@ def test_stored_values_are_those_of_the_packed_file(format: Format) -> None:
 
 
 def test_a_bias_moves_by_the_rate_towards_even_use_by_its_own_kind_of_rows() -> None:
-    """Expert 0 has too many text rows, expert 1 too few pictures; by how many does not matter."""
+    """Expert 0 has too many text rows, expert 1 too few images; by how many does not matter."""
     text = small_config().text
     layers, experts = text.num_hidden_layers, text.n_routed_experts
     biases = {f"layers.{layer}{name}": torch.zeros(experts) for layer in range(layers) for name in BIASES}

@@ -28,7 +28,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats of which two micro-batches see a picture and two do not, and none fills the slowest pool alone."""
+    """Chats of which two micro-batches see an image and two do not, and none fills the slowest pool alone."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("data")
@@ -50,7 +50,7 @@ def test_two_processes_go_on_with_a_run_of_one_as_if_nothing_had_changed(
 ) -> None:
     """FSDP2 over gloo, started by torchrun; packed weights and adapters of every layer are spread over both.
 
-    A model that is trained whole is held by each. A tower alone is trained by the micro-batches with pictures.
+    A model that is trained whole is held by each. A tower alone is trained by the micro-batches with images.
     """
     full = kind == "full"
 

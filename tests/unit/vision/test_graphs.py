@@ -158,7 +158,7 @@ def test_padded_equals_packed_for_another_config() -> None:
 def build(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "varlen") -> Build:
     ops = bind_ops("cpu", "float32", "reference")
     chosen = {**ops.chosen, "vit_attention": attention}
-    return Build(ops=dataclasses.replace(ops, chosen=chosen), device=torch.device(device), dtype=dtype)
+    return Build(ops=ops.replaced(chosen), device=torch.device(device), dtype=dtype)
 
 
 def test_graphs_need_cuda_and_an_attention_that_asks_the_host_nothing() -> None:

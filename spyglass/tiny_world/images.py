@@ -1,7 +1,7 @@
 """From a scene to pixels: a background, bright shapes, printed text.
 
 Muted backgrounds keep to the middle of the brightness range and to weak colours, so that every colour of a thing, black
-and white included, stands out. The others are white or black, and nothing in such a picture is.
+and white included, stands out. The others are white or black, and nothing in such an image is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOISE_TILE = 64
 _CAPITAL = 0.7  # height of a capital of the font over its size
 _BITMAP, _BITMAP_CAPITAL = (6, 11), 6  # pixels of a letter of the bitmap font, and of its capitals
 _TRIAL = 40.0  # pixels of a capital when the breadth of a text is measured
-_SMOOTH = 0.5  # share of the pictures whose shapes have smooth edges
+_SMOOTH = 0.5  # share of the images whose shapes have smooth edges
 _PURE = 0.4  # share of the things in a pure colour
 _RIM = 0.035  # breadth of an outline over the size of its thing
 _ARM = 0.36  # breadth of a cross's arm
@@ -34,22 +34,22 @@ _HOLE = 0.27  # from a ring's edge to its hole
 
 
 def draw(scene: Scene, rng: Generator) -> Image.Image:
-    """The picture of a scene, RGB. `rng` decides the background, the shades of the colours and how smooth edges are."""
-    picture = _background(scene.background, scene.size, rng)
+    """The image of a scene, RGB. `rng` decides the background, the shades of the colours and how smooth edges are."""
+    image = _background(scene.background, scene.size, rng)
     smooth = bool(rng.random() < _SMOOTH)
     for thing in scene.things:
         if thing.outline is not None:
-            picture.paste(shade(thing.outline, rng), thing.box, shape_mask(thing, smooth=smooth))
-        picture.paste(shade(thing.colour, rng), thing.box, shape_mask(thing, smooth=smooth, inside=True))
+            image.paste(shade(thing.outline, rng), thing.box, shape_mask(thing, smooth=smooth))
+        image.paste(shade(thing.colour, rng), thing.box, shape_mask(thing, smooth=smooth, inside=True))
     if scene.label is not None:
         mask = label_mask(scene.label)
-        picture.paste(shade(scene.label.colour, rng), label_box(scene.label, scene.size), mask)
-    return picture
+        image.paste(shade(scene.label.colour, rng), label_box(scene.label, scene.size), mask)
+    return image
 
 
-def invert(picture: Image.Image) -> Image.Image:
-    """The negative of an RGB picture."""
-    return picture.point([255 - value for value in range(256)] * 3)
+def invert(image: Image.Image) -> Image.Image:
+    """The negative of an RGB image."""
+    return image.point([255 - value for value in range(256)] * 3)
 
 
 def shape_mask(thing: Thing, *, smooth: bool = True, inside: bool = False) -> Image.Image:
@@ -71,14 +71,14 @@ def shape_mask(thing: Thing, *, smooth: bool = True, inside: bool = False) -> Im
 
 
 def label_box(label: Label, size: tuple[int, int]) -> Box:
-    """Where the letters of a label are in a picture of this size."""
+    """Where the letters of a label are in an image of this size."""
     width, height = label_mask(label).size
     x, y = (round(at * (room - used)) for at, room, used in zip(label.place, size, (width, height), strict=True))
     return x, y, x + width, y + height
 
 
 def largest_letter(text: str, style: Lettering, size: tuple[int, int]) -> float:
-    """Height of a capital at which `text` is as broad or as high as the picture."""
+    """Height of a capital at which `text` is as broad or as high as the image."""
     width, height = label_mask(Label(text=text, colour="black", letter=_TRIAL, place=(0.0, 0.0), style=style)).size
     return _TRIAL * min(size[0] / width, size[1] / height)
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.unit.params.test_table import flash_vision
 
 from spyglass.checkpoint.layout import plan_layout
 from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
 from spyglass.params.table import param_table
+from tests.unit.params.test_table import flash_vision
 
 INDEXER = "model.layers.4.self_attn.compressor.indexer"
 # spec v4 2.3, and the modules of transformers' own model

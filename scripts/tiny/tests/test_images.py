@@ -1,4 +1,4 @@
-"""What is drawn is what was said: the pictures are read back from their pixels, and questions answered from that."""
+"""What is drawn is what was said: the images are read back from their pixels, and questions answered from that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spyglass.prompt.plan import plan_image
 from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
-from spyglass.tiny_world.pictures import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask
+from spyglass.tiny_world.images import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS
 from spyglass.tiny_world.scene import Label, Lettering, Scene, Thing, pick_size
 from spyglass.tiny_world.words import COLOURS, COUNTS, ORDINALS, POSITIONS, PRINTED_WORDS, SHAPES, SIDES
@@ -27,7 +27,7 @@ GRID = {name: (row, column) for row, names in enumerate(POSITIONS) for column, n
 
 
 def cases(kind: str, count: int, form: str | None = None, split: str = "test") -> list[Case]:
-    """Cases with pictures of at most 400 pixels a side, which are quick to read."""
+    """Cases with images of at most 400 pixels a side, which are quick to read."""
     made = (make_case(11, index, split, kinds=(kind,)) for index in range(10_000))  # type: ignore[arg-type]
     small = (case for case in made if max(max(scene.size) for scene in case.scenes) <= 400)
     return list(islice((case for case in small if form in (None, case.words.form)), count))
@@ -59,13 +59,13 @@ def word_of(answer: str, words: Sequence[str]) -> str:
 @pytest.mark.parametrize("split", ["test", "unseen"])
 def test_colour_answers_are_the_colours_in_the_picture(split: str) -> None:
     for case in cases("colour", 40, split=split):
-        thing = only(named(case.question, see(case.pictures[0])))
+        thing = only(named(case.question, see(case.images[0])))
         assert word_of(case.answer, tuple(COLOURS)) == thing.colour
 
 
 def test_shape_answers_are_the_shapes_in_the_picture() -> None:
     for case in cases("shape", 40):
-        thing = only(named(case.question, see(case.pictures[0])))
+        thing = only(named(case.question, see(case.images[0])))
         assert word_of(case.answer, SHAPES) == thing.shape
 
 
@@ -73,7 +73,7 @@ def test_shape_answers_are_the_shapes_in_the_picture() -> None:
 def test_counts_are_those_of_the_picture(split: str) -> None:
     for case in cases("count", 60, split=split):
         question = case.question.removesuffix(" Answer in a sentence.").removesuffix(" Be brief.")
-        number = len(named(question, see(case.pictures[0])))
+        number = len(named(question, see(case.images[0])))
         assert word_of(case.answer.split("There ")[-1].lower(), COUNTS) == COUNTS[number]
 
 
@@ -94,9 +94,9 @@ def test_counts_of_a_colour_and_shape_stand_beside_things_with_one_of_the_two(sp
 
 def test_positions_are_the_thirds_in_which_the_thing_lies() -> None:
     for case in cases("position", 60, "position"):
-        thing = only(named(case.question, see(case.pictures[0])))
+        thing = only(named(case.question, see(case.images[0])))
         place = max((name for name in GRID if name in case.answer.lower()), key=len)
-        width, height = case.pictures[0].size
+        width, height = case.images[0].size
         assert GRID[place] == (int(thing.centre[1] / height * 3), int(thing.centre[0] / width * 3))
 
 
@@ -109,7 +109,7 @@ def test_sides_are_plain_to_see() -> None:
         "below": lambda x, y: y,
     }
     for case in cases("position", 60, "side"):
-        seen = see(case.pictures[0])
+        seen = see(case.images[0])
         pair = case.words.pair
         thing = only([one for one in seen if (one.colour, one.shape) == pair])
         other = only([one for one in seen if one is not thing])
@@ -122,10 +122,10 @@ def test_sides_are_plain_to_see() -> None:
 def test_boxes_are_those_of_the_pixels() -> None:
     """Within two pixels of rounding, since corners of boxes lie on steps of 50; a smooth tip loses one more."""
     for case in cases("grounding", 60):
-        picture = case.pictures[0]
-        thing = only(named(case.question, see(picture)))
+        image = case.images[0]
+        thing = only(named(case.question, see(image)))
         (box,) = parse_answer(case.answer).boxes
-        for said, edge, side in zip(box, thing.box, (*picture.size, *picture.size), strict=True):
+        for said, edge, side in zip(box, thing.box, (*image.size, *image.size), strict=True):
             most = 3.5 if thing.shape in ("triangle", "star") else 2.5
             assert abs(said / 999 * side - edge) <= most, (case.answer, thing)
             assert said % 50 == 0
@@ -135,18 +135,18 @@ def test_boxes_are_those_of_the_pixels() -> None:
 def test_which_picture_shows_a_thing_is_true() -> None:
     for case in cases("compare", 30, "which"):
         question = case.question.removesuffix(" Answer in a sentence.").removesuffix(" Be brief.")
-        having = [number for number, picture in enumerate(case.pictures) if named(question, see(picture))]
+        having = [number for number, image in enumerate(case.images) if named(question, see(image))]
         answer = case.answer.lower()
         if len(having) == 1:
             assert word_of(answer, ORDINALS) == ORDINALS[having[0]]
         else:
             assert answer.startswith("all" if having else ("no", "none")), (answer, having)
-            assert len(having) in (0, len(case.pictures))
+            assert len(having) in (0, len(case.images))
 
 
 def test_the_picture_with_the_most_things_has_so_many() -> None:
     for case in cases("compare", 15, "most"):
-        numbers = [len(see(picture)) for picture in case.pictures]
+        numbers = [len(see(image)) for image in case.images]
         assert numbers.count(max(numbers)) == 1
         assert word_of(case.answer, ORDINALS) == ORDINALS[numbers.index(max(numbers))]
         assert COUNTS[max(numbers)] in re.findall(r"\w+", case.answer.lower())
@@ -154,21 +154,21 @@ def test_the_picture_with_the_most_things_has_so_many() -> None:
 
 def test_exactly_one_shape_is_in_all_pictures() -> None:
     for case in cases("compare", 15, "shared"):
-        shared = set.intersection(*({thing.shape for thing in see(picture)} for picture in case.pictures))
+        shared = set.intersection(*({thing.shape for thing in see(image)} for image in case.images))
         assert shared == {word_of(case.answer, SHAPES)}
 
 
 def test_the_colour_in_one_of_several_pictures_is_that_one() -> None:
     for case in cases("compare", 15, "colour in"):
-        picture = case.pictures[ORDINALS.index(word_of(case.question, ORDINALS))]
+        image = case.images[ORDINALS.index(word_of(case.question, ORDINALS))]
         shape = word_of(case.question, SHAPES)
-        thing = only([one for one in see(picture) if one.shape == shape])
+        thing = only([one for one in see(image) if one.shape == shape])
         assert word_of(case.answer, tuple(COLOURS)) == thing.colour
 
 
 def test_second_questions_of_a_chat_are_answered_from_the_picture() -> None:
     for case in cases("chat", 45):
-        seen = see(case.pictures[0])
+        seen = see(case.images[0])
         thing = only([one for one in seen if (one.colour, one.shape) == case.words.pair])
         first, said, _ = case.words.turns
         about = only(named(first, seen))
@@ -176,7 +176,7 @@ def test_second_questions_of_a_chat_are_answered_from_the_picture() -> None:
         if case.words.form == "then position":
             assert about == thing
             place = max((name for name in GRID if name in case.answer.lower()), key=len)
-            width, height = case.pictures[0].size
+            width, height = case.images[0].size
             assert GRID[place] == (int(thing.centre[1] / height * 3), int(thing.centre[0] / width * 3))
         else:
             assert about != thing and only(named(case.question, seen)) == thing
@@ -195,7 +195,7 @@ def test_reasoning_lists_what_is_seen() -> None:
             listed[colour, shape if shape in SHAPES else shape.removesuffix("es" if "oss" in shape else "s")] += (
                 COUNTS.index(count)
             )
-        assert listed == Counter((thing.colour, thing.shape) for thing in see(case.pictures[0])), case.reasoning
+        assert listed == Counter((thing.colour, thing.shape) for thing in see(case.images[0])), case.reasoning
 
 
 def test_inverted_pictures_have_the_answers_of_the_originals() -> None:
@@ -203,9 +203,9 @@ def test_inverted_pictures_have_the_answers_of_the_originals() -> None:
         plain = make_case(4, index, kinds=("colour",))
         negative = make_case(4, index, kinds=("colour",), variant="negative")
         assert negative.question == plain.question and negative.answer == plain.answer
-        assert ImageChops.difference(negative.pictures[0], ImageChops.invert(plain.pictures[0])).getbbox() is None
-    picture = Image.fromarray(default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
-    assert invert(invert(picture)).tobytes() == picture.tobytes() != invert(picture).tobytes()
+        assert ImageChops.difference(negative.images[0], ImageChops.invert(plain.images[0])).getbbox() is None
+    image = Image.fromarray(default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    assert invert(invert(image)).tobytes() == image.tobytes() != invert(image).tobytes()
 
 
 def test_sizes_span_what_the_models_meet_and_are_mostly_small() -> None:
@@ -389,11 +389,11 @@ def test_backgrounds_leave_room_for_black_white_and_bright_colours(kind: str) ->
     low, high = np.array(list(PALETTE.values())).swapaxes(0, 1)
     looks = set()
     for seed in range(12):
-        picture = draw(Scene(size=(90, 60), background=kind), default_rng(seed))
-        pixels = np.asarray(picture).reshape(-1, 3).astype(int)
+        image = draw(Scene(size=(90, 60), background=kind), default_rng(seed))
+        pixels = np.asarray(image).reshape(-1, 3).astype(int)
         assert 62 <= pixels.min() and pixels.max() <= 205
         off = np.maximum(low - pixels[:, None], pixels[:, None] - high).max(-1).min(1)
         assert (off >= 12).mean() > 0.995
-        looks.add(picture.tobytes())
+        looks.add(image.tobytes())
     assert len(looks) == 12
     assert len(PHOTOS) >= 4
