@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spyglass.engine.detokenize import Detokenizer, DetokenizerState
 from spyglass.engine.request import FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
-from spyglass.engine.structured.grammar import GrammarMatcher
+from spyglass.engine.structured.grammar import Matcher
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
@@ -62,14 +62,15 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar.
+    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar,
+    or of its least length.
 
     It may be submitted any number of times.
     """
 
     prompt: Prompt
     params: SamplingParams
-    matcher: GrammarMatcher | None = None
+    matcher: Matcher | None = None
 
 
 class Answer:
