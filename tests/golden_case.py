@@ -35,8 +35,6 @@ def _encode(found: Mapping[str, Any], case: str, orders: list[Any], model: Visio
         stored = torch.from_numpy(found[f"{case}.{j}.patches"])
         patches.append(stored.view(torch.bfloat16).float() if stored.dtype == torch.int16 else stored)
         grids.append((int(found[f"{case}.{j}.vit_grid"][0]), int(found[f"{case}.{j}.vit_grid"][1])))
-    images = pack_images(
-        patches, grids, [len(order) for order in orders], model.config.vision, device=model.options.build.device
-    )
+    images = pack_images(patches, grids, model.config.vision, device=model.options.build.device)
     with torch.inference_mode():
         return model.encode_images(images).cpu()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.images import Grid, num_cells, pack_images
+from spyglass.batch.images import Grid, pack_images
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.layers.build import Build, weight_slots
@@ -83,8 +83,7 @@ class Vision:
         return [*weight_slots(self.tower), *weight_slots(self.aligner)]
 
     def pack(self, patches: list[NDArray[Any]], grids: list[Grid], slots: list[int] | None = None) -> ImageBatch:
-        cells = [num_cells(grid, self.config.downsample_ratio) for grid in grids]
-        return pack_images(patches, grids, cells, self.config, device=self.device, slots=slots)
+        return pack_images(patches, grids, self.config, device=self.device, slots=slots)
 
     def encode(self, patches: list[NDArray[Any]], grids: list[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the tower [U, Y] and of the aligner [I, C]."""

@@ -309,7 +309,7 @@ def train_all(keys: Sequence[str], options: Mapping[str, Any]) -> int:
     while waiting or running:
         while waiting and free:
             device = free.pop(0)
-            running[device] = subprocess.Popen(_call_of(waiting.popleft(), dict(options) | {"device": device}))
+            running[device] = subprocess.Popen(command_of(waiting.popleft(), dict(options) | {"device": device}))
         time.sleep(_LOOK_EVERY)
         for device, process in list(running.items()):
             if process.poll() is not None:
@@ -320,7 +320,7 @@ def train_all(keys: Sequence[str], options: Mapping[str, Any]) -> int:
     return failed
 
 
-def _call_of(key: str, options: dict[str, Any]) -> list[str]:
+def command_of(key: str, options: dict[str, Any]) -> list[str]:
     """The command that trains one."""
     flags = ["--compile"] * options.pop("compiled")
     flags += [f"--{name}={value}" for name, value in options.items() if value is not None]

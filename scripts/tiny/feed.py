@@ -27,7 +27,7 @@ from spyglass.tiny_world.cases import EFFORT, Split, make_case
 from spyglass.tiny_world.words import Variant
 from spyglass.train.data import Learner
 
-_LOOK_EVERY = 5.0  # seconds, for whether the parent is still there
+LOOK_EVERY = 5.0  # seconds, for whether the parent is still there
 CASES_A_STEP = 4096  # more than fit, so that steps never share a case
 
 
@@ -133,7 +133,7 @@ class Feed:
         assert parent is not None
         while parent.is_alive():
             try:
-                slot: int = self._free.get(timeout=_LOOK_EVERY)
+                slot: int = self._free.get(timeout=LOOK_EVERY)
             except queue.Empty:
                 continue
             return slot

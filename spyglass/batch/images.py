@@ -30,26 +30,17 @@ def num_cells(grid: Grid, ratio: int) -> int:
 def pack_images(
     patches: Sequence[PatchArray],
     vit_grids: Sequence[Grid],
-    image_positions: Sequence[int],
     vision: VisionConfig,
     *,
     device: torch.device | str = "cpu",
     slots: Sequence[int] | None = None,
 ) -> ImageBatch:
-    """Pack the pictures of one step, in the order given.
+    """Pack the images of one step, which `check_pictures` has seen, in the order given.
 
-    `patches` per picture [N, 3, p, p]: uint8 pixels, or floats already normalised. `vit_grids` (rows, columns) of
-    patches. `image_positions`: IMAGE positions a picture fills in its prompt (`len(span.order)`). `slots`: adapter of
-    each picture, 0 = none. Pixels stay uint8 when all pictures have pixels; otherwise all become float32.
-
-    Raises:
-        PromptError: the three lists differ in length, or patches, grid and positions of a picture do not agree.
+    `patches` per image [N, 3, p, p]: uint8 pixels, or floats already normalised. `vit_grids` (rows, columns) of
+    patches. `slots`: adapter of each image, 0 = none. Pixels stay uint8 when all images have pixels; otherwise all
+    become float32.
     """
-    check_pictures(patches, vit_grids, image_positions, vision)
-    if slots is not None and len(slots) != len(patches):
-        raise PromptError(
-            f"{len(slots)} adapter slots were given for {len(patches)} pictures; give one each, 0 for none"
-        )
     grids = tuple((int(rows), int(columns)) for rows, columns in vit_grids)
     return ImageBatch(
         patches_U=_join([_tensor(pixels) for pixels in patches], vision.patch_size).to(device),
@@ -62,10 +53,10 @@ def pack_images(
 def check_pictures(
     patches: Sequence[PatchArray], vit_grids: Sequence[Grid], image_positions: Sequence[int], vision: VisionConfig
 ) -> None:
-    """The checks of `pack_images` alone, for when a request arrives.
+    """Whether images can be packed; `image_positions`: IMAGE positions each fills in its prompt (`len(span.order)`).
 
     Raises:
-        PromptError: as `pack_images`.
+        PromptError: the three lists differ in length, or patches, grid and positions of an image do not agree.
     """
     if len({len(patches), len(vit_grids), len(image_positions)}) > 1:
         missing = min(len(patches), len(vit_grids), len(image_positions))

@@ -89,22 +89,20 @@ class Measured:
 
     def images(self, grids: Sequence[Grid]) -> ImageBatch:
         """Random pixels on the device."""
-        side, ratio = self.vision.patch_size, self.vision.downsample_ratio
+        side = self.vision.patch_size
         pixels = [
             torch.randint(
                 0, 256, (h * w, 3, side, side), dtype=torch.uint8, device=self.device, generator=self.generator
             )
             for h, w in grids
         ]
-        cells = [num_cells(grid, ratio) for grid in grids]
-        return pack_images(pixels, grids, cells, self.vision, device=self.device)
+        return pack_images(pixels, grids, self.vision, device=self.device)
 
     def split(self, images: ImageBatch) -> list[ImageBatch]:
         """One batch per image."""
         parts = images.patches_U.split([h * w for h, w in images.grids_I2])
-        ratio = self.vision.downsample_ratio
         return [
-            pack_images([part], [grid], [num_cells(grid, ratio)], self.vision, device=self.device)
+            pack_images([part], [grid], self.vision, device=self.device)
             for part, grid in zip(parts, images.grids_I2, strict=True)
         ]
 

@@ -182,7 +182,6 @@ class Runner:
             batch = pack_images(
                 [sequence.prompt.patches[image] for sequence, image in holders],
                 [sequence.prompt.plans[image].vit_grid for sequence, image in holders],
-                [len(sequence.prompt.spans[image].order) for sequence, image in holders],
                 self._config.vision,
                 device=self._device,
                 slots=[sequence.adapter.slot for sequence, _ in holders],

@@ -75,9 +75,8 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the text has a lone surrogate at character {error.start}; send valid Unicode") from None
         try:
-            ids: list[int] = self.text_only.encode_batch([text])[
-                0
-            ].ids  # `encode` would stop every other thread meanwhile
+            # `encode` would stop every other thread meanwhile
+            ids: list[int] = self.text_only.encode_batch([text])[0].ids
         except BaseException as error:  # a library that panics raises what is no Exception
             if type(error).__name__ != "PanicException":
                 raise

@@ -147,5 +147,4 @@ def _images(samples: Sequence[Sample], config: ModelConfig, device: torch.device
     if not patches or config.vision is None:
         return None
     grids = [plan.vit_grid for prompt in prompts for plan in prompt.plans]
-    positions = [len(span.order) for prompt in prompts for span in prompt.spans]
-    return pack_images(patches, grids, positions, config.vision, device=device, slots=[slot] * len(patches))
+    return pack_images(patches, grids, config.vision, device=device, slots=[slot] * len(patches))

@@ -65,7 +65,7 @@ def test_each_picture_is_seen_through_its_own_adapter(device: str, world: Small)
         model = world.model(weights, device=device, ops=ops)
         pool = AdapterPool(model)
         slots = [pool.attach(str(number), each).slot for number, each in enumerate(attached)] or [0]
-        images = pack_images(given, GRIDS, cells, vision, device=device, slots=[slots[0], 0, slots[0]])
+        images = pack_images(given, GRIDS, vision, device=device, slots=[slots[0], 0, slots[0]])
         with torch.inference_mode():
             return list(model.encode_images(images).cpu().split(cells))
 

@@ -41,7 +41,6 @@ def test_the_engine_equals_the_plain_driver(model: Any, whole: torch.Tensor) -> 
     images = pack_images(
         prompt.patches,
         [plan.vit_grid for plan in prompt.plans],
-        [len(span.order) for span in prompt.spans],
         model.config.vision,
     )
     tokens = Tokens(

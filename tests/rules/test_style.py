@@ -167,3 +167,29 @@ def test_no_text_file_holds(pattern: re.Pattern[str]) -> None:
                 if pattern.search(line):
                     found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names with an underscore that a test takes from something else than itself, patches by name included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spyglass"):
+            yield from (alias.name for alias in node.names if re.match(r"_[a-zA-Z]", alias.name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            texts = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
+            yield from (text for text in texts if isinstance(text, str) and re.search(r"(^|\.)_[a-zA-Z]\w*$", text))
+
+
+def test_tests_use_what_is_public() -> None:
+    """Private names may change without a test noticing; what tests must see or steer gets a public one."""
+    of_others = {"parser._actions", "shutil._ntuple_diskusage"}  # of Python's library
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("test_*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name not in of_others and not name.endswith(")._actions")
+    ]
+    assert not found

@@ -212,6 +212,6 @@ def test_adapters_are_trained_one_at_a_time_on_a_device_and_failures_are_counted
             f"{key} on {options['device']}",
         ]
 
-    monkeypatch.setattr(adapters, "_call_of", call)
+    monkeypatch.setattr(adapters, "command_of", call)
     assert train_all(["a", "b", "c"], {"device": "cpu"}) == 1
     assert log.read_text().split("\n") == [*[f"{key} on cpu" for key in "aabbcc"], ""]

@@ -100,7 +100,7 @@ import os, multiprocessing
 from pathlib import Path
 from scripts.tiny import feed
 from scripts.tiny.tests.test_script import CAPACITY
-feed._LOOK_EVERY = 0.2
+feed.LOOK_EVERY = 0.2
 source = feed.Source(folder=Path({str(find_model("spyglass-tiny-v4"))!r}), capacity=CAPACITY, kinds=("text",))
 made = feed.Feed(source=source, processes=1, slots=1)
 made.start()

@@ -397,7 +397,7 @@ def _finish(
         total = tl.zeros([WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):
             product = tl.sum(tl.load(from_ptr + m, mask=there, other=0.0), axis=0)
-            pre = _sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
+            pre = sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
             tl.store(pre_ptr + row * STREAMS + m, pre)
             if COLLAPSES:
                 if GIVEN:
@@ -419,7 +419,7 @@ def _finish(
         post_there = there[:, None] & real[None, :]
         post = tl.sum(tl.load(from_ptr[:, None] + STREAMS + source[None, :], mask=post_there, other=0.0), axis=0)
         post = post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + STREAMS + source, mask=real, other=0.0)
-        tl.store(post_ptr + row * STREAMS + source, 2 * _sigmoid(post), mask=real)
+        tl.store(post_ptr + row * STREAMS + source, 2 * sigmoid(post), mask=real)
         both = real[:, None] & (target < STREAMS)[None, :]
         place = source[:, None] * STREAMS + target[None, :]
         comb_from = from_ptr[:, None, None] + 2 * STREAMS + place[None, :, :]
@@ -496,61 +496,6 @@ def _store_four(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.t
 
 
 @triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """1 / (1 + e^-x), fp32."""
     return 1 / (1 + tl.exp(-x))
-
-
-def finish_head(
-    sums: Sums, streams_TMC: torch.Tensor, scale_1: torch.Tensor, base_M: torch.Tensor, norm_eps: float, hc_eps: float
-) -> torch.Tensor:
-    """σ(m · scale + base) + hc_eps from their sums, [T, M]."""
-    _, splits, OUTPUTS = sums.products.shape
-    rows, streams, width = streams_TMC.shape
-    out_TM = torch.empty((rows, streams), dtype=torch.float32, device=sums.products.device)
-    if rows:
-        _finish_head[(rows,)](
-            sums.products,
-            sums.squares,
-            scale_1,
-            base_M,
-            out_TM,
-            width,
-            splits,
-            norm_eps,
-            hc_eps,
-            STREAMS=streams,
-            OUTPUTS=OUTPUTS,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=1,
-            enable_fp_fusion=False,
-            **overlap(sums.products),
-        )
-    return out_TM
-
-
-@triton.jit
-def _finish_head(
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    norm_eps: tl.tensor,
-    hc_eps: tl.tensor,
-    STREAMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    begin(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    there = split < splits
-    squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
-    for m in tl.static_range(STREAMS):
-        product = tl.load(products_ptr + (row * splits + split) * OUTPUTS + m, mask=there, other=0.0)
-        value = _sigmoid(tl.sum(product, axis=0) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
-        tl.store(out_ptr + row * STREAMS + m, value)

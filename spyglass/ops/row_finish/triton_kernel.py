@@ -39,7 +39,7 @@ def finish(
         return
     HEADS = min(max(_VALUES // dim, 1), triton.next_power_of_2(heads))
     writes = pages_ND is not None and write_T is not None
-    _finish[(rows, triton.cdiv(heads, HEADS))](
+    _finish_rows[(rows, triton.cdiv(heads, HEADS))](
         x_THD,
         cos_TR,
         sin_TR,
@@ -73,7 +73,7 @@ def finish(
 
 
 @triton.jit
-def _finish(
+def _finish_rows(
     x_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,

@@ -36,7 +36,7 @@ def pixels(grid: tuple[int, int], seed: int = 0) -> NDArray[np.uint8]:
 def test_pictures_lie_one_after_the_other_as_pixels() -> None:
     grids = [(2, 3), (1, 1), (4, 2)]
     patches = [pixels(grid, seed) for seed, grid in enumerate(grids)]
-    packed = pack_images(patches, grids, [num_cells(grid, 3) for grid in grids], V4, slots=[2, 0, 1])
+    packed = pack_images(patches, grids, V4, slots=[2, 0, 1])
     assert packed.patches_U.dtype == torch.uint8
     assert np.array_equal(packed.patches_U.numpy(), np.concatenate(patches))
     assert packed.cu_seqlens_I1.tolist() == [0, 6, 7, 15] and packed.cu_seqlens_I1.dtype == torch.int32
@@ -46,7 +46,7 @@ def test_pictures_lie_one_after_the_other_as_pixels() -> None:
 
 def test_pixels_beside_floats_are_normalised() -> None:
     floats = np.random.default_rng(1).normal(size=(4, 3, 14, 14)).astype(np.float32)
-    packed = pack_images([pixels((1, 2)), floats], [(1, 2), (2, 2)], [1, 1], V4)
+    packed = pack_images([pixels((1, 2)), floats], [(1, 2), (2, 2)], V4)
     assert packed.patches_U.dtype == torch.float32
     assert torch.equal(packed.patches_U[:2], pixel_table()[torch.from_numpy(pixels((1, 2))).long()])
     assert np.array_equal(packed.patches_U[2:].numpy(), floats)
@@ -56,14 +56,12 @@ def test_read_only_and_strided_arrays_and_tensors_are_accepted() -> None:
     frozen = pixels((2, 2))
     frozen.setflags(write=False)
     strided = np.repeat(pixels((2, 2), 1), 2, axis=0)[::2]
-    packed = pack_images(
-        [frozen, strided, torch.from_numpy(pixels((1, 1), 2))], [(2, 2), (2, 2), (1, 1)], [1, 1, 1], V4
-    )
+    packed = pack_images([frozen, strided, torch.from_numpy(pixels((1, 1), 2))], [(2, 2), (2, 2), (1, 1)], V4)
     assert np.array_equal(packed.patches_U.numpy(), np.concatenate([frozen, strided, pixels((1, 1), 2)]))
 
 
 def test_no_picture_is_an_empty_batch() -> None:
-    packed = pack_images([], [], [], V4)
+    packed = pack_images([], [], V4)
     assert packed.patches_U.shape == (0, 3, 14, 14) and packed.cu_seqlens_I1.tolist() == [0] and packed.grids_I2 == ()
 
 
@@ -82,7 +80,8 @@ def report_patches() -> list[NDArray[np.uint8]]:
 
 
 def test_the_untampered_batch_of_field_report_25_packs() -> None:
-    packed = pack_images(report_patches(), GRIDS, [169, 192, 169], REPORT)
+    check_pictures(report_patches(), GRIDS, [169, 192, 169], REPORT)
+    packed = pack_images(report_patches(), GRIDS, REPORT)
     assert packed.patches_U.shape[0] == 4652
 
 
@@ -93,7 +92,7 @@ def test_a_dropped_or_added_patch_names_the_picture_and_both_counts(picture: int
     expected = len(patches[picture])
     patches[picture] = np.resize(patches[picture], (expected + change, 3, 14, 14))
     with pytest.raises(PromptError, match=rf"picture {picture}: .*needs {expected} patches, {expected + change} were"):
-        pack_images(patches, GRIDS, [169, 192, 169], REPORT)
+        check_pictures(patches, GRIDS, [169, 192, 169], REPORT)
 
 
 @pytest.mark.parametrize("picture", [0, 1, 2])
@@ -104,15 +103,13 @@ def test_image_positions_that_do_not_fit_the_grid_name_the_picture(picture: int,
     with pytest.raises(
         PromptError, match=rf"picture {picture}: {positions[picture]} image positions .* gives 1\d\d rows"
     ):
-        pack_images(report_patches(), GRIDS, positions, REPORT)
+        check_pictures(report_patches(), GRIDS, positions, REPORT)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_missing_picture_in_any_of_the_lists_is_refused(lost: int) -> None:
     lists: list[list[object]] = [list(report_patches()), list(GRIDS), [169, 192, 169]]
     del lists[lost][-1]
-    with pytest.raises(PromptError, match="picture 2 is missing"):
-        pack_images(*lists, REPORT)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="picture 2 is missing"):
         check_pictures(*lists, REPORT)  # type: ignore[arg-type]
 
@@ -131,9 +128,4 @@ def test_patches_of_another_shape_or_kind_are_refused(
     patches: NDArray[np.generic], grid: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        pack_images([patches], [grid], [1], V4)
-
-
-def test_slots_are_one_per_picture() -> None:
-    with pytest.raises(PromptError, match="2 adapter slots were given for 1 pictures; give one each"):
-        pack_images([pixels((1, 1))], [(1, 1)], [1], V4, slots=[0, 1])
+        check_pictures([patches], [grid], [1], V4)

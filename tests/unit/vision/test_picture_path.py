@@ -66,7 +66,6 @@ def ours(config: ModelConfig, weights: dict[str, NDArray[np.float32]], prompt: P
     images = pack_images(
         prompt.patches,
         [plan.vit_grid for plan in prompt.plans],
-        [len(span.order) for span in prompt.spans],
         config.vision,
     )
     with torch.inference_mode():
