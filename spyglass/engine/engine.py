@@ -27,7 +27,7 @@ from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.engine.stats import EngineStats
-from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, GrammarMatcher
+from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
@@ -169,7 +169,10 @@ class Engine:
         """
         check_prompt(prompt, self._config, images=self._images)
         check_params(params, prompt, self.max_length, self.vocab_size, spelled=self._token_bytes is not None)
-        matcher: GrammarMatcher | None = None
+        matcher: Matcher | None = None
+        if params.min_tokens:
+            ends = {*params.stop_token_ids, *self._config.eos_token_ids}
+            matcher = MinLength(params.min_tokens, ends, self.vocab_size)
         if params.structured is not None:
             if self._grammars is None:
                 raise PromptError(

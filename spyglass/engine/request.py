@@ -60,7 +60,8 @@ class SamplingParams:
     multiplies negative logits of tokens of prompt or answer; of tokens of the answer, `presence_penalty` is subtracted
     once, `frequency_penalty` once per occurrence. `seed` None = a fresh one per request. `stop` strings end the answer
     and are not part of its text, with `stop_after` only behind that text; `stop_token_ids` end it too, as end-of-text
-    ids do unless `ignore_eos`. `max_tokens` None = as long as the model's limit allows; 0 = only the prompt is run.
+    ids do unless `ignore_eos`. `min_tokens`: no end token before so many.
+    `max_tokens` None = as long as the model's limit allows; 0 = only the prompt is run.
     `logprobs` n = log-probability of each chosen token and of the n most likely, at most 1,000; `prompt_logprobs` the
     same for the prompt. Log-probabilities are the model's own: before bans, biases, penalties and temperature.
     `logit_bias` is added to the logits of token ids, -100 to 100, before penalties. `structured` restricts the answer
@@ -82,6 +83,7 @@ class SamplingParams:
     stop_after: str | None = None
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 256
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -98,9 +100,14 @@ class SamplingParams:
         _require_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda x: -2 <= x <= 2)
         _require_count("top_k", self.top_k)
+        _require_count("min_tokens", self.min_tokens)
         for name, most in (("max_tokens", None), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), most)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise PromptError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        if self.min_tokens and self.structured is not None:
+            raise PromptError("min_tokens cannot be had with structured output, which ends where it ends; drop one")
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
             raise PromptError(f"seed is {_shown(self.seed)}, expected None or an integer from 0 to 2**64 - 1")
         _require_biases(self.logit_bias)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spyglass.engine.detokenize import Detokenizer, DetokenizerState
 from spyglass.engine.request import FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
-from spyglass.engine.structured.grammar import GrammarMatcher
+from spyglass.engine.structured.grammar import Matcher
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.prompt.visibility import legal_cuts
@@ -62,14 +62,15 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar.
+    """A prompt and its parameters, checked by `Engine.prepare`; `matcher` is at the beginning of the answer's grammar,
+    or of its least length.
 
     It may be submitted any number of times.
     """
 
     prompt: Prompt
     params: SamplingParams
-    matcher: GrammarMatcher | None = None
+    matcher: Matcher | None = None
 
 
 class Answer:
@@ -77,11 +78,6 @@ class Answer:
 
     `limit` bounds its tokens, `ends` are ids that end it. `truncate` reaches back `lookahead` tokens.
     """
-
-    __slots__ = (
-        "_ends", "_longest", "_lookahead", "_states", "counts", "detokenizer", "error", "finish_reason", "limit",
-        "logprobs", "matcher", "prompt_logprobs", "texts", "token_ids",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -180,12 +176,6 @@ class TokenSequence:
     preempted, `cached` counts tokens that never were, thanks to the prefix cache, which keeps its `prefix_hashes` here.
     `is_greedy`: each token is simply that of the largest logit.
     """
-
-    __slots__ = (
-        "_cuts", "_ids", "_kinds", "adapter", "answer", "cached", "computed", "expected", "image_rows", "in_flight",
-        "is_greedy", "length", "params", "prefix_hashes", "prompt", "reached", "request_id", "row", "seed", "served",
-        "sink",
-    )  # fmt: skip
 
     def __init__(
         self,

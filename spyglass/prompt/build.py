@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -42,6 +42,7 @@ from spyglass.prompt.visibility import visible_extra
 IMAGE_POSITION = -1  # what `Prompt.ids_T` holds at image positions
 _NUM_ROLES = len(TokenKind) - 1  # all but TEXT
 Pixels = NDArray[np.uint8] | NDArray[np.float32]
+Unpack = Callable[[bytes, ImageRules, ImagePlan, str], Pixels]  # file, rules, plan and name of an image to its patches
 
 
 @runtime_checkable
@@ -97,6 +98,7 @@ def prompt_from_chat(
     *,
     rules: ImageRules = CHAT_RULES,
     limits: ImageLimits = PYTHON_LIMITS,
+    unpack: Unpack | None = None,
 ) -> Prompt:
     """Prompt of a rendered conversation.
 
@@ -107,7 +109,7 @@ def prompt_from_chat(
         raise PromptError("this checkpoint has no tokenizer.json, so it takes ids and images, not text; add the file")
     placeholder = resolve_placeholder(config, tokenizer)
     return prompt_from_parts(
-        encode_chat(rendered, tokenizer), config, rules=rules, limits=limits, placeholder=placeholder
+        encode_chat(rendered, tokenizer), config, rules=rules, limits=limits, placeholder=placeholder, unpack=unpack
     )
 
 
@@ -119,13 +121,14 @@ def prompt_from_parts(
     limits: ImageLimits = PYTHON_LIMITS,
     placeholder: int | None = None,
     with_digests: bool = True,
+    unpack: Unpack | None = None,
 ) -> Prompt:
     """Prompt of token-id lists and images in the order given; needs no tokenizer.
 
     A part is a list of ids below the vocabulary size, an image (bytes, path, data URL, PIL), or `Patches`. Ids that
     already stand for images are refused: roles of the reference's convention (>= vocabulary size), and the
     unexpanded placeholder (`placeholder`, else that of config.json). Without digests the prompt is one that no cache
-    may see, as in training.
+    may see, as in training. `unpack` does the work of `unpack_image` elsewhere.
 
     Raises:
         PromptError: an id out of range, an image that cannot be used, named by its number, or an empty prompt.
@@ -140,7 +143,7 @@ def prompt_from_parts(
     for number in range(len(opened)):
         part = opened.popleft()  # an unpacked image stays in memory no longer than it is needed
         if isinstance(part, _Opened):
-            draft.add_image(part.unpack(), part.plan)
+            draft.add_image(part.unpack(unpack), part.plan)
         else:
             draft.add_ids(part, f"part {number}")
     return draft.finish(with_digests=with_digests)
@@ -156,22 +159,35 @@ def is_image(part: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """An image whose size and plan are known; `source` is patches that are ready, or what is still to be unpacked."""
+    """An image whose size and plan are known; `source` is patches that are ready, or what is still to be unpacked, and
+    `file` the bytes that it was opened from."""
 
     name: str
     source: Pixels | Image.Image
     rules: ImageRules
     plan: ImagePlan
+    file: bytes | None = None
 
-    def unpack(self) -> Pixels:
+    def unpack(self, elsewhere: Unpack | None) -> Pixels:
         """Its patches."""
         if not isinstance(self.source, Image.Image):
             return self.source
-        size = oriented_size(self.source, self.rules)
-        rgb = to_rgb(self.source, self.rules, name=self.name)
-        if rgb.size != size:
-            raise PromptError(f"{self.name} unpacks to {rgb.width}x{rgb.height}, its header said {size[0]}x{size[1]}")
-        return cut(resize(rgb, self.plan, name=self.name), self.plan)
+        if elsewhere is not None and self.file is not None:
+            return elsewhere(self.file, self.rules, self.plan, self.name)
+        return unpack_image(self.source, self.rules, self.plan, self.name)
+
+
+def unpack_image(image: Image.Image, rules: ImageRules, plan: ImagePlan, name: str) -> Pixels:
+    """The patches of an image that is open.
+
+    Raises:
+        PromptError: damaged data, or another size than its header said.
+    """
+    size = oriented_size(image, rules)
+    rgb = to_rgb(image, rules, name=name)
+    if rgb.size != size:
+        raise PromptError(f"{name} unpacks to {rgb.width}x{rgb.height}, its header said {size[0]}x{size[1]}")
+    return cut(resize(rgb, plan, name=name), plan)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,7 +237,8 @@ class _Images:
             plan = plan_image(width, height, vision)
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
-        return _Opened(name=name, source=image, rules=self.rules, plan=plan)
+        file = data if isinstance(data, bytes) else None
+        return _Opened(name=name, source=image, rules=self.rules, plan=plan, file=file)
 
 
 def _checked_patches(part: CutImage, vision: VisionConfig, name: str) -> tuple[Pixels, ImagePlan]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import RequestTimer, send_events, send_json, send_whole
+from spyglass.server.workers import ImageWorkers
 
 
 class Service:
@@ -48,7 +50,8 @@ class Service:
         self.config = config
         self.max_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live)
-        self.served = served_by(llm, config)
+        self.images = ImageWorkers()
+        self.served = replace(served_by(llm, config), unpack=self.images)
         self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
@@ -56,7 +59,7 @@ class Service:
         self.stopping = False
         self.reading = 0  # bodies between their first byte and their last
         self.calls = 0  # requests whose bodies are here, until their answers are sent
-        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of pictures
+        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of images
         self.started = int(time.time())
 
     async def drain(self) -> None:
@@ -76,6 +79,7 @@ class Service:
             for task in tasks:
                 task.cancel()
             self.parsers.shutdown()
+            self.images.close()
             await asyncio.to_thread(self.worker.stop)
 
 
@@ -140,7 +144,7 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures = call.images
-        held.take(sum(picture.nbytes for picture in call.prompt.patches))
+        held.take(sum(image.nbytes for image in call.prompt.patches))
         await self._run(call, record, scope["began"], held, send)
 
     async def _run(self, call: Call, record: Record, began: float, held: Reservation, send: Send) -> None:

@@ -24,10 +24,10 @@ from spyglass.server.exchange import Call, Endpoint, Immediate
 from spyglass.server.parsing import prepared
 
 _REFUSED = 400  # and more, of a status
-_PARSERS = 2  # threads that decode pictures ahead of the engine
+_PARSERS = 2  # threads that decode images ahead of the engine
 _FORM = "a request is an object with custom_id, method, url and body"
 _SHOWN = 20  # faulty lines listed in an error
-_LONGEST_LINE = 64 << 20  # characters; a request may carry pictures
+_LONGEST_LINE = 64 << 20  # characters; a request may carry images
 
 
 @dataclass(frozen=True, slots=True)

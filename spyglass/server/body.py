@@ -139,8 +139,8 @@ def _check_headers(request: Request) -> None:
     """A page of another origin can send anything but JSON without asking first, so nothing else is read."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        told = f"is {media_type[:80]!r}" if media_type else "is missing"
-        raise HTTPException(415, f"the content-type {told}; send application/json")
+        found = f"is {media_type[:80]!r}" if media_type else "is missing"
+        raise HTTPException(415, f"the content-type {found}; send application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise HTTPException(415, f"the content-encoding is {encoding[:80]!r}; send the body as it is")

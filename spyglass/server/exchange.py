@@ -12,11 +12,12 @@ from typing import Any, Literal, Protocol
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.sequence import Request
+from spyglass.prompt.build import Unpack
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 
-# Bytes of a remote picture by its address; raises PromptError. Made for one request, whose time and bytes it counts.
+# Bytes of a remote image by its address; raises PromptError. Made for one request, whose time and bytes it counts.
 Fetch = Callable[[str], bytes]
 
 
@@ -26,8 +27,9 @@ class Served:
 
     `names` are what clients may call it, the first one is ours; `adapters` are names that choose an adapter now, by
     `adapter_names`, which any thread may ask.
-    `max_length` bounds prompt and answer together, `limits` the pictures of one request. `without_vision`: what a
-    picture does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields.
+    `max_length` bounds prompt and answer together, `limits` the images of one request. `without_vision`: what a
+    image does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields. `unpack` does
+    the work of `unpack_image` in other processes.
     """
 
     names: tuple[str, ...]
@@ -38,6 +40,7 @@ class Served:
     adapter_names: Callable[[], tuple[str, ...]] = tuple
     without_vision: Literal["refuse", "note"] = "refuse"
     strict_fields: bool = False
+    unpack: Unpack | None = None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -113,7 +116,7 @@ class Endpoint(Protocol):
         """The path, from the root."""
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
-        """Read a request; runs off the event loop, since it decodes pictures. Without `fetch`, remote ones are refused.
+        """Read a request; runs off the event loop, since it decodes images. Without `fetch`, remote ones are refused.
 
         Raises:
             PromptError, CapacityError, AdapterError: the request cannot be honoured; the message names the field.

@@ -1,7 +1,7 @@
-"""Pictures from elsewhere: http(s) only, and never from an address that is not public.
+"""Images from elsewhere: http(s) only, and never from an address that is not public.
 
 Each hop (every redirect) is looked up once; all its addresses must be public, and the connection goes to the address
-that was checked, whatever the name says a moment later. One deadline and one count of bytes hold for all pictures of a
+that was checked, whatever the name says a moment later. One deadline and one count of bytes hold for all images of a
 request.
 """
 
@@ -45,7 +45,7 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket:
 def is_public(address: Address) -> bool:
     """Whether an address belongs to the open internet, also what it may stand for (mapped and translated IPv4).
 
-    Tunnels (6to4, Teredo) are not: nobody serves pictures from them.
+    Tunnels (6to4, Teredo) are not: nobody serves images from them.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
@@ -60,7 +60,7 @@ def is_public(address: Address) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class RemoteImages:
-    """Fetches the pictures of one request: `seconds` for all of them, `limits` on bytes and addresses.
+    """Fetches the images of one request: `seconds` for all of them, `limits` on bytes and addresses.
 
     `count` hears of bytes as they come, and may refuse more.
 
@@ -145,7 +145,7 @@ class RemoteImages:
         if not found:
             raise PromptError(f"{host!r} has no address")
         if not all(is_public(ipaddress.ip_address(text)) for text in found):
-            raise PromptError(f"{host!r} is not a public address; send the picture as a data URL")
+            raise PromptError(f"{host!r} is not a public address; send the image as a data URL")
         return found[0]
 
     def _read(self, response: http.client.HTTPResponse) -> bytes:

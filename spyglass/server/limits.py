@@ -13,6 +13,7 @@ MAX_BIASES = 4096
 MAX_READING = 1024
 BODY_SECONDS, BODY_PAUSE_SECONDS, BODY_BYTES_PER_SECOND = 120.0, 10.0, 1024
 UNREAD_SECONDS = 300.0
+IMAGE_CPU_SECONDS, IMAGE_SECONDS, IMAGE_BYTES = 10.0, 60.0, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,14 @@ LIMITS = (
         "connections are not for keeping",
     ),
     Limit("time in which an answer is not read", f"{UNREAD_SECONDS:.0f} s", 0, "the connection is closed"),
+    Limit(
+        "unpacking an image, in a process of its own",
+        f"{IMAGE_CPU_SECONDS:.0f} s of a processor, {IMAGE_SECONDS:.0f} s, {IMAGE_BYTES >> 30} GiB of address space",
+        400,
+        "a decoder is a loop that nobody else can end",
+    ),
     Limit("scans of a JPEG times its pixels", "1,000,000,000", 400, "a scan of 80 bytes can cost a tenth of a second"),
-    Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the picture", 400, "it is unpacked whole"),
+    Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the image", 400, "it is unpacked whole"),
 )
 
 

@@ -74,7 +74,7 @@ def set_up_logs(level: str) -> None:
     """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    logging.captureWarnings(True)  # of the picture library, about damaged files
+    logging.captureWarnings(True)  # of the image library, about damaged files
     for name in ("spyglass", "uvicorn", "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -31,7 +31,7 @@ class Reservation:
         with held.lock:
             if held.total > self._mine and held.total + nbytes > held.most:
                 raise OverloadedError(
-                    f"bodies and pictures of requests under way take {held.total} bytes, {held.most} may be; "
+                    f"bodies and images of requests under way take {held.total} bytes, {held.most} may be; "
                     "send it later"
                 )
             held.total += nbytes

@@ -27,8 +27,8 @@ class Metrics:
         self._pace = self._times("vllm:request_time_per_output_token_seconds", "mean of an answer", _TOKEN_SECONDS)
         self._prompt = self._total("vllm:prompt_tokens", "tokens of prompts")
         self._generated = self._total("vllm:generation_tokens", "tokens of answers")
-        self._pictures = self._total("spyglass:pictures", "pictures of answered requests")
-        self._picture_tokens = self._total("spyglass:picture_tokens", "tokens of pictures")
+        self._pictures = self._total("spyglass:pictures", "images of answered requests")
+        self._picture_tokens = self._total("spyglass:picture_tokens", "tokens of images")
         self._ended = Counter(
             "vllm:request_success",
             "answers by how they ended",
@@ -91,7 +91,7 @@ class _EngineNumbers(Collector):
                 engine.mask_share,
             ),
             ("spyglass:prefix_cache_bytes", "what the prefix cache holds", engine.prefix_bytes),
-            ("spyglass:image_cache_bytes", "what the picture cache holds", engine.image_bytes),
+            ("spyglass:image_cache_bytes", "what the image cache holds", engine.image_bytes),
         ):
             gauge = GaugeMetricFamily(name, about, labels=("model_name",))
             gauge.add_metric((self._model,), max(0, value))
@@ -100,10 +100,10 @@ class _EngineNumbers(Collector):
             ("vllm:num_preemptions", "answers put off for lack of memory", engine.preemptions),
             ("vllm:prefix_cache_queries", "prompt tokens looked up", engine.prefix_queries),
             ("vllm:prefix_cache_hits", "prompt tokens found", engine.prefix_hits),
-            ("spyglass:image_cache_queries", "pictures looked up", engine.image_queries),
-            ("spyglass:image_cache_hits", "pictures found", engine.image_hits),
+            ("spyglass:image_cache_queries", "images looked up", engine.image_queries),
+            ("spyglass:image_cache_hits", "images found", engine.image_hits),
             ("spyglass:prefix_cache_evictions", "prefixes that had to go", engine.prefix_evictions),
-            ("spyglass:image_cache_evictions", "pictures that had to go", engine.image_evictions),
+            ("spyglass:image_cache_evictions", "images that had to go", engine.image_evictions),
             ("spyglass:computed_tokens", "tokens run through the model", engine.computed_tokens),
             ("spyglass:steps", "steps of the engine", engine.steps),
             ("spyglass:failed_steps", "steps that failed", stats.failed_steps),

@@ -81,11 +81,11 @@ class RequestMiddleware:
     def _check(self, path: str, headers: Headers) -> None:
         """Raises HTTPException: two lengths (RFC 9112 6.1), no key, or no time left."""
         if "transfer-encoding" in headers and "content-length" in headers:  # a proxy before us may have read the other
-            told = "a body has a content-length or a transfer-encoding, not both; send one"
-            raise HTTPException(400, told, {"connection": "close"})
+            advice = "a body has a content-length or a transfer-encoding, not both; send one"
+            raise HTTPException(400, advice, {"connection": "close"})
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
-            told = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise HTTPException(401, f"the API key is missing or wrong; {told}", {"www-authenticate": "Bearer"})
+            advice = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise HTTPException(401, f"the API key is missing or wrong; {advice}", {"www-authenticate": "Bearer"})
         if self._stopping() and path not in OPEN_PATHS:
             raise HTTPException(503, "the server is shutting down; send the request again", {"retry-after": "5"})
 

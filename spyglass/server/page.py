@@ -1,4 +1,4 @@
-"""The playground: one static page at `/`, and what it asks of us beside the public protocols: the plan of a picture."""
+"""The playground: one static page at `/`, and what it asks of us beside the public protocols: the plan of an image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spyglass.prompt import contained_size, plan_image
 from spyglass.server.exchange import Served
 
 PAGE = Path(__file__).parent / "playground" / "index.html"
-# everything of the page is in the page; pictures are what a person dropped on it
+# everything of the page is in the page; images are what a person dropped on it
 _RULES = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -23,11 +23,11 @@ _RULES = (
 
 
 def page_routes(served: Served) -> Sequence[Route]:
-    """`/` and `/playground/plan?width=&height=`: how a picture of that size becomes cells and tokens.
+    """`/` and `/playground/plan?width=&height=`: how an image of that size becomes cells and tokens.
 
-    The plan holds `resized` (w, h) pixels, `placed` (left, top, w, h) of the picture inside them, `grid` (rows,
+    The plan holds `resized` (w, h) pixels, `placed` (left, top, w, h) of the image inside them, `grid` (rows,
     columns) of cells with sides of `cell` pixels, the last of which may reach over the edge, and `tokens` of the block;
-    404 for a model that takes no pictures.
+    404 for a model that takes no images.
     """
     page = PAGE.read_bytes()
 
@@ -38,7 +38,7 @@ def page_routes(served: Served) -> Sequence[Route]:
     async def plan(request: Request) -> Response:
         vision = served.config.vision
         if vision is None:
-            raise NotServedError("this model takes no pictures, so there is nothing to plan")
+            raise NotServedError("this model takes no images, so there is nothing to plan")
         try:
             width, height = (integer(request.query_params.get(name, "")) for name in ("width", "height"))
         except ValueError:

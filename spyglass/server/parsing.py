@@ -1,6 +1,6 @@
-"""Threads that make calls of bodies: reading JSON, unpacking pictures, fetching those that lie elsewhere.
+"""Threads that make calls of bodies: reading JSON, unpacking images, fetching those that lie elsewhere.
 
-Few unpack at once, since each may take hundreds of megabytes. A request whose pictures must be fetched goes to threads
+Few unpack at once, since each may take hundreds of megabytes. A request whose images must be fetched goes to threads
 of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
 people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
 Grammars, which may take seconds to compile, have threads of their own too.
@@ -29,13 +29,13 @@ from spyglass.server.memory import Reservation
 from spyglass.server.protocols.fields import RequestError
 from spyglass.server.protocols.tool_grammar import with_definitions
 
-_UNPACKING = 4
-_COMPILING = 4
+_DECODERS = 4
+_COMPILERS = 4
 Prepare = Callable[[Prompt, SamplingParams], Request]
 
 
-class _ElsewhereError(Exception):
-    """A request has pictures that must be fetched."""
+class _RemoteImageError(Exception):
+    """A request has images that must be fetched."""
 
 
 class Parsers:
@@ -44,10 +44,10 @@ class Parsers:
     def __init__(self, config: ServerConfig, limits: ImageLimits, most: int, prepare: Prepare) -> None:
         self._limits, self._prepare = limits, prepare
         self._seconds = config.fetch_seconds if config.remote_images else None
-        self._places = threading.BoundedSemaphore(_UNPACKING)
-        self._pool = ThreadPoolExecutor(_UNPACKING, thread_name_prefix="parse")
+        self._permits = threading.BoundedSemaphore(_DECODERS)
+        self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="parse")
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
-        self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="form")
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="form")
 
     def parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
@@ -57,25 +57,25 @@ class Parsers:
         def begin() -> Call | Immediate | None:
             if not parsing.set_running_or_notify_cancel():
                 return None  # its client has left
-            return self._parse(endpoint, body, None if self._seconds is None else _refer_elsewhere)
+            return self._parse(endpoint, body, None if self._seconds is None else _refuse_remote)
 
         def prepare(call: Call) -> Call:
             return call if parsing.cancelled() else prepared(call, self._prepare)
 
-        def settle(work: Future[Any], *, done: bool = False) -> None:
+        def pass_on(work: Future[Any], *, done: bool = False) -> None:
             if parsing.cancelled() or work.cancelled():
                 return
             error = work.exception()
-            if isinstance(error, _ElsewhereError):
-                self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(settle)
+            if isinstance(error, _RemoteImageError):
+                self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(pass_on)
             elif error is not None:  # a library that panics raises what is no Exception
                 parsing.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)[:200]))
             elif not done and needs_grammar(work.result()):
-                self._compilers.submit(prepare, work.result()).add_done_callback(partial(settle, done=True))
+                self._compilers.submit(prepare, work.result()).add_done_callback(partial(pass_on, done=True))
             else:
                 parsing.set_result(work.result())
 
-        self._pool.submit(begin).add_done_callback(settle)
+        self._pool.submit(begin).add_done_callback(pass_on)
         return asyncio.wrap_future(parsing)
 
     def shutdown(self) -> None:
@@ -84,15 +84,15 @@ class Parsers:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _parse(self, endpoint: Endpoint, body: bytes, fetch: Fetch | None) -> Call | Immediate:
-        with self._places:
+        with self._permits:
             call = endpoint.parse(parse_json(body), fetch)
             return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
 
     def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> Call | Immediate:
-        """Parse, fetching the pictures of this one request; while it waits, others may unpack theirs."""
+        """Parse, fetching the images of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
-        return self._parse(endpoint, body, partial(_fetch_outside, self._places, images))
+        return self._parse(endpoint, body, partial(_fetch_outside, self._permits, images))
 
 
 def needs_grammar(call: Call | Immediate) -> TypeGuard[Call]:
@@ -133,13 +133,13 @@ def _at_its_tool(error: PromptError, call: Call, prepare: Prepare) -> PromptErro
     return error
 
 
-def _refer_elsewhere(address: str) -> bytes:
-    raise _ElsewhereError
+def _refuse_remote(address: str) -> bytes:
+    raise _RemoteImageError
 
 
-def _fetch_outside(places: threading.BoundedSemaphore, images: RemoteImages, address: str) -> bytes:
-    places.release()
+def _fetch_outside(permits: threading.BoundedSemaphore, images: RemoteImages, address: str) -> bytes:
+    permits.release()
     try:
         return images(address)
     finally:
-        places.acquire()
+        permits.acquire()

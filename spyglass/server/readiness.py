@@ -128,7 +128,7 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
 
 
 def _adapter_trial(llm: LLM, name: str) -> _Trial:
-    """With a picture where the adapter acts on pictures: it may break there and nowhere else."""
+    """With an image where the adapter acts on images: it may break there and nowhere else."""
     parts: list[Part] = [[llm.config.bos_token_id or 0]]
     if llm.config.vision is not None and llm.adapter_use(name).vision_digest:
         parts.append(noise(largest_images(llm.config.vision)[0]))

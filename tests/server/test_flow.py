@@ -179,7 +179,7 @@ def test_pictures_of_requests_under_way_take_only_so_much_memory(llm: LLM) -> No
         raw = ask(server, {**seeing, "max_tokens": 100_000, "stream": True})
         wait_for(lambda: engine.live)
         refused = server.post({**seeing, "max_tokens": 1})
-        assert refused.status_code == 429 and "pictures" in refused.text
+        assert refused.status_code == 429 and "images" in refused.text
         raw.close()
         server.wait_until_idle()
         assert server.service.held.total == 0 and server.post({**seeing, "max_tokens": 1}).status_code == 200

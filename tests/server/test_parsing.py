@@ -93,7 +93,7 @@ def test_what_is_fetched_counts_as_held_until_it_is_unpacked(llm: LLM, monkeypat
         first = pool.submit(server.post, body)
         wait_for(lambda: fetched)
         refused = server.post(body)
-        assert refused.status_code == 429 and "pictures" in refused.text
+        assert refused.status_code == 429 and "images" in refused.text
         assert server.service.held.total > 60_000
         go_on.set()
         assert first.result(120).status_code == 200

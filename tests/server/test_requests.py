@@ -108,7 +108,7 @@ def test_remote_pictures_come_from_the_hook_and_nowhere_else(protocol: ChatProto
     body, endpoint = body_of(protocol, content=[part]), endpoint_of(protocol)
     call = endpoint.parse(body, fetch)
     assert asked == [address] and call.prompt.digests == call_of(protocol, content=[picture(protocol)]).prompt.digests
-    with pytest.raises(PromptError, match="fetches no pictures, send it as a data URL"):
+    with pytest.raises(PromptError, match="fetches no images, send it as a data URL"):
         endpoint.parse(body, None)
     long = json.loads(json.dumps(body).replace("a.png", "a" * 8193))
     with pytest.raises(PromptError, match="8192"):
@@ -209,7 +209,7 @@ UNKNOWN = {
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] has the unknown type 'item_reference'"),
         ({"content": [{"type": "input_file", "file_id": "f"}]}, "unknown type 'input_file'"),
         ({"content": [{"type": "input_image", "file_id": "f"}]}, "content[0].file_id is not available"),
-        ({"input": [{"role": "assistant", "content": [picture("responses")]}]}, "pictures go to system, user, tool"),
+        ({"input": [{"role": "assistant", "content": [picture("responses")]}]}, "images go to system, user, tool"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search', which this server does not run"),
         ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
         ({"truncation": "auto"}, "truncation is not available"),

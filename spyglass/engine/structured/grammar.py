@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -105,6 +105,40 @@ class GrammarMatcher:
         return bool(self.begun and self._matcher.is_stopped())
 
 
+class MinLength:
+    """Lets none of `ends` be drawn before an answer has `tokens` tokens; stands where a `GrammarMatcher` does."""
+
+    __slots__ = ("_left", "_words", "failed")
+
+    def __init__(self, tokens: int, ends: Collection[int], vocab_size: int) -> None:
+        self._left = tokens
+        allowed_V = np.ones(-(-vocab_size // 32) * 32, np.uint8)
+        allowed_V[list(ends)] = 0
+        self._words = np.packbits(allowed_V, bitorder="little").view(np.int32)
+        self.failed: str | None = None  # as of a grammar
+
+    complete = False  # it ends no answer
+
+    def copy(self) -> MinLength:
+        """The same for another answer, from its beginning."""
+        found = MinLength(self._left, (), 1)
+        found._words = self._words
+        return found
+
+    def push(self, token: int) -> None:
+        """Take one drawn token."""
+        self._left -= 1
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the tokens that were pushed last."""
+        self._left += tokens
+
+    def fill_along(self, words_RW: NDArray[np.int32], row: int, drafts: Sequence[int]) -> None:
+        """Bits of the allowed next tokens into rows `row` and on, for the next token and behind each of `drafts`."""
+        for number in range(len(drafts) + 1):
+            words_RW[row + number] = self._words if self._left > number else -1
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and keeps them. Any thread may call it.
 
@@ -173,6 +207,9 @@ class GrammarCompiler:
         return Words(tokens, silent, self._eos, self._tokenizer.encode_text)
 
 
+Matcher = GrammarMatcher | MinLength
+
+
 class GrammarMasks:
     """Next-token masks of one step, computed while the model runs. Holds its thread and what it has measured.
 
@@ -197,7 +234,7 @@ class GrammarMasks:
         """Share of the work that no step waited for; None before there was any."""
         return None if self.seconds == 0 else max(0.0, 1 - self.waited / self.seconds)
 
-    def begin(self, rows: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> Callable[[], torch.Tensor]:
+    def begin(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> Callable[[], torch.Tensor]:
         """Start on the masks of next tokens, and of those behind drafts (see `GrammarMatcher.fill_along`).
 
         The result waits and gives them, bool [R, V], True = allowed, 1 + len(drafts) rows for each matcher.
@@ -221,18 +258,22 @@ class GrammarMasks:
 
         return wait
 
-    def _fill(self, rows: Sequence[tuple[GrammarMatcher, Sequence[int]]], starts: Sequence[int]) -> NDArray[np.int32]:
+    def _fill(self, rows: Sequence[tuple[Matcher, Sequence[int]]], starts: Sequence[int]) -> NDArray[np.int32]:
         start = time.perf_counter()
         words_RW: NDArray[np.int32] = allocate_token_bitmask(starts[-1], self._vocab_size)
         words_RW[:] = self._before
         each = list(zip(rows, starts, strict=False))
-        plain = [(matcher.library, row) for (matcher, drafts), row in each if not drafts and matcher.begun]
+        plain = [
+            (matcher.library, row)
+            for (matcher, drafts), row in each
+            if isinstance(matcher, GrammarMatcher) and not drafts and matcher.begun
+        ]
         if plain:
             if self._executor is None:
                 self._executor = llguidance.LLExecutor()
             fill_next_token_bitmask_par(self._executor, plain, words_RW)
         for (matcher, drafts), row in each:
-            if drafts:
+            if drafts or isinstance(matcher, MinLength):
                 matcher.fill_along(words_RW, row, drafts)
         self.seconds += time.perf_counter() - start
         return words_RW

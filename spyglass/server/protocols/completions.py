@@ -1,4 +1,4 @@
-"""OpenAI Completions: `POST /v1/completions`, prompts of text or token ids that the model continues. No pictures.
+"""OpenAI Completions: `POST /v1/completions`, prompts of text or token ids that the model continues. No images.
 
 Answers are numbered prompt by prompt: answer j of n to prompt i is i · n + j, and has the seed it would have alone.
 """
@@ -144,7 +144,7 @@ def prompt_of(served: Served, prompt: object, *, start: bool = True, where: str 
     """The prompt of one text, after a BOS if `start`, or of one list of token ids, taken as it is.
 
     Raises:
-        PromptError: neither of them, or ids that stand for pictures.
+        PromptError: neither of them, or ids that stand for images.
         CapacityError: it is certain to be too long.
     """
     if isinstance(prompt, str):

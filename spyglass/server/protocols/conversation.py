@@ -85,10 +85,10 @@ class Images:
         if len(value) > self._limits.url_chars:
             refuse(where, f"has {len(value)} characters, an address may have {self._limits.url_chars}")
         if self._fetch is None:
-            refuse(where, "is a remote address; this server fetches no pictures, send it as a data URL")
+            refuse(where, "is a remote address; this server fetches no images, send it as a data URL")
         self._num_fetched += 1
         if self._num_fetched > self._limits.images:
-            refuse(where, f"is picture {self._num_fetched}, the limit is {self._limits.images}; send fewer")
+            refuse(where, f"is image {self._num_fetched}, the limit is {self._limits.images}; send fewer")
         try:
             return self._fetch(value)
         except PromptError as error:
@@ -189,7 +189,7 @@ def parse_conversation(
         raise RequestError(f"a schema of the request cannot be shown to the model: {error}") from error
     rendered = render_conversation(conversation, images.stubs.images, served.config)
     require_short(served, [piece for piece in rendered.pieces if isinstance(piece, str)], "messages")
-    prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits)
+    prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits, unpack=served.unpack)
     stage = request.parsing_options.thinking_initial_stage
     expected = Expected(
         tools={tool.name: tool.parameters for tool in tools},

@@ -72,7 +72,7 @@ class CountResponses:
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """`POST /tokenize`: `prompt`, or `messages` with everything a chat may have. Picture positions have the id -1."""
+    """`POST /tokenize`: `prompt`, or `messages` with everything a chat may have. Image positions have the id -1."""
 
     served: Served
     path: str = "/tokenize"

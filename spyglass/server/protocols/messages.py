@@ -278,14 +278,14 @@ def _document(given: Mapping[str, Any], source: Mapping[str, Any], where: str) -
             text_field(part if isinstance(part, Mapping) else {}, "text", f"{place}.content[{n}]") for n, part in parts
         )
     else:
-        refuse(f"{place}.type", f"is {str(kind)[:100]!r}; documents are text here, send their pages as pictures")
+        refuse(f"{place}.type", f"is {str(kind)[:100]!r}; documents are text here, send their pages as images")
     heads = [text_field(given, name, where) for name in ("title", "context") if name in given]
     return {"type": "text", "text": "\n\n".join((*heads, text))}
 
 
 def _image(source: Mapping[str, Any], where: str, role: str, images: Images) -> dict[str, Any]:
     if role not in ("user", "system"):
-        refuse(where, f"is a picture in a message of role {role!r}; pictures go to user messages")
+        refuse(where, f"is an image in a message of role {role!r}; images go to user messages")
     if source.get("type") == "base64":
         field = ".source.data"
         image: object = "data:;base64," + text_field(source, "data", f"{where}.source")

@@ -274,7 +274,7 @@ def _part(part: object, where: str, role: str, images: Images, reader: FieldRead
     if kind != "input_image":
         return {"type": kind, "text": text_field(given, "text", where)}
     if role not in (*IMAGE_ROLES, "developer"):
-        refuse(where, f"is a picture in a message of role {role!r}; pictures go to {', '.join(IMAGE_ROLES)}")
+        refuse(where, f"is an image in a message of role {role!r}; images go to {', '.join(IMAGE_ROLES)}")
     stub = images.stubs.take(images.source(given.get("image_url"), f"{where}.image_url"), where, ".image_url")
     if stub is None:
         return {"type": "input_text", "text": IMAGE_LEFT_OUT}

@@ -23,11 +23,11 @@ from spyglass.server.protocols.fields import NEVER, FieldReader, Fields, Request
 
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.
 NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
-EXTRA = frozenset({"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
+EXTRA = frozenset({"top_k", "min_tokens", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
 FORMATS = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
 # What other engines (vLLM, SGLang, llama.cpp) add and scripts send at its neutral value.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "min_tokens": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False),
     "include_stop_str_in_output": (False,), "use_beam_search": (False,), "num_beams": (1,), "best_of": (1,),
     "length_penalty": (1,), "early_stopping": (False,), "no_stop_trim": (False,), "no_repeat_ngram_size": (0,),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "prompt_logprobs": (0,),

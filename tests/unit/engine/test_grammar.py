@@ -340,3 +340,16 @@ def test_of_forms_those_asked_for_last_are_kept(llm: LLM, monkeypatch: pytest.Mo
     for text in ("a", "b", "a", "c", "a", "b", "slow", "slow"):
         forms.begin(Structured(kind="regex", value=text))
     assert tried == ["a", "b", "c", "b", "slow"], "one that took too long for any other is kept alone"
+
+
+def test_no_end_token_is_drawn_before_an_answer_has_its_least_length(llm: LLM) -> None:
+    """A bias makes every token an end token: it comes at once, or right behind the least length."""
+    end = llm.config.eos_token_ids[0]
+    for least in (0, 3):
+        params = SamplingParams(min_tokens=least, max_tokens=9, logit_bias={end: 100.0}, seed=1)
+        output = llm.generate([[0, 5, 6]], params)[0]
+        assert (len(output.token_ids), output.finish_reason) == (least + 1, "stop")
+    stop = SamplingParams(min_tokens=2, max_tokens=9, stop_token_ids=[7], logit_bias={7: 100.0}, seed=1)
+    assert len(llm.generate([[0, 5, 6]], stop)[0].token_ids) == 3
+    with pytest.raises(PromptError, match="more than max_tokens"):
+        SamplingParams(min_tokens=9, max_tokens=3)
