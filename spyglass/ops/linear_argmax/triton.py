@@ -8,6 +8,8 @@ from spyglass.ops.linear_argmax import reference
 from spyglass.ops.linear_block import triton as linear
 from spyglass.quant.packed import Packed
 
+CAPABILITIES = frozenset({"capturable", "saves_logits"})
+
 
 def usable(device_type: str, dtype: str) -> bool:
     """bf16 activations wherever Triton is."""
