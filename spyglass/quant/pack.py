@@ -27,7 +27,11 @@ def e8m0_from_exponent(exponent: torch.Tensor) -> torch.Tensor:
 
 def unpack_e2m1(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Packed bytes (uint8 [..., n]) to unscaled values ([..., 2n], `dtype`), low nibble first."""
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=data.device)
+    # E2M1_VALUES made on the device: a captured step must not copy from the host
+    code = torch.arange(8, device=data.device)
+    quarters = torch.where(code < 2, 2 * code, (2 + (code & 1)) << (code >> 1))
+    values = (quarters * 0.25).to(dtype)
+    values = torch.cat([values, -values])
     byte = torch.arange(256, device=data.device)
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
     whole = {2: torch.int32, 4: torch.int64}[dtype.itemsize]  # both values in one piece
