@@ -6,7 +6,7 @@ import torch
 
 from spyglass.ops.linear_argmax import reference
 from spyglass.ops.linear_block import triton as linear
-<<<<<<< HEAD:spyglass/ops/linear_largest/triton.py
+<<<<<<< HEAD:spyglass/ops/linear_argmax/triton.py
 from spyglass.ops.linear_argmax import reference
 =======
 >>>>>>> main:spyglass/ops/linear_argmax/triton.py
