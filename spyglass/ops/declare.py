@@ -38,10 +38,6 @@ from spyglass.ops.index_topk.reference import index_topk
 from spyglass.ops.linear_argmax.reference import linear_argmax
 from spyglass.ops.linear_block.reference import linear_block
 from spyglass.ops.linear_grouped.reference import linear_grouped
-<<<<<<< HEAD
-from spyglass.ops.linear_argmax.reference import linear_argmax
-=======
->>>>>>> main
 from spyglass.ops.lora_delta.reference import lora_delta
 from spyglass.ops.rms_norm.reference import rms_norm
 from spyglass.ops.rope_half.reference import rope_half

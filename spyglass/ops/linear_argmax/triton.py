@@ -6,10 +6,6 @@ import torch
 
 from spyglass.ops.linear_argmax import reference
 from spyglass.ops.linear_block import triton as linear
-<<<<<<< HEAD:spyglass/ops/linear_argmax/triton.py
-from spyglass.ops.linear_argmax import reference
-=======
->>>>>>> main:spyglass/ops/linear_argmax/triton.py
 from spyglass.quant.packed import Packed
 
 CAPABILITIES = frozenset({"capturable", "saves_logits"})
