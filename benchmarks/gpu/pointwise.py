@@ -1,6 +1,6 @@
 """Every Triton op against its reference on this GPU, then the row-wise ones timed at V4's and V4.1's sizes.
 
-    PYTHONPATH=. OUT=folder python3 benchmarks/gpu/pointwise.py [--no-times]
+    PYTHONPATH=. OUT=folder python3 benchmarks/gpu/pointwise.py [--no-times] [--no-checks] [--names hyper_mix ...]
 
 Inputs are surrounded by NaN, outputs begin as NaN. Times are those of a call inside a CUDA graph of many calls.
 """
@@ -256,13 +256,15 @@ def microseconds(call: Callable[[int], Any], calls: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-times", action="store_true")
-    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--only", nargs="*", default=None, help="ops that are checked")
+    parser.add_argument("--names", nargs="*", default=list(TIMED), help="calls that are timed")
     args = parser.parse_args()
     generation = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    ops = [op for op in triton_ops() if args.only is None or op in args.only]
+    ops = [op for op in triton_ops() if not args.no_checks and (args.only is None or op in args.only)]
     dtypes = ("bfloat16", "float32")
     cases = [(op, case, dtype) for op, case in CASES if op in ops for dtype in dtypes if runs(op, dtype)]
-    sizes = [] if args.no_times else [(name, size) for size in SIZES for name in TIMED]
+    sizes = [] if args.no_times else [(name, size) for size in SIZES for name in args.names]
     with ProcessPoolExecutor(min(os.cpu_count() or 2, 16), get_context("spawn")) as pool:
         jobs = [pool.submit(compile_case, *case, generation) for case in cases]
         jobs += [pool.submit(compile_sizes, *one, generation) for one in sizes]

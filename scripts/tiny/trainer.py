@@ -6,7 +6,7 @@ Forward, backward, update and balancing are one graph of launches, so the host o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from spyglass.errors import CheckpointError, ConfigError
 from spyglass.layers.build import Build
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.params.table import Param, param_table
+from spyglass.runtime.capture import CudaGraph, CudaGraphs
 from spyglass.train.balance import BIASES, balance
 from spyglass.train.loss import IGNORED, token_loss
 from spyglass.train.masters import Masters, stored_values
@@ -86,9 +87,8 @@ class WholeTrainer:
         angles = angle_tables(longest, vision.rope_theta, vision.hidden_size // vision.num_attention_heads)
         self._angles = angles[0].to(place), angles[1].to(place)
         self._dtype = dtype
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: CudaGraph | None = None
         self._inputs: dict[str, torch.Tensor] = {}
-        self._outcome: Outcome | None = None
 
     def logits(self, tensors: Tensors) -> torch.Tensor:
         """Logits fp32 [R, V] of a step laid out by `lay_out`, from the masters' rounded weights."""
@@ -148,24 +148,21 @@ class WholeTrainer:
         """Make `replay` possible: record a step on copies of these tensors. Weights and state stay as they are."""
         self._inputs = {name: tensor.clone() for name, tensor in tensors.items()}
         kept = {name: tensor.detach().clone() for name, tensor in self.state_tensors().items()}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                self.step(self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outcome = self.step(self._inputs)
+        place = next(iter(self._inputs.values())).device
+
+        def run() -> tuple[torch.Tensor, ...]:
+            outcome = self.step(self._inputs)
+            return tuple(getattr(outcome, field.name) for field in fields(outcome))
+
+        self._graph = CudaGraphs(place, warm_up=_WARM_UP).capture(run)
         self.restore(kept)
 
     def replay(self, tensors: Tensors) -> Outcome:
         """The captured step on these tensors; the outcome is overwritten by the next call."""
-        assert self._graph is not None and self._outcome is not None
+        assert self._graph is not None
         for name, tensor in self._inputs.items():
             tensor.copy_(tensors[name], non_blocking=True)
-        self._graph.replay()
-        return self._outcome
+        return Outcome(**dict(zip((field.name for field in fields(Outcome)), self._graph.replay(), strict=True)))
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that training changes, by name."""

@@ -79,11 +79,6 @@ class Answer:
     `limit` bounds its tokens, `ends` are ids that end it. `truncate` reaches back `lookahead` tokens.
     """
 
-    __slots__ = (
-        "_ends", "_longest", "_lookahead", "_states", "counts", "detokenizer", "error", "finish_reason", "limit",
-        "logprobs", "matcher", "prompt_logprobs", "texts", "token_ids",
-    )  # fmt: skip
-
     def __init__(
         self,
         request: Request,
@@ -181,12 +176,6 @@ class TokenSequence:
     preempted, `cached` counts tokens that never were, thanks to the prefix cache, which keeps its `prefix_hashes` here.
     `is_greedy`: each token is simply that of the largest logit.
     """
-
-    __slots__ = (
-        "_cuts", "_ids", "_kinds", "adapter", "answer", "cached", "computed", "expected", "image_rows", "in_flight",
-        "is_greedy", "length", "params", "prefix_hashes", "prompt", "reached", "request_id", "row", "seed", "served",
-        "sink",
-    )  # fmt: skip
 
     def __init__(
         self,

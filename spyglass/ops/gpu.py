@@ -30,8 +30,8 @@ def interpreted() -> bool:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether tensor cores multiply values of this dtype exactly; the interpreter takes fp16 and fp32."""
-    return dtype in (torch.float16, torch.float32) if interpreted() else dtype == torch.bfloat16
+    """Whether products with packed weights are exact in this dtype: bf16, and fp32 in place of it when interpreted."""
+    return dtype == (torch.float32 if interpreted() else torch.bfloat16)
 
 
 def processors(device: torch.device) -> int:

@@ -77,7 +77,7 @@ class V41Backbone(nn.Module):
         step = make_step(batch, cache, self.ropes, self._plans)
         captured: dict[int, torch.Tensor] = {}
         pre_TM = torch.zeros(streams_TMC.shape[:2], dtype=torch.float32, device=streams_TMC.device)
-        pre_TM[:, 0] = 1.0
+        pre_TM[:, 0].fill_(1.0)  # an assignment would copy from the host
         residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, V41Layer)

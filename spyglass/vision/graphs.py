@@ -15,8 +15,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from spyglass.errors import DeviceError
 from spyglass.layers.build import Build
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
+from spyglass.runtime.capture import Capture
 from spyglass.vision.aligner import Aligner, cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, VisionTower, angle_tables, patch_positions
 
@@ -154,15 +153,6 @@ class PaddedVision:
         return self.aligner.project(gather_cells(self.tower.encode(patches_UF, rows), layout.cells_I.long()))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Captured:
-    """A graph with its inputs and output. The memory of the output is shared with other graphs: copy it at once."""
-
-    graph: torch.cuda.CUDAGraph
-    values: torch.Tensor
-    out_IC: torch.Tensor
-
-
 class VisionGraphs:
     """Encodes pictures, through a graph where one fits and eagerly where none does.
 
@@ -181,13 +171,12 @@ class VisionGraphs:
         self._tower, self._aligner, self._device = tower, aligner, build.device
         self.ladder = tuple(budgets(tower.vision) if ladder is None else ladder)
         self._leaves = leaves(tower, aligner)
-        self._graphs: dict[Budget, _Captured] = {}
-        self._captured_with: list[object] = []
-        self._pool: Any = None  # one for all graphs, and a new one when all are forgotten
+        self.capture = Capture("cuda_graph", build.device, max_graphs=len(self.ladder))
+        self._weights: list[object] = []
+        self._inputs: dict[Budget, torch.Tensor] = {}  # the numbers of a layout
         longest = self.ladder[-1].patches
         with torch.inference_mode(False), torch.cuda.device(self._device):
             self._padded = PaddedVision(tower, aligner, longest, self._device)
-            self._stream = torch.cuda.Stream()
             width = tower.patch_embed.in_features
             self.patches_UF = torch.zeros(longest, width, dtype=build.dtype, device=self._device)
 
@@ -205,9 +194,9 @@ class VisionGraphs:
     def prepare(self) -> None:
         """Capture every budget now, the largest first, instead of when each is first needed."""
         self._weights_suit()
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
+        with torch.inference_mode(False), torch.no_grad():
             for budget in reversed(self.ladder):
-                self._graph(budget)
+                self._run(budget, layout_values([], budget, self._aligner.ratio))
 
     def _choose(self, images: ImageBatch) -> tuple[Budget | None, str]:
         if torch.is_grad_enabled():
@@ -229,12 +218,8 @@ class VisionGraphs:
             if leaf.adapter is not None or leaf.weight is None or leaf.weight.data.dtype != torch.bfloat16:
                 return False
             holds += (leaf.weight, leaf.bias_O)
-        if len(holds) != len(self._captured_with) or any(
-            now is not then for now, then in zip(holds, self._captured_with, strict=True)
-        ):
-            self._graphs.clear()
-            self._pool = None
-            self._captured_with = holds
+        self._weights = holds  # kept, so that no other object gets the identity of one of them
+        self.capture.use(tuple(id(held) for held in holds))
         return True
 
     def _note(self, reason: str) -> None:
@@ -245,34 +230,17 @@ class VisionGraphs:
     def _replay(self, budget: Budget, images: ImageBatch) -> torch.Tensor:
         ratio = self._aligner.ratio
         cells = sum(num_cells(grid, ratio) for grid in images.grids_I2)
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
-            captured = self._graph(budget)
+        with torch.inference_mode(False), torch.no_grad():
             self.patches_UF[: len(images.patches_U)].copy_(self._tower.patch_values(images.patches_U))
-            captured.values.copy_(torch.from_numpy(layout_values(images.grids_I2, budget, ratio)))
-            captured.graph.replay()
-            return captured.out_IC[:cells].clone()
+            return self._run(budget, layout_values(images.grids_I2, budget, ratio))[:cells].clone()
 
-    def _graph(self, budget: Budget) -> _Captured:
-        if budget not in self._graphs:
-            self._graphs[budget] = self._capture(budget)
-        return self._graphs[budget]
-
-    def _capture(self, budget: Budget) -> _Captured:
-        """One run to settle libraries and compile kernels, then the recording.
-
-        Both on one stream, the same for every graph: torch keeps tens of MB of workspace per stream it multiplies on.
-        """
-        ratio = self._aligner.ratio
-        values = torch.from_numpy(layout_values([], budget, ratio)).to(self._device)
-        layout, patches_UF = layout_of(values, budget, ratio), self.patches_UF[: budget.patches]
-        body = partial(self._padded, patches_UF, layout, (0, budget.patches))
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            body()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            out_IC = body()
-        return _Captured(graph=graph, values=values, out_IC=out_IC)
+    def _run(self, budget: Budget, values: NDArray[np.int32]) -> torch.Tensor:
+        """Image rows [cells, C] of the patches that lie ready, overwritten by the next run."""
+        given = torch.from_numpy(values)
+        if budget not in self._inputs:
+            self._inputs[budget] = given.to(self._device)
+        self._inputs[budget].copy_(given)
+        layout = layout_of(self._inputs[budget], budget, self._aligner.ratio)
+        patches_UF = self.patches_UF[: budget.patches]
+        (out_IC,) = self.capture.run(budget, lambda: (self._padded(patches_UF, layout, (0, budget.patches)),))
+        return out_IC

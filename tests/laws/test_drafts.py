@@ -174,9 +174,8 @@ def test_text_stop_strings_grammars_and_adapters_follow(model: str, way: str) ->
     for more, adapter in forms:
         params = SamplingParams(seed=4, temperature=0.9, max_tokens=30, **more)
         [expected] = plain.generate([prompt], params, adapter=adapter)
-        drafter = Guesser(
-            {prompt.ids_T.tobytes(): expected.token_ids}, np.random.default_rng(1), plain.config.text.vocab_size
-        )
+        right = {prompt.ids_T.tobytes(): expected.token_ids}
+        drafter = Guesser(right, np.random.default_rng(1), plain.config.text.vocab_size, capture=(0, 2))
         engine = engine_of(plain, drafter if way == "draft" else None, "on" if "ahead" in way else "off")
         random = np.random.default_rng(2)
         request = engine.add(prompt, params, adapter=plain.adapter_use(adapter))
@@ -189,7 +188,7 @@ def test_text_stop_strings_grammars_and_adapters_follow(model: str, way: str) ->
         assert (output.token_ids, output.text, output.finish_reason, output.stopped_by) == (
             expected.token_ids, expected.text, expected.finish_reason, expected.stopped_by,
         ), more  # fmt: skip
-        assert way != "draft" or drafter.accepted > 0
+        assert way != "draft" or (drafter.accepted > 0 and all(list(seen) == [0, 2] for seen in drafter.captured))
 
 
 def engine_of(llm: LLM, drafter: Guesser | None, ahead: Literal["on", "off"]) -> Engine:
@@ -208,3 +207,33 @@ def engine_of(llm: LLM, drafter: Guesser | None, ahead: Literal["on", "off"]) ->
         lookahead=LOOKAHEAD,
         drafter=drafter,
     )
+
+
+@dataclass
+class Listener(Guesser):
+    """Proposes nothing, and keeps the streams it sees."""
+
+    seen: list[dict[int, torch.Tensor]] = field(default_factory=list)
+
+    def propose(self, sequences: Sequence[TokenSequence], most: Sequence[int]) -> list[list[int]]:
+        return [[] for _ in sequences]
+
+    def observe(self, step: RunningStep) -> None:
+        self.seen.append({layer: streams.clone() for layer, streams in step.result.captured.items()})
+
+
+def test_streams_from_a_captured_graph_are_those_of_ops_one_by_one() -> None:
+    llm = LLM("spyglass-tiny-v4", "cpu", "float32", "plain", prefix_cache_bytes=0, max_sequences=4)
+    seen: list[list[dict[int, torch.Tensor]]] = []
+    for captures in (False, True):
+        listener = Listener({}, np.random.default_rng(0), 0, capture=(0, 2))
+        engine = engine_of(llm, listener, "off")
+        if not captures:
+            engine.step_runner.capture.backend = "eager"
+        prompts = [prompt_from_parts([list(range(5, 20 + n))], llm.config) for n in range(3)]
+        run_all(engine, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        assert (engine.step_runner.capture.replays > 0) is captures
+        seen.append(listener.seen)
+    assert len(seen[0]) == len(seen[1]) > 5
+    for plain, captured in zip(*seen, strict=True):
+        assert all(torch.equal(plain[layer], captured[layer]) for layer in (0, 2))

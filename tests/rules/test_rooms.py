@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"errors"},
     "runtime": {"errors", "config", "batch", "prompt", "ops"},
     "layers": {"errors", "params", "quant", "ops", "parallel"},
-    "vision": {"errors", "config", "batch", "ops", "parallel", "layers"},
+    "vision": {"errors", "config", "batch", "ops", "parallel", "runtime", "layers"},
     "text": {"errors", "config", "batch", "quant", "ops", "parallel", "layers"},
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",

@@ -55,13 +55,14 @@ def usable(device_type: str, dtype: str) -> bool:
     return dtype == "bfloat16" and gpu.usable(device_type, dtype)
 
 
-def tuning(rows: int, chosen: int, hidden: int, width: int, bits: int = 4) -> Tuning:
+def tuning(rows: int, chosen: int, w1: Packed, w2: Packed) -> Tuning:
     """The launches for a number of rows; upper limits decide, so that a bucket of rows has one answer."""
+    width, hidden = w1.shape[1:]
     if rows <= 2:
-        return Tuning(up=_few(hidden, 2), down=_few(width, 4))
-    if rows * chosen <= _FEW_CHOICES or bits > 4:
-        return Tuning(up=_few(hidden, 2), down=_few(width, 1))
-    tile = Many(rows=128, tokens=64 if rows * chosen <= 1 << 15 else 128, stages=3 if gpu.roomy() else 2)
+        return Tuning(up=_few(hidden, 4 if w1.tiled else 2), down=_few(width, 4))
+    if rows * chosen <= _FEW_CHOICES or w1.format.name != "fp4":
+        return Tuning(up=_few(hidden, 1 if w1.tiled else 2), down=_few(width, 1))
+    tile = Many(rows=128, tokens=64, stages=3 if gpu.roomy() else 2)
     return Tuning(up=tile, down=tile)
 
 
@@ -101,7 +102,7 @@ def experts_grouped(
     rows, chosen = ids_TK.shape
     if rows == 0:
         return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
-    launches = launches or tuning(rows, chosen, w1.shape[2], w1.shape[1], _BITS[w1.format.name])
+    launches = launches or tuning(rows, chosen, w1, w2)
     call = triton_launch.Call(
         x_TC=x_TC.contiguous(),
         ids_TK=ids_TK.contiguous(),

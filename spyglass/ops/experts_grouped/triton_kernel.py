@@ -245,10 +245,11 @@ def few(
     SCALES: tl.constexpr = N * K // 128 if FORMAT == 4 else N // BLOCK_N * (K // BLOCK_K) // 2 if FORMAT == 8 else 0
     sga = sa + e * SCALES
     sgb = sb + e * SCALES
-    ga = weight_words(wa + at, 0, STEPS, STRIDE)
-    gb = ga
-    if UP:
-        gb = weight_words(wb + at, 0, STEPS, STRIDE)
+    if AHEAD or CHUNKS == 1:
+        ga = weight_words(wa + at, 0, STEPS, STRIDE)
+        gb = ga
+        if UP:
+            gb = weight_words(wb + at, 0, STEPS, STRIDE)
     if PDL and not SORT:
         tl.extra.cuda.gdc_wait()
     slot = lb // (32 * NW) * 8 + lb // 4 % 8
@@ -276,9 +277,10 @@ def few(
             gb = nb
         last: tl.constexpr = CHUNKS - 1
         acc, bcc = _chunk(acc, bcc, ga, gb, last, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM)
-    else:
+    elif CHUNKS == 1:
         acc, bcc = _chunk(acc, bcc, ga, gb, 0, *args, K, UP, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, TILED, ASM)
-        for c in tl.range(1, CHUNKS, num_stages=1):
+    else:
+        for c in tl.range(0, CHUNKS, num_stages=1):
             ga = weight_words(wa + at, c, STEPS, STRIDE)
             gb = ga
             if UP:

@@ -150,21 +150,22 @@ def few_rows(
     acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    now = weight_words(wp, 0, STEPS, 32)
+    args = (xp, there, s, n, begin, lane)
+    if AHEAD or CHUNKS == 1:
+        now = weight_words(wp, 0, STEPS, 32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if AHEAD:
+    if AHEAD or CHUNKS == 1:
         for c in tl.range(0, CHUNKS - 1, num_stages=1):
             ahead = weight_words(wp, c + 1, STEPS, 32)
-            acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
             now = ahead
         last: tl.constexpr = CHUNKS - 1
-        acc = _chunk(acc, now, last, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+        acc = _chunk(acc, now, last, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
     else:
-        acc = _chunk(acc, now, 0, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
-        for c in tl.range(1, CHUNKS, num_stages=1):
+        for c in tl.range(0, CHUNKS, num_stages=1):
             now = weight_words(wp, c, STEPS, 32)
-            acc = _chunk(acc, now, c, xp, there, s, n, begin, lane, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
     if NW > 1:
         acc = tl.sum(acc, 0)
     if FORMAT == 8:

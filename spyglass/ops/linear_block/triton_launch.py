@@ -49,7 +49,9 @@ def multiply(
         if rows <= choices.FEW:
             launch = choices.few(rows, out_features, in_features, bits)
         elif rows < _EXPANDED:
-            launch = choices.Many(rows=128, tokens=64 if rows <= 64 else 128, warps=8, stages=4 if roomy() else 2)
+            few = rows <= 256
+            side, warps = (64, 4) if few else (128, 8)
+            launch = choices.Many(rows=side, tokens=side, warps=warps, stages=4 if roomy() or few else 2)
     if isinstance(launch, choices.Few):
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
     elif launch is not None:

@@ -280,9 +280,10 @@ def _prepare(
                 q = (x * gl.rsqrt(gl.sum(x * x, 1) / DIM + EPS)[:, None]).to(q.dtype)
         if TURNED > 0:
             a, b = gl.split(gl.reshape(q.to(gl.float32), [8, DIM // 2, 2]))
-            pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, a.type.layout)) - (DIM - TURNED) // 2
-            cos = gl.load(cos_ptr + row * (TURNED // 2) + pair, mask=pair >= 0, other=1.0)[None, :]
-            sin = gl.load(sin_ptr + row * (TURNED // 2) + pair, mask=pair >= 0, other=0.0)[None, :]
+            if part == 0:
+                pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, a.type.layout)) - (DIM - TURNED) // 2
+                cos = gl.load(cos_ptr + row * (TURNED // 2) + pair, mask=pair >= 0, other=1.0)[None, :]
+                sin = gl.load(sin_ptr + row * (TURNED // 2) + pair, mask=pair >= 0, other=0.0)[None, :]
             turned = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), [8, DIM])
             q = gl.convert_layout(turned, QL).to(q.dtype)
         some.store(q)

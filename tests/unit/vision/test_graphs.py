@@ -21,6 +21,7 @@ from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16
+from spyglass.runtime.capture import Capture
 from spyglass.vision.graphs import (
     Budget,
     PaddedVision,
@@ -179,12 +180,12 @@ class HostGraphs(VisionGraphs):
         self.vision = vision
         self._tower, self._aligner, self.ladder = vision.tower, vision.aligner, tuple(ladder)
         self._leaves = leaves(vision.tower, vision.aligner)
-        self._graphs, self._captured_with = {}, []
+        self.capture = Capture("eager")
+        self.captured: set[tuple[int, ...]] = set()
 
     def _replay(self, budget: Budget, images: ImageBatch) -> torch.Tensor:
-        if budget not in self._graphs:
-            self.captures += 1
-            self._graphs[budget] = None  # type: ignore[assignment]
+        self.captured.add(tuple(id(held) for held in self._weights))
+        self.captures = len(self.captured)
         pictures = [part.numpy() for part in images.patches_U.split([h * w for h, w in images.grids_I2])]
         cells = sum(num_cells(grid, 3) for grid in images.grids_I2)
         return padded_rows(self.vision, pictures, list(images.grids_I2), budget, float("nan"))[:cells]
