@@ -36,7 +36,7 @@ from spyglass.ops.index_blocks.reference import index_blocks
 from spyglass.ops.index_topk.reference import index_topk
 from spyglass.ops.linear_block.reference import linear_block
 from spyglass.ops.linear_grouped.reference import linear_grouped
-from spyglass.ops.linear_largest.reference import linear_largest
+from spyglass.ops.linear_argmax.reference import linear_argmax
 from spyglass.ops.lora_delta.reference import lora_delta
 from spyglass.ops.rms_norm.reference import rms_norm
 from spyglass.ops.rope_half.reference import rope_half
@@ -58,7 +58,7 @@ class Ops:
     """One function per op, to be called as its reference; `chosen` names the implementation of each."""
 
     linear_block = staticmethod(linear_block)
-    linear_largest = staticmethod(linear_largest)
+    linear_argmax = staticmethod(linear_argmax)
     linear_grouped = staticmethod(linear_grouped)
     experts_grouped = staticmethod(experts_grouped)
     lora_delta = staticmethod(lora_delta)
