@@ -156,16 +156,16 @@ class VisionLanguageModel(nn.Module):
         out: torch.Tensor = self.head(hidden_TC.index_select(0, rows_R))
         return out
 
-    def largest(
+    def argmax(
         self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Id int64 [R] and value fp32 [R] of the largest of `logits` that is not banned (bool).
 
         Its sums are those of `logits`, bit for bit. None where no kernel saves the writing of all of them.
         """
-        if self.options.build.ops.chosen["linear_argmax"] == "reference":
+        if not self.options.build.ops.can("linear_argmax", "saves_logits"):
             return None
-        return self.head.largest(hidden_TC.index_select(0, rows_R), banned_V)
+        return self.head.argmax(hidden_TC.index_select(0, rows_R), banned_V)
 
     def forward(self, batch: Batch, cache: CacheView, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
         """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing in between."""
@@ -240,7 +240,9 @@ def load_model(
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
-    build = BuildContext(ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand)
+    build = BuildContext(
+        ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand
+    )
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
     options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)

@@ -241,7 +241,12 @@ class IndependentV4:
         wo_a = self.weights[f"{name}.wo_a"].reshape(groups, rank, -1)
         y = self.cast(np.stack([wide[:, g] @ wo_a[g].T for g in range(groups)], axis=1)).reshape(len(x), -1)
         return Stages(
-            window=window, entries=entries, keys=keys, topk_indices=topk_indices, heads=o, out=self.linear(y, f"{name}.wo_b")
+            window=window,
+            entries=entries,
+            keys=keys,
+            topk_indices=topk_indices,
+            heads=o,
+            out=self.linear(y, f"{name}.wo_b"),
         )
 
     def head_norm(self, q: Array) -> Array:

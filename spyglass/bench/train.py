@@ -1,8 +1,8 @@
 """Fine-tuning at real layer sizes: tokens and images per second, share of the machine's peak, peak memory.
 
-The model of a preset is drawn in place, packed, on the device; no file is written. Chats are random ids with an image
-each, and adapters sit on every group. The bound is what the products of the base weights would take at the speed of one
-large bf16 product: forward, forward again (layers are computed twice) and backward to the inputs.
+The model of a preset has random packed weights, made on the device; no file is written. Chats are random ids with an
+image each, and adapters sit on every group. The bound is what the products of the base weights would take at the speed
+of one large bf16 product: forward, forward again (layers are computed twice) and backward to the inputs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Numbers:
 
 
 def random_model(preset: Preset, device: torch.device) -> VisionLanguageModel:
-    """A model of a preset with random packed weights, drawn where they will be used."""
+    """A model of a preset with random packed weights, made where they are used."""
     config = parse_model_config(preset_config(preset, packed=True), f"preset {preset}")
     build = BuildContext(ops=bind_ops(device.type, "bfloat16", "training"), device=device, dtype=torch.bfloat16)
     model = VisionLanguageModel(config, ModelOptions(build=build, numerics="reference"))

@@ -40,7 +40,9 @@ class Linear(nn.Module):
     the product leaves in fp32 instead of the activation dtype (compressors, the head).
     """
 
-    def __init__(self, build: BuildContext, name: str, *, rounding: FakeQuant | None = None, fp32_out: bool = False) -> None:
+    def __init__(
+        self, build: BuildContext, name: str, *, rounding: FakeQuant | None = None, fp32_out: bool = False
+    ) -> None:
         super().__init__()
         self.name = name
         self.out_features, self.in_features = build.params[name].shape
@@ -92,7 +94,7 @@ class Linear(nn.Module):
             x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
 
-    def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
 
         For a map without bias whose input is not rounded; adapters have no part in it.

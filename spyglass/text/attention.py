@@ -2,7 +2,7 @@
 
 A query sees the raw rows of its window and compressed rows of everything before, in one softmax with a sink per head.
 Compressed rows, and the choice among them, may be those of a layer below.
-Two calls: `write_cache` writes what later rows need, `attend` answers; a driver may attend fewer rows than it remembers.
+Two calls: `write_cache` writes what later rows need, `attend` answers; a driver may attend fewer rows than it wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spyglass.quant.formats import FakeQuant
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Step, LayerContext
+from spyglass.text.step import LayerContext, Step
 
 
 class Attention(nn.Module):

@@ -19,7 +19,7 @@ from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Tables, LayerContext
+from spyglass.text.step import LayerContext, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Experts, Linear, common_quant
 from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
-from spyglass.text.step import Step, LayerContext
+from spyglass.text.step import LayerContext, Step
 
 
 class SharedExpert(nn.Module):
@@ -41,22 +41,20 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{plan.index}.ffn"
         self.gate = Gate(plan, ctx)
-        self.experts = Experts(
-            ctx.build, f"{name}.experts", limit=ctx.text.swiglu_limit, rounding=ctx.rounding.linear
-        )
+        self.experts = Experts(ctx.build, f"{name}.experts", limit=ctx.text.swiglu_limit, rounding=ctx.rounding.linear)
         self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
         self._add_shared = ctx.build.ops.add_shared
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        return self._add_shared(*self.ctx(x_TC, step))
+        return self._add_shared(*self.routed_and_shared(x_TC, step))
 
     @property
     def quant(self) -> FakeQuant | None:
         """The rounding of the input that should come with it."""
         return common_quant(self.shared_experts.w1, self.shared_experts.w3)
 
-    def ctx(
+    def routed_and_shared(
         self, x_TC: torch.Tensor, step: Step, rounded_TC: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""

@@ -19,7 +19,7 @@ from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Step, Tables, LayerContext
+from spyglass.text.step import LayerContext, Step, Tables
 
 
 class Indexer(nn.Module):

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from spyglass.layers.norm import RMSNorm
-from spyglass.text.step import Tables, LayerContext
+from spyglass.text.step import LayerContext, Tables
 
 
 class RowFinish:

@@ -7,7 +7,7 @@ from torch import nn
 
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
-from spyglass.text.step import Step, LayerContext
+from spyglass.text.step import LayerContext, Step
 
 
 class Gate(nn.Module):

@@ -35,8 +35,8 @@ class LayerContext:
 class SharedIndices:
     """Hand-off between layers within one step, by layer of the index source (spec v41 3.1).
 
-    `topk_indices` int32 [T, X] entries, ascending, -1 = none; None = every visible entry. `blocks` int32 [T, Y] candidates,
-    the same way; None = every block.
+    `topk_indices` int32 [T, X] entries, ascending, -1 = none; None = every visible entry. `blocks` int32 [T, Y]
+    candidates, the same way; None = every block.
     """
 
     topk_indices: dict[int, torch.Tensor | None] = field(default_factory=dict)

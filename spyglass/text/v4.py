@@ -12,7 +12,7 @@ from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.experts import FeedForward
 from spyglass.text.hyper import HyperConnection, HyperHead, Residual
-from spyglass.text.step import Step, LayerContext, make_ropes, make_step
+from spyglass.text.step import LayerContext, Step, make_ropes, make_step
 
 
 class V4Layer(nn.Module):
@@ -39,7 +39,7 @@ class V4Layer(nn.Module):
         self.attn.write_cache(x_TC, step, cache, rounded)
         residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
         x_TC, rounded, _, residual = self.hc_ffn.read(residual, self.ffn_norm, quant=self.ffn.quant)
-        return residual.given(*self.ffn.ctx(x_TC, step, rounded))
+        return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded))
 
 
 class V4Backbone(nn.Module):

@@ -17,7 +17,7 @@ from spyglass.text.attention import Attention
 from spyglass.text.engram import Engram
 from spyglass.text.experts import FeedForward
 from spyglass.text.hyper import HyperConnection, Residual
-from spyglass.text.step import Step, LayerContext, make_ropes, make_step
+from spyglass.text.step import LayerContext, Step, make_ropes, make_step
 
 
 class V41Layer(nn.Module):
@@ -54,7 +54,7 @@ class V41Layer(nn.Module):
         self.attn.write_cache(x_TC, step, cache, rounded)
         residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
         x_TC, rounded, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM, self.ffn.quant)
-        return residual.given(*self.ffn.ctx(x_TC, step, rounded)), pre_TM
+        return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded)), pre_TM
 
 
 class V41Backbone(nn.Module):

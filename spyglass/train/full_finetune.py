@@ -123,7 +123,7 @@ class FullRun:
         self._loads = []
 
     def write(self, output: Path) -> None:
-        """The checkpoint as it is now, tokenizer and configuration beside it.
+        """The checkpoint as it is now, with tokenizer and configuration.
 
         Raises:
             CheckpointError: the folder cannot be written.

@@ -1,6 +1,6 @@
 """Every V4.1 layer against a second implementation, given the same inputs: plain and rounded, fp32 and bf16.
 
-Selection is tight (5 of up to 90 entries, 4 blocks of 3), so wrong topk_indices show at once. With rounding on, a sum in
+Selection is tight (5 of up to 90 entries, 4 blocks of 3), so wrong indices show at once. With rounding on, a sum in
 another order may flip a code now and then: nearly all elements must agree closely, and none be off by much.
 """
 
@@ -181,4 +181,7 @@ def test_the_candidates_decide_something(setting: Setting, ran: Ran) -> None:
     allowed = ran.shared.candidates
     first = ran.shared.topk_indices[5]
     assert any(set(topk_indices) - candidates for topk_indices, candidates in zip(first, allowed, strict=True))
-    assert all(set(topk_indices) <= candidates for topk_indices, candidates in zip(ran.shared.topk_indices[7], allowed, strict=True))
+    assert all(
+        set(topk_indices) <= candidates
+        for topk_indices, candidates in zip(ran.shared.topk_indices[7], allowed, strict=True)
+    )

@@ -137,7 +137,7 @@ def _slots(layer: torch.nn.Module) -> list[Any]:
 
 
 def test_a_reindex_layer_has_index_weights_of_its_own(model: Any) -> None:
-    """Layer 7 scores the keys of layer 5 with queries and weights of its own: others there, other topk_indices there alone."""
+    """Layer 7 scores the keys of layer 5 with queries and weights of its own: others there, others there alone."""
     batch, cache = one_step(model)
 
     def topk_indices() -> dict[int, Any]:

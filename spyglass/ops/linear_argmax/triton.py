@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.ops.linear_block import triton as linear
 from spyglass.ops.linear_argmax import reference
+from spyglass.ops.linear_block import triton as linear
 from spyglass.quant.packed import Packed
+
+CAPABILITIES = frozenset({"capturable", "saves_logits"})
 
 
 def usable(device_type: str, dtype: str) -> bool:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from spyglass.ops.linear_block import cpu as block_cpu
 from spyglass.ops.linear_argmax import cpu
 from spyglass.ops.linear_argmax.reference import linear_argmax
+from spyglass.ops.linear_block import cpu as block_cpu
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32, FP4, fp8
 from spyglass.quant.packed import Packed
