@@ -22,14 +22,14 @@ from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
-from spyglass.layers.build import Build, held_tensors, weight_slots
+from spyglass.layers.build import BuildContext, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
 from spyglass.params.table import param_table
 from spyglass.quant.packed import WeightSlot
-from spyglass.text.step import TextBuild
+from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
 from spyglass.text.v41 import V41Backbone
 from spyglass.vision.aligner import Aligner
@@ -50,7 +50,7 @@ class ModelOptions:
     `vision_graphs`: pictures go through CUDA graphs where they fit one (see `spyglass.vision.graphs`).
     """
 
-    build: Build
+    build: BuildContext
     numerics: Numerics
     pictures: bool = True
     vision_graphs: bool = False
@@ -156,16 +156,16 @@ class VisionLanguageModel(nn.Module):
         out: torch.Tensor = self.head(hidden_TC.index_select(0, rows_R))
         return out
 
-    def largest(
+    def argmax(
         self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Id int64 [R] and value fp32 [R] of the largest of `logits` that is not banned (bool).
 
         Its sums are those of `logits`, bit for bit. None where no kernel saves the writing of all of them.
         """
-        if self.options.build.ops.chosen["linear_largest"] == "reference":
+        if not self.options.build.ops.can("linear_argmax", "saves_logits"):
             return None
-        return self.head.largest(hidden_TC.index_select(0, rows_R), banned_V)
+        return self.head.argmax(hidden_TC.index_select(0, rows_R), banned_V)
 
     def forward(self, batch: Batch, cache: CacheView, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
         """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing in between."""
@@ -178,9 +178,9 @@ class VisionLanguageModel(nn.Module):
         return "this model was loaded without its vision tower and takes no pictures; load it with images=True"
 
 
-def _text_build(config: ModelConfig, options: ModelOptions) -> TextBuild:
+def _text_build(config: ModelConfig, options: ModelOptions) -> LayerContext:
     reference = options.numerics == "reference"
-    return TextBuild(
+    return LayerContext(
         text=config.text,
         build=options.build,
         rounding=config.text.reference_rounding if reference else Rounding(),
@@ -240,7 +240,9 @@ def load_model(
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
-    build = Build(ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand)
+    build = BuildContext(
+        ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand
+    )
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
     options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)

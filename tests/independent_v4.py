@@ -75,7 +75,7 @@ class Stages:
     window: Array
     entries: Array
     keys: Array
-    picks: list[list[int]]
+    topk_indices: list[list[int]]
     heads: Array  # [T, H, D] after the inverse rotation
     out: Array
 
@@ -228,12 +228,12 @@ class IndependentV4:
             entries = self.stored_row(self.turned_entries(x, f"{name}.compressor", ratio, dim))
         if ratio == 4:
             keys = self.index_row(self.turned_entries(x, f"{name}.indexer.compressor", 4, keys.shape[1]))
-        picks = [list(range((t + 1) // ratio if ratio else 0)) for t in range(len(x))]
+        topk_indices = [list(range((t + 1) // ratio if ratio else 0)) for t in range(len(x))]
         if ratio == 4:
-            picks = [self.pick(layer, t, x, u, keys) for t in range(len(x))]
+            topk_indices = [self.pick(layer, t, x, u, keys) for t in range(len(x))]
         out = []
         for t in range(len(x)):
-            rows = np.concatenate([window[self.visible(t, len(x), spans)], entries[picks[t]]])
+            rows = np.concatenate([window[self.visible(t, len(x), spans)], entries[topk_indices[t]]])
             out.append(self.rope(self.attend(q[t], rows, self.weights[f"{name}.attn_sink"]), t, ratio, inverse=True))
         o = np.array(out)
         groups, rank = cfg["o_groups"], cfg["o_lora_rank"]
@@ -241,7 +241,12 @@ class IndependentV4:
         wo_a = self.weights[f"{name}.wo_a"].reshape(groups, rank, -1)
         y = self.cast(np.stack([wide[:, g] @ wo_a[g].T for g in range(groups)], axis=1)).reshape(len(x), -1)
         return Stages(
-            window=window, entries=entries, keys=keys, picks=picks, heads=o, out=self.linear(y, f"{name}.wo_b")
+            window=window,
+            entries=entries,
+            keys=keys,
+            topk_indices=topk_indices,
+            heads=o,
+            out=self.linear(y, f"{name}.wo_b"),
         )
 
     def head_norm(self, q: Array) -> Array:

@@ -82,7 +82,7 @@ class Memory:
 
     rows: dict[int, Array] = field(default_factory=dict)
     keys: dict[int, Array] = field(default_factory=dict)
-    picks: dict[int, list[list[int]]] = field(default_factory=dict)
+    topk_indices: dict[int, list[list[int]]] = field(default_factory=dict)
     candidates: list[set[int]] = field(default_factory=list)
 
 
@@ -198,7 +198,7 @@ class Independent:
         for t in positions:
             keys = window[max(0, t - text["sliding_window"] + 1) : t + 1]
             if source is not None and chooser is not None:
-                keys = np.concatenate([keys, memory.rows[source][memory.picks[chooser][t]]])
+                keys = np.concatenate([keys, memory.rows[source][memory.topk_indices[chooser][t]]])
             score = q[t] @ keys.T * dim**-0.5
             top = score.max(axis=1, keepdims=True)
             p = np.exp(score - top)
@@ -236,7 +236,7 @@ class Independent:
         q = self.rounding.q(self.rotate(q, np.arange(len(x)), ratio), "F4U")
         w = self.rounding.act(self.linear(f"{name}.weights_proj", x) * (dim**-0.5 * heads**-0.5))
         source = text["candidate_source_layer_id"]
-        memory.picks[index] = []
+        memory.topk_indices[index] = []
         for t in range(len(x)):
             reach = (t + 1) // ratio
             dots = self.rounding.act(np.einsum("nd,pd->np", q[t], keys[:reach]))
@@ -247,7 +247,7 @@ class Independent:
             if source is not None and index > source:
                 allowed = [p for p in allowed if p in memory.candidates[t]]
             ranked = sorted(allowed, key=lambda p: (-score[p], p))
-            memory.picks[index].append(sorted(ranked[: text["index_topk"]]))
+            memory.topk_indices[index].append(sorted(ranked[: text["index_topk"]]))
 
     def candidates(self, score: Array, reach: int) -> set[int]:
         size = self.text["candidate_block_size"]

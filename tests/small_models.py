@@ -11,7 +11,7 @@ import torch
 
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.ops.declare import Ops
 from spyglass.ops.table import bind_ops, describe
@@ -135,7 +135,7 @@ def empty_model(
 ) -> VisionLanguageModel:
     """The same before any weight arrives."""
     bound = bind_ops(device, str(dtype).removeprefix("torch."), "reference") if ops is None else ops
-    build = Build(ops=bound, device=torch.device(device), dtype=dtype, expand=expand)
+    build = BuildContext(ops=bound, device=torch.device(device), dtype=dtype, expand=expand)
     return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, pictures=pictures)).eval()
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spyglass.batch.images import Grid, pack_images
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import BuildContext, weight_slots
 from spyglass.ops.declare import Ops
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
@@ -68,7 +68,7 @@ class Vision:
         ops: Ops | None = None,
     ) -> None:
         chosen = bind_ops(torch.device(device).type, str(dtype).removeprefix("torch."), "reference")
-        build = Build(ops=chosen if ops is None else ops, device=torch.device(device), dtype=dtype)
+        build = BuildContext(ops=chosen if ops is None else ops, device=torch.device(device), dtype=dtype)
         build = dataclasses.replace(build, params=tower_params(config, hidden))
         self.config = config
         self.device = device

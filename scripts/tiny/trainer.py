@@ -16,7 +16,7 @@ from scripts.tiny.dense_ops import StepState, training_ops
 from scripts.tiny.muon import Muon, MuonSettings
 from spyglass.config.model import ModelConfig
 from spyglass.errors import CheckpointError, ConfigError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.params.table import Param, param_table
 from spyglass.runtime.capture import CudaGraph, CudaGraphs
@@ -69,7 +69,7 @@ class WholeTrainer:
         place = torch.device(device)
         self.config, self.capacity, self.state = config, capacity, StepState()
         ops = training_ops(place.type, str(dtype).removeprefix("torch."), self.state, compiled=compiled)
-        build = Build(ops=ops, device=place, dtype=dtype)
+        build = BuildContext(ops=ops, device=place, dtype=dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics))
         self.masters = masters(self.model, param_table(config), initial, fixed=BIASES)
         self.optimiser = Muon(self.masters.stacks, MuonSettings() if settings is None else settings)

@@ -58,7 +58,10 @@ def run(argv: Sequence[str]) -> int:
     """Print a line per preset; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench cache", description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept (default build/bench)"
+        "--folder",
+        type=Path,
+        default=Path("build/bench"),
+        help="where the checkpoints are stored (default build/bench)",
     )
     parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models")
     parser.add_argument("--weights", choices=FORMATS, default="packed", help="format of their weights")

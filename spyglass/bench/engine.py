@@ -10,7 +10,7 @@ rows takes at least the longer of two times, and both are printed.
 - Arithmetic: every weight matrix times every row (of the experts those that a row chooses) and the two products of
   attention, at the rate of the best large product measured here, bf16 or fp32, torch's or ours.
 
-One request at a time stands beside it as the baseline.
+The baseline is one request at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def run(argv: Sequence[str]) -> int:
     """Print a line per preset and number of requests; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench engine", description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept (default build/bench)"
+        "--folder",
+        type=Path,
+        default=Path("build/bench"),
+        help="where the checkpoints are stored (default build/bench)",
     )
     parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models to run")
     parser.add_argument("--requests", type=positive, nargs="*", default=[1, 32], help="how many at once")

@@ -1,6 +1,6 @@
-"""Engram rows of a prompt from mapped tables, warm and cold, beside the prefill they belong to.
+"""Engram rows of a prompt from mapped tables, warm and cold, next to the prefill they belong to.
 
-The tables are written once (random bytes). Warm: their pages are in memory. Cold: the kernel was told to forget them.
+The tables are written once (random bytes). Warm: their pages are in memory. Cold: the kernel has dropped them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def run(argv: Sequence[str]) -> int:
         "--folder",
         type=Path,
         default=Path("build/bench"),
-        help="where tables and checkpoint are kept (default build/bench)",
+        help="where tables and checkpoint are stored (default build/bench)",
     )
     parser.add_argument("--bytes", type=positive, default=TABLE_BYTES, help="size of both tables together")
     parser.add_argument("--tokens", type=positive, default=TOKENS, help="prompt length")
-    parser.add_argument("--weights", choices=("packed", "bf16"), default="packed", help="format of the model beside it")
+    parser.add_argument(
+        "--weights", choices=("packed", "bf16"), default="packed", help="format of the model next to it"
+    )
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -95,7 +97,7 @@ def open_store(folder: Path, nbytes: int) -> EngramStore:
 
 
 def table_file(folder: Path, nbytes: int) -> Path:
-    """Where tables of that size are kept."""
+    """Where tables of that size are stored."""
     return folder / f"engram-{nbytes}.safetensors"
 
 

@@ -1,6 +1,6 @@
 """Loading a checkpoint against `cat` of the same files: GB/s, and how far memory rises above the model.
 
-Reading needs memory, so three baselines stand beside ours: `cat` to nowhere, `cat` into memory (a file in /dev/shm),
+Reading needs memory, so there are three baselines: `cat` to nowhere, `cat` into memory (a file in /dev/shm),
 and a plain copy of as many bytes between two tensors. "cold" drops the files from the page cache first.
 """
 

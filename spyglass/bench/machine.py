@@ -1,4 +1,4 @@
-"""What a number was measured on: commit, hardware, versions. Every benchmark prints it beside its numbers."""
+"""What a number was measured on: commit, hardware, versions. Every benchmark prints it with its numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def save_numbers(name: str, machine: Mapping[str, str], numbers: Mapping[str, Any], path: Path | None = None) -> None:
-    """Write `numbers` beside the machine as JSON: to `path`, or below RESULTS by benchmark and commit."""
+    """Write `numbers` with the machine as JSON: to `path`, or below RESULTS by benchmark and commit."""
     path = path or RESULTS / f"{name}-{machine['commit'].rstrip('+')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, **numbers}, indent=2) + "\n", encoding="utf-8")

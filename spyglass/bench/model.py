@@ -2,7 +2,7 @@
 
 The bound of decoding is bandwidth: every dense weight and every expert that some row chose is read once per step.
 "share" is the measured rate over that bound, with the bandwidth of the best matrix-vector product measured here; the
-share of a plain read of memory, which no product reaches, stands beside it. The reference ops run as the baseline.
+share of a plain read of memory, which no product reaches, is printed too. The reference ops run as the baseline.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def run(argv: Sequence[str]) -> int:
     """Print the tables; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench model", description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/bench"), help="where the checkpoints are kept (default build/bench)"
+        "--folder",
+        type=Path,
+        default=Path("build/bench"),
+        help="where the checkpoints are stored (default build/bench)",
     )
     parser.add_argument(
         "--preset", choices=PRESETS, default="mini", help="which random model (others were timed at mini)"
@@ -176,9 +179,9 @@ def decode_rate(loaded: LoadedModel, folder: Path, batch: int, steps: int) -> tu
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
     for number in range(batch):
         engine.add(make_prompt(loaded, CONTEXT, seed=number), params)
-    drawn = 0
-    while drawn < batch:  # until every prompt is in memory
-        drawn = len(engine.step())
+    sampled = 0
+    while sampled < batch:  # until every prompt is in memory
+        sampled = len(engine.step())
     for _ in range(3):
         engine.step()
     before = engine.step_runner.seconds

@@ -1,4 +1,4 @@
-"""Each op of the text path at the sizes of `mini`: time, share of what this machine gives, the reference beside it.
+"""Each op of the text path at the sizes of `mini`: time, share of what this machine gives; the reference too.
 
 Small calls (1 and 4 rows) are held against the bandwidth of a bf16 matrix-vector product, large ones against the speed
 of a bf16 matrix product, both measured in the same run with torch.
@@ -61,10 +61,10 @@ def report(case: Case, rows: int, fast: Ops, slow: Ops | None, bandwidth: float,
     """Best time of the chosen implementation and of the reference, and the share of the nearer ceiling."""
     seconds = best(lambda: case.call(fast))
     bound = max(case.nbytes / bandwidth, case.flops / speed)
-    beside = "" if slow is None else f"  reference {best(lambda: case.call(slow), 1) * 1e6:11.1f} us"
+    baseline = "" if slow is None else f"  reference {best(lambda: case.call(slow), 1) * 1e6:11.1f} us"
     print(
         f"{case.name:<22} {rows:>5} rows {seconds * 1e6:10.1f} us {case.nbytes / seconds / 1e9:6.1f} GB/s "
-        f"{case.flops / seconds / 1e9:6.0f} GFLOP/s {bound / seconds:5.0%}{beside}",
+        f"{case.flops / seconds / 1e9:6.0f} GFLOP/s {bound / seconds:5.0%}{baseline}",
         flush=True,
     )
 

@@ -141,8 +141,8 @@ def run(argv: Sequence[str]) -> int:
     found = {}
     for name, path in (("fixed events", _PLAIN), ("chat completions", "/v1/chat/completions")):
         found[name] = _measure(llm, path, options.streams, options.tokens, options.pause_ms / 1e3)
-        told = "  ".join(f"{what} {value:.4f}" for what, value in found[name].items())
-        print(f"{name:<18} {told}")
+        figures = "  ".join(f"{what} {value:.4f}" for what, value in found[name].items())
+        print(f"{name:<18} {figures}")
     if options.output:
         save_numbers("stream", machine, found, options.output)
     return 0
@@ -160,12 +160,12 @@ def _measure(llm: LLM, path: str, streams: int, tokens: int, pause_s: float) -> 
     with _serving(llm, pause_s) as (url, clock), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as clients:
         clients.submit(ask_all, url + path, {**body, "max_tokens": 8}, 4).result()
         before = clock()
-        told, events = clients.submit(ask_all, url + path, body, streams).result()
+        tokens, events = clients.submit(ask_all, url + path, body, streams).result()
         after = clock()
     return {
-        "event loop ms/token": 1e3 * (after[0] - before[0]) / told,
-        "engine thread ms/token": 1e3 * (after[1] - before[1]) / told,
-        "tokens/event": told / events,
+        "event loop ms/token": 1e3 * (after[0] - before[0]) / tokens,
+        "engine thread ms/token": 1e3 * (after[1] - before[1]) / tokens,
+        "tokens/event": tokens / events,
     }
 
 

@@ -1,8 +1,8 @@
 """Fine-tuning at real layer sizes: tokens and images per second, share of the machine's peak, peak memory.
 
-The model of a preset is drawn in place, packed, on the device; no file is written. Chats are random ids with an image
-each, and adapters sit on every group. The bound is what the products of the base weights would take at the speed of one
-large bf16 product: forward, forward again (layers are computed twice) and backward to the inputs.
+The model of a preset has random packed weights, made on the device; no file is written. Chats are random ids with an
+image each, and adapters sit on every group. The bound is what the products of the base weights would take at the speed
+of one large bf16 product: forward, forward again (layers are computed twice) and backward to the inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spyglass.checkpoint.random import preset_tensors, random_tensor
 from spyglass.config.model import ModelConfig
 from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
@@ -68,9 +68,9 @@ class Numbers:
 
 
 def random_model(preset: Preset, device: torch.device) -> VisionLanguageModel:
-    """A model of a preset with random packed weights, drawn where they will be used."""
+    """A model of a preset with random packed weights, made where they are used."""
     config = parse_model_config(preset_config(preset, packed=True), f"preset {preset}")
-    build = Build(ops=bind_ops(device.type, "bfloat16", "training"), device=device, dtype=torch.bfloat16)
+    build = BuildContext(ops=bind_ops(device.type, "bfloat16", "training"), device=device, dtype=torch.bfloat16)
     model = VisionLanguageModel(config, ModelOptions(build=build, numerics="reference"))
     specs, generator = preset_tensors(preset), torch.Generator(device).manual_seed(0)
     for slot in model.slots():

@@ -27,7 +27,7 @@ from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.config.model import VisionConfig
 from spyglass.config.presets import config_of, released_vision
 from spyglass.families import FAMILIES
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import BuildContext, weight_slots
 from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
@@ -73,7 +73,7 @@ class Measured:
     def __init__(self, vision: VisionConfig, hidden: int, device: str, dtype: str = "bfloat16") -> None:
         self.vision, self.device = vision, torch.device(device)
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-        build = Build(
+        build = BuildContext(
             ops=bind_ops(self.device.type, dtype),
             device=self.device,
             dtype=self.dtype,

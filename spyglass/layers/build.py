@@ -34,7 +34,7 @@ class WeightsVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
+class BuildContext:
     """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
 
     `params`: where modules find the shapes of their parameters; a model puts in the table of its configuration.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from spyglass.errors import CheckpointError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
 
@@ -14,7 +14,7 @@ from spyglass.quant.packed import Packed, WeightSlot
 class Embedding(nn.Module):
     """Rows of a [V, C] table by id."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.name = name
         self.shape = build.params[name].shape
@@ -40,7 +40,7 @@ class PlainTensor(nn.Module):
     The entries of an "index" parameter are numbers of experts.
     """
 
-    def __init__(self, build: Build, name: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, build: BuildContext, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.name = name
         self.value: torch.Tensor | None = None

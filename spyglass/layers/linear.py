@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spyglass.errors import CheckpointError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot, empty_packed
@@ -40,7 +40,9 @@ class Linear(nn.Module):
     the product leaves in fp32 instead of the activation dtype (compressors, the head).
     """
 
-    def __init__(self, build: Build, name: str, *, rounding: FakeQuant | None = None, fp32_out: bool = False) -> None:
+    def __init__(
+        self, build: BuildContext, name: str, *, rounding: FakeQuant | None = None, fp32_out: bool = False
+    ) -> None:
         super().__init__()
         self.name = name
         self.out_features, self.in_features = build.params[name].shape
@@ -92,13 +94,13 @@ class Linear(nn.Module):
             x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
         )
 
-    def largest(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
 
         For a map without bias whose input is not rounded; adapters have no part in it.
         """
         assert self.weight is not None and self.bias_O is None and self._rounding is None
-        return self.build.ops.linear_largest(x_TI, self.weight, skip_O)
+        return self.build.ops.linear_argmax(x_TI, self.weight, skip_O)
 
 
 def common_quant(*maps: Linear) -> FakeQuant | None:
@@ -113,7 +115,7 @@ class GroupedLinear(nn.Module):
     Stored as [groups * out, in]; `out_features` counts all groups.
     """
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.name = name
         self.out_features, self.in_features = build.params[name].shape
@@ -150,7 +152,7 @@ class Experts(nn.Module):
     `name` is the native name up to the expert's number; `limit` and `rounding` as in `ops.experts_grouped`.
     """
 
-    def __init__(self, build: Build, name: str, *, limit: float, rounding: FakeQuant | None) -> None:
+    def __init__(self, build: BuildContext, name: str, *, limit: float, rounding: FakeQuant | None) -> None:
         super().__init__()
         self.name = name
         self.num_experts = build.params[f"{name}.0.w1"].num_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed, WeightSlot
 
@@ -13,7 +13,7 @@ from spyglass.quant.packed import Packed, WeightSlot
 class RMSNorm(nn.Module):
     """w · x · rsqrt(mean x² + eps) over the last axis. `name` is the native name without `.weight`."""
 
-    def __init__(self, build: Build, name: str, eps: float) -> None:
+    def __init__(self, build: BuildContext, name: str, eps: float) -> None:
         super().__init__()
         self.name = name
         self.shape = build.params[f"{name}.weight"].shape

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import dropout
 
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 
 MATRICES = ("w1", "w2", "w3")
@@ -59,7 +59,7 @@ def _join(parts: Sequence[Rows]) -> Rows:
 class LinearBank:
     """The adapters of one `Linear` or `GroupedLinear` (`layers.linear.Adapter`). `groups` 1 for a dense map."""
 
-    def __init__(self, build: Build, dropout: Dropout, groups: int = 1) -> None:
+    def __init__(self, build: BuildContext, dropout: Dropout, groups: int = 1) -> None:
         self._delta, self._dropout, self._groups = build.ops.lora_delta, dropout, groups
         self._version = build.version
         self.by_slot: dict[int, Rows] = {}
@@ -112,7 +112,7 @@ class ExpertRows:
 class ExpertsBank:
     """The adapters of the routed experts of one layer (`layers.linear.ExpertsAdapter`)."""
 
-    def __init__(self, build: Build, dropout: Dropout) -> None:
+    def __init__(self, build: BuildContext, dropout: Dropout) -> None:
         self._dropout, self._version = dropout, build.version
         self.by_slot: dict[int, Mapping[str, ExpertRows]] = {}
         self._joined: ExpertAdapters | None = None

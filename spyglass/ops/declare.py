@@ -7,7 +7,8 @@ say
     check_weight   (name, weight) -> None; raises DeviceError for values it cannot hold
 
 "capturable": never reads a value of a tensor on the host, so that a graph can hold it. "rounds_apart": a map rounds its
-input in a launch of its own, which whatever makes the input saves by doing it.
+input in a launch of its own, which whatever makes the input saves by doing it. "saves_logits": the largest output is
+found without writing the others.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from spyglass.ops.hyper_read.reference import hyper_read
 from spyglass.ops.hyper_write_read.reference import hyper_write_read
 from spyglass.ops.index_blocks.reference import index_blocks
 from spyglass.ops.index_topk.reference import index_topk
+from spyglass.ops.linear_argmax.reference import linear_argmax
 from spyglass.ops.linear_block.reference import linear_block
 from spyglass.ops.linear_grouped.reference import linear_grouped
-from spyglass.ops.linear_largest.reference import linear_largest
 from spyglass.ops.lora_delta.reference import lora_delta
 from spyglass.ops.rms_norm.reference import rms_norm
 from spyglass.ops.rope_half.reference import rope_half
@@ -50,7 +51,7 @@ from spyglass.ops.vit_attention.reference import vit_attention
 from spyglass.quant.packed import Packed
 
 Backend = Literal["eager", "cpu_graph", "cuda_graph"]
-Capability = Literal["capturable", "rounds_apart"]
+Capability = Literal["capturable", "rounds_apart", "saves_logits"]
 _DEFAULT: frozenset[Capability] = frozenset({"capturable"})
 
 
@@ -58,7 +59,7 @@ class Ops:
     """One function per op, to be called as its reference; `chosen` names the implementation of each."""
 
     linear_block = staticmethod(linear_block)
-    linear_largest = staticmethod(linear_largest)
+    linear_argmax = staticmethod(linear_argmax)
     linear_grouped = staticmethod(linear_grouped)
     experts_grouped = staticmethod(experts_grouped)
     lora_delta = staticmethod(lora_delta)

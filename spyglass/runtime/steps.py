@@ -36,7 +36,7 @@ class ModelParts(Protocol):
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V]."""
 
-    def largest(
+    def argmax(
         self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Id int64 [R] and value [R] of the largest logit that is not banned; None where `logits` is as quick."""
@@ -155,7 +155,7 @@ class StepRunner:
     def _forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
         model, batch = self._model, replace(frame.batch, capture=self._streams)
         hidden_TC, captured = model.text(model.embed(batch, image_rows_IC), batch, frame.cache)
-        found = model.largest(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
+        found = model.argmax(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
         return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
     def _result(self, frame: Frame, outputs: Outputs) -> StepResult:

@@ -2,7 +2,7 @@
 
 A query sees the raw rows of its window and compressed rows of everything before, in one softmax with a sink per head.
 Compressed rows, and the choice among them, may be those of a layer below.
-Two calls: `remember` writes what later rows need, `attend` answers; a driver may attend fewer rows than it remembers.
+Two calls: `write_cache` writes what later rows need, `attend` answers; a driver may attend fewer rows than it wrote.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from spyglass.quant.formats import FakeQuant
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.indexer import Indexer
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Step, TextBuild
+from spyglass.text.step import LayerContext, Step
 
 
 class Attention(nn.Module):
     """The tensors `attn.*` of one layer."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        text, build = parts.text, parts.build
+        text, build = ctx.text, ctx.build
         name = f"layers.{plan.index}.attn"
-        rounding = parts.rounding.linear
+        rounding = ctx.rounding.linear
         self.attn_sink = PlainTensor(build, f"{name}.attn_sink")
         self.wq_a = Linear(build, f"{name}.wq_a", rounding=rounding)
         self.q_norm = RMSNorm(build, f"{name}.q_norm", text.rms_norm_eps)
@@ -43,17 +43,17 @@ class Attention(nn.Module):
         self.indexer: Indexer | None = None
         if plan.compressor is not None:
             spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="pool", state="state")
-            self.compressor = Compressor(spec, plan.compressor, parts, RowFinish(parts, "pool"))
+            self.compressor = Compressor(spec, plan.compressor, ctx, RowFinish(ctx, "pool"))
         if plan.index_from == plan.index:
-            self.indexer = Indexer(plan, parts)
+            self.indexer = Indexer(plan, ctx)
         self._plan = plan
         self._window = ("window", plan.index)
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
         self._heads, self._dim, self._groups = text.num_attention_heads, text.head_dim, text.o_groups
         self._scale = text.head_dim**-0.5
         self._q_eps = text.rms_norm_eps if text.q_head_norm else None
-        self._stepwise = parts.stepwise
-        self._finish = RowFinish(parts, "window")
+        self._stepwise = ctx.stepwise
+        self._finish = RowFinish(ctx, "window")
         self._ops = build.ops
 
     @property
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         """The rounding of the layer's normed input that should come with it."""
         return common_quant(self.wq_a, self.wkv)
 
-    def remember(
+    def write_cache(
         self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
     ) -> None:
         """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input.
@@ -74,14 +74,14 @@ class Attention(nn.Module):
         if self.compressor is None:
             return
         pool, tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
-        latent_PD = self.compressor.remember(x_TC, pool, cache, tables, slot_T)
+        latent_PD = self.compressor.write_cache(x_TC, pool, cache, tables, slot_T)
         if self.indexer is not None:
-            self.indexer.remember(x_TC, latent_PD, pool, cache, tables, slot_T)
+            self.indexer.write_cache(x_TC, latent_PD, pool, cache, tables, slot_T)
 
     def attend(
         self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What these rows read from memory, [T, C]; `remember` of this step came first."""
+        """What these rows read from memory, [T, C]; `write_cache` of this step came first."""
         slot_T = step.batch.slot_T
         quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         source = self._plan.index_from
         if source is None or pool is None:
             return None
-        picks = step.choices.picks
+        topk_indices = step.choices.topk_indices
         if self.indexer is not None:
-            picks[source] = self.indexer.picks(u_TQ, x_TC, step, pool, cache)
-        return picks[source]
+            topk_indices[source] = self.indexer.topk_indices(u_TQ, x_TC, step, pool, cache)
+        return topk_indices[source]

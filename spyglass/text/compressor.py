@@ -19,7 +19,7 @@ from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Tables, TextBuild
+from spyglass.text.step import LayerContext, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,15 @@ class Compressor(nn.Module):
         self,
         spec: CompressorSpec,
         plan: CompressorPlan,
-        parts: TextBuild,
+        ctx: LayerContext,
         finish: RowFinish,
     ) -> None:
         super().__init__()
-        build = parts.build
+        build = ctx.build
         self.wkv = Linear(build, f"{spec.name}.wkv", fp32_out=plan.gated)
         self.wgate = Linear(build, f"{spec.name}.wgate", fp32_out=True) if plan.gated else None
         self.ape = PlainTensor(build, f"{spec.name}.ape") if plan.positional_bias else None
-        self.norm = RMSNorm(build, f"{spec.name}.norm", parts.text.rms_norm_eps)
+        self.norm = RMSNorm(build, f"{spec.name}.norm", ctx.text.rms_norm_eps)
         self._overlap = plan.overlap
         self._pool = (spec.pool, spec.layer)
         self._state = (spec.state, spec.layer)
@@ -60,7 +60,7 @@ class Compressor(nn.Module):
         self._gives_latent = plan.index_keys == "latent"
         self._ops = build.ops
 
-    def remember(
+    def write_cache(
         self,
         x_TC: torch.Tensor,
         pool: CompressionStep,

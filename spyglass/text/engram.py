@@ -15,17 +15,17 @@ from torch import nn
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
-from spyglass.text.step import Step, TextBuild
+from spyglass.text.step import LayerContext, Step
 
 
 class Engram(nn.Module):
     """The tensors `engram.{wkv, q_weight, k_weight}` of one layer; its table is not a part of the model."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        text, build = parts.text, parts.build
+        text, build = ctx.text, ctx.build
         name = f"layers.{plan.index}.engram"
-        self.wkv = Linear(build, f"{name}.wkv", rounding=parts.rounding.linear)
+        self.wkv = Linear(build, f"{name}.wkv", rounding=ctx.rounding.linear)
         self.q_weight = PlainTensor(build, f"{name}.q_weight")
         self.k_weight = PlainTensor(build, f"{name}.k_weight")
         self._layer = plan.index

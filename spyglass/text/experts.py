@@ -9,17 +9,17 @@ from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Experts, Linear, common_quant
 from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
-from spyglass.text.step import Step, TextBuild
+from spyglass.text.step import LayerContext, Step
 
 
 class SharedExpert(nn.Module):
     """w2( silu(min(w1 x, limit)) · clamp(w3 x, ±limit) ): weight 1, not scaled, clamped like the routed ones."""
 
-    def __init__(self, name: str, parts: TextBuild) -> None:
+    def __init__(self, name: str, ctx: LayerContext) -> None:
         super().__init__()
-        text, build = parts.text, parts.build
+        text, build = ctx.text, ctx.build
         self.w1, self.w3, self.w2 = (
-            Linear(build, f"{name}.{which}", rounding=parts.rounding.linear) for which in ("w1", "w3", "w2")
+            Linear(build, f"{name}.{which}", rounding=ctx.rounding.linear) for which in ("w1", "w3", "w2")
         )
         self._limit = text.swiglu_limit
         self._swiglu = build.ops.swiglu
@@ -37,26 +37,24 @@ class SharedExpert(nn.Module):
 class FeedForward(nn.Module):
     """The tensors `ffn.*` of one layer."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
         name = f"layers.{plan.index}.ffn"
-        self.gate = Gate(plan, parts)
-        self.experts = Experts(
-            parts.build, f"{name}.experts", limit=parts.text.swiglu_limit, rounding=parts.rounding.linear
-        )
-        self.shared_experts = SharedExpert(f"{name}.shared_experts", parts)
-        self._add_shared = parts.build.ops.add_shared
+        self.gate = Gate(plan, ctx)
+        self.experts = Experts(ctx.build, f"{name}.experts", limit=ctx.text.swiglu_limit, rounding=ctx.rounding.linear)
+        self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
+        self._add_shared = ctx.build.ops.add_shared
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        return self._add_shared(*self.parts(x_TC, step))
+        return self._add_shared(*self.routed_and_shared(x_TC, step))
 
     @property
     def quant(self) -> FakeQuant | None:
         """The rounding of the input that should come with it."""
         return common_quant(self.shared_experts.w1, self.shared_experts.w3)
 
-    def parts(
+    def routed_and_shared(
         self, x_TC: torch.Tensor, step: Step, rounded_TC: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""

@@ -16,7 +16,7 @@ from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.norm import RMSNorm
 from spyglass.ops.declare import Ops
 from spyglass.quant.formats import FakeQuant
-from spyglass.text.step import TextBuild
+from spyglass.text.step import LayerContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class Residual:
 class HyperConnection(nn.Module):
     """The three checkpoint tensors `{name}_fn`, `{name}_base`, `{name}_scale` of one sub-layer, fp32."""
 
-    def __init__(self, name: str, parts: TextBuild) -> None:
+    def __init__(self, name: str, ctx: LayerContext) -> None:
         super().__init__()
-        text = parts.text
+        text = ctx.text
         self.fn, self.base, self.scale = (
-            PlainTensor(parts.build, f"{name}_{which}") for which in ("fn", "base", "scale")
+            PlainTensor(ctx.build, f"{name}_{which}") for which in ("fn", "base", "scale")
         )
         self._options: dict[str, Any] = {
             "norm_eps": text.rms_norm_eps,
             "hc_eps": text.hc_eps,
             "rounds": text.hc_sinkhorn_iters,
         }
-        self._ops = parts.build.ops
+        self._ops = ctx.build.ops
 
     def read(
         self, residual: Residual, norm: RMSNorm, pre_TM: torch.Tensor | None = None, quant: FakeQuant | None = None
@@ -88,15 +88,15 @@ class HyperConnection(nn.Module):
 class HyperHead(nn.Module):
     """The last collapse, with weights of its own: p = σ(m · scale + base) + hc_eps (spec v4 3.3)."""
 
-    def __init__(self, parts: TextBuild) -> None:
+    def __init__(self, ctx: LayerContext) -> None:
         super().__init__()
-        text = parts.text
+        text = ctx.text
         self.fn, self.base, self.scale = (
-            PlainTensor(parts.build, f"hc_head_{which}") for which in ("fn", "base", "scale")
+            PlainTensor(ctx.build, f"hc_head_{which}") for which in ("fn", "base", "scale")
         )
         self._norm_eps = text.rms_norm_eps
         self._hc_eps = text.hc_eps
-        self._ops = parts.build.ops
+        self._ops = ctx.build.ops
 
     def forward(self, streams_TMC: torch.Tensor) -> torch.Tensor:
         """[T, C] in the streams' dtype, before the final norm."""

@@ -19,19 +19,19 @@ from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.rounding import RowFinish
-from spyglass.text.step import Step, Tables, TextBuild
+from spyglass.text.step import LayerContext, Step, Tables
 
 
 class Indexer(nn.Module):
     """The tensors `attn.indexer.*` of one layer: queries always, what makes keys only where the layer owns the rows."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        text, build = parts.text, parts.build
+        text, build = ctx.text, ctx.build
         assert plan.index_keys_from is not None
         name = f"layers.{plan.index}.attn.indexer"
-        self.finish = RowFinish(parts, "index")
-        self.wq_b = Linear(build, f"{name}.wq_b", rounding=parts.rounding.linear)
+        self.finish = RowFinish(ctx, "index")
+        self.wq_b = Linear(build, f"{name}.wq_b", rounding=ctx.rounding.linear)
         self.weights_proj = Linear(build, f"{name}.weights_proj")
         self.compressor: Compressor | None = None
         self.wk: Linear | None = None
@@ -39,7 +39,7 @@ class Indexer(nn.Module):
         source = None if plan.compressor is None else plan.compressor.index_keys
         if plan.compressor is not None and source == "compressor":
             spec = CompressorSpec(name=f"{name}.compressor", layer=plan.index, pool="index", state="index_state")
-            self.compressor = Compressor(spec, plan.compressor, parts, self.finish)
+            self.compressor = Compressor(spec, plan.compressor, ctx, self.finish)
         elif source == "latent":
             self.wk = Linear(build, f"{name}.wk")
             self.k_norm = RMSNorm(build, f"{name}.k_norm", text.rms_norm_eps)
@@ -50,11 +50,11 @@ class Indexer(nn.Module):
         self._table = f"pool{plan.ratio}"
         self._heads, self._dim, self._topk = heads, dim, text.index_topk
         self._weight_scale = dim**-0.5 * heads**-0.5
-        self._stepwise = parts.stepwise
+        self._stepwise = ctx.stepwise
         self._ops = build.ops
 
     @torch.no_grad()
-    def remember(
+    def write_cache(
         self,
         x_TC: torch.Tensor,
         latent_PD: torch.Tensor | None,
@@ -65,7 +65,7 @@ class Indexer(nn.Module):
     ) -> None:
         """Write the keys of the entries that close in this step; `latent_PD` are those entries before rotation."""
         if self.compressor is not None:
-            self.compressor.remember(x_TC, pool, cache, tables, slot_T)
+            self.compressor.write_cache(x_TC, pool, cache, tables, slot_T)
         if self.wk is None or self.k_norm is None or latent_PD is None or tables is None:
             return
         # an entry closes with its last token, which is a row of this step and decides its adapter
@@ -74,7 +74,7 @@ class Indexer(nn.Module):
         self.finish(key_PI, tables, norm=self.k_norm, pages_NBD=pages, write_T=pool.write_P)
 
     @torch.no_grad()
-    def picks(
+    def topk_indices(
         self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep, cache: CacheView
     ) -> torch.Tensor | None:
         """Entry numbers int32 [T, X], ascending, -1 = none; None = every visible entry is attended.

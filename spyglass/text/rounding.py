@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 
 from spyglass.layers.norm import RMSNorm
-from spyglass.text.step import Tables, TextBuild
+from spyglass.text.step import LayerContext, Tables
 
 
 class RowFinish:
     """Rows of the window, compressed rows ("pool"), or index queries and keys ("index")."""
 
-    def __init__(self, parts: TextBuild, which: Literal["window", "pool", "index"]) -> None:
-        rounding = parts.rounding
-        self._finish = parts.build.ops.row_finish
+    def __init__(self, ctx: LayerContext, which: Literal["window", "pool", "index"]) -> None:
+        rounding = ctx.rounding
+        self._finish = ctx.build.ops.row_finish
         self.quant = {"window": rounding.window, "pool": rounding.pool, "index": rounding.index}[which]
         self._hadamard = which == "index" and rounding.hadamard
         self._dims = None if which == "index" else rounding.kv_dims

@@ -7,7 +7,7 @@ from torch import nn
 
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
-from spyglass.text.step import Step, TextBuild
+from spyglass.text.step import LayerContext, Step
 
 
 class Gate(nn.Module):
@@ -17,13 +17,13 @@ class Gate(nn.Module):
     kind, leading pads included, in every layer.
     """
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        text, build = parts.text, parts.build
+        text, build = ctx.text, ctx.build
         name = f"layers.{plan.index}.ffn.gate"
         self.weight = PlainTensor(build, name)
         self.bias = PlainTensor(build, f"{name}.bias")
-        self.bias_vl = PlainTensor(build, f"{name}.bias_vl") if parts.pictures else None
+        self.bias_vl = PlainTensor(build, f"{name}.bias_vl") if ctx.pictures else None
         self.tid2eid = PlainTensor(build, f"{name}.tid2eid", torch.int32) if plan.router == "hash" else None
         self._k = text.num_experts_per_tok
         self._scale = text.routed_scaling_factor

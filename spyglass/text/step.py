@@ -9,14 +9,14 @@ import torch
 
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.model import LayerPlan, RopeSpec, Rounding, TextConfig
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.rope import Rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextBuild:
+class LayerContext:
     """Everything a part of the backbone is built from.
 
     `rounding` is `Rounding()` for plain numerics. `stepwise`: the per-head q norm and the index scores round after
@@ -25,21 +25,21 @@ class TextBuild:
     """
 
     text: TextConfig
-    build: Build
+    build: BuildContext
     rounding: Rounding
     stepwise: bool
     pictures: bool
 
 
 @dataclass(slots=True)
-class Choices:
+class SharedIndices:
     """Hand-off between layers within one step, by layer of the index source (spec v41 3.1).
 
-    `picks` int32 [T, X] entries, ascending, -1 = none; None = every visible entry. `blocks` int32 [T, Y] candidates,
-    the same way; None = every block.
+    `topk_indices` int32 [T, X] entries, ascending, -1 = none; None = every visible entry. `blocks` int32 [T, Y]
+    candidates, the same way; None = every block.
     """
 
-    picks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    topk_indices: dict[int, torch.Tensor | None] = field(default_factory=dict)
     blocks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ class Step:
     entry_tables: Mapping[tuple[int, RopeSpec], Tables]
     picture_T: torch.Tensor | None
     ids_T: torch.Tensor
-    choices: Choices = field(default_factory=Choices)
+    choices: SharedIndices = field(default_factory=SharedIndices)
 
 
 def make_step(batch: Batch, cache: CacheView, ropes: Mapping[RopeSpec, Rope], layers: Sequence[LayerPlan]) -> Step:

@@ -12,22 +12,22 @@ from spyglass.layers.norm import RMSNorm
 from spyglass.text.attention import Attention
 from spyglass.text.experts import FeedForward
 from spyglass.text.hyper import HyperConnection, HyperHead, Residual
-from spyglass.text.step import Step, TextBuild, make_ropes, make_step
+from spyglass.text.step import LayerContext, Step, make_ropes, make_step
 
 
 class V4Layer(nn.Module):
     """One decoder layer; pre, post and comb all belong to the sub-layer that computes them."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        name, text = f"layers.{plan.index}", parts.text
-        self.hc_attn = HyperConnection(f"{name}.hc_attn", parts)
-        self.attn_norm = RMSNorm(parts.build, f"{name}.attn_norm", text.rms_norm_eps)
-        self.attn = Attention(plan, parts)
-        self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
-        self.ffn_norm = RMSNorm(parts.build, f"{name}.ffn_norm", text.rms_norm_eps)
-        self.ffn = FeedForward(plan, parts)
-        self._ops = parts.build.ops
+        name, text = f"layers.{plan.index}", ctx.text
+        self.hc_attn = HyperConnection(f"{name}.hc_attn", ctx)
+        self.attn_norm = RMSNorm(ctx.build, f"{name}.attn_norm", text.rms_norm_eps)
+        self.attn = Attention(plan, ctx)
+        self.hc_ffn = HyperConnection(f"{name}.hc_ffn", ctx)
+        self.ffn_norm = RMSNorm(ctx.build, f"{name}.ffn_norm", text.rms_norm_eps)
+        self.ffn = FeedForward(plan, ctx)
+        self._ops = ctx.build.ops
 
     def forward(self, streams_TMC: torch.Tensor, step: Step, cache: CacheView) -> torch.Tensor:
         """Streams in, streams out; the cache is written in place."""
@@ -36,25 +36,25 @@ class V4Layer(nn.Module):
     def advance(self, residual: Residual, step: Step, cache: CacheView) -> Residual:
         """The same, with what the last sub-layers gave not written yet."""
         x_TC, rounded, _, residual = self.hc_attn.read(residual, self.attn_norm, quant=self.attn.quant)
-        self.attn.remember(x_TC, step, cache, rounded)
+        self.attn.write_cache(x_TC, step, cache, rounded)
         residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
         x_TC, rounded, _, residual = self.hc_ffn.read(residual, self.ffn_norm, quant=self.ffn.quant)
-        return residual.given(*self.ffn.parts(x_TC, step, rounded))
+        return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded))
 
 
 class V4Backbone(nn.Module):
     """All layers, the last collapse and the final norm."""
 
-    def __init__(self, parts: TextBuild) -> None:
+    def __init__(self, ctx: LayerContext) -> None:
         super().__init__()
-        text = parts.text
-        self.layers = nn.ModuleList(V4Layer(plan, parts) for plan in text.layers)
-        self.hc_head = HyperHead(parts)
-        self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
+        text = ctx.text
+        self.layers = nn.ModuleList(V4Layer(plan, ctx) for plan in text.layers)
+        self.hc_head = HyperHead(ctx)
+        self.norm = RMSNorm(ctx.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self.ropes = make_ropes(text.layers, parts.build.device)
-        self._ops = parts.build.ops
+        self.ropes = make_ropes(text.layers, ctx.build.device)
+        self._ops = ctx.build.ops
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView

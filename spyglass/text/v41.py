@@ -17,23 +17,23 @@ from spyglass.text.attention import Attention
 from spyglass.text.engram import Engram
 from spyglass.text.experts import FeedForward
 from spyglass.text.hyper import HyperConnection, Residual
-from spyglass.text.step import Step, TextBuild, make_ropes, make_step
+from spyglass.text.step import LayerContext, Step, make_ropes, make_step
 
 
 class V41Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, plan: LayerPlan, parts: TextBuild) -> None:
+    def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
-        name, text = f"layers.{plan.index}", parts.text
-        self.engram = Engram(plan, parts) if plan.engram else None
-        self.hc_attn = HyperConnection(f"{name}.hc_attn", parts)
-        self.attn_norm = RMSNorm(parts.build, f"{name}.attn_norm", text.rms_norm_eps)
-        self.attn = Attention(plan, parts)
-        self.hc_ffn = HyperConnection(f"{name}.hc_ffn", parts)
-        self.ffn_norm = RMSNorm(parts.build, f"{name}.ffn_norm", text.rms_norm_eps)
-        self.ffn = FeedForward(plan, parts)
-        self._ops = parts.build.ops
+        name, text = f"layers.{plan.index}", ctx.text
+        self.engram = Engram(plan, ctx) if plan.engram else None
+        self.hc_attn = HyperConnection(f"{name}.hc_attn", ctx)
+        self.attn_norm = RMSNorm(ctx.build, f"{name}.attn_norm", text.rms_norm_eps)
+        self.attn = Attention(plan, ctx)
+        self.hc_ffn = HyperConnection(f"{name}.hc_ffn", ctx)
+        self.ffn_norm = RMSNorm(ctx.build, f"{name}.ffn_norm", text.rms_norm_eps)
+        self.ffn = FeedForward(plan, ctx)
+        self._ops = ctx.build.ops
 
     def recall(self, streams_TMC: torch.Tensor, step: Step) -> torch.Tensor:
         """The streams as this layer takes them in: with its memory added, if it has one."""
@@ -51,24 +51,24 @@ class V41Layer(nn.Module):
     ) -> tuple[Residual, torch.Tensor]:
         """The same, with what the last sub-layers gave not written yet."""
         x_TC, rounded, pre_TM, residual = self.hc_attn.read(residual, self.attn_norm, pre_TM, self.attn.quant)
-        self.attn.remember(x_TC, step, cache, rounded)
+        self.attn.write_cache(x_TC, step, cache, rounded)
         residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
         x_TC, rounded, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM, self.ffn.quant)
-        return residual.given(*self.ffn.parts(x_TC, step, rounded)), pre_TM
+        return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded)), pre_TM
 
 
 class V41Backbone(nn.Module):
     """All layers, the last collapse and the final norm."""
 
-    def __init__(self, parts: TextBuild) -> None:
+    def __init__(self, ctx: LayerContext) -> None:
         super().__init__()
-        text = parts.text
-        self.layers = nn.ModuleList(V41Layer(plan, parts) for plan in text.layers)
-        self.norm = RMSNorm(parts.build, "norm", text.rms_norm_eps)
+        text = ctx.text
+        self.layers = nn.ModuleList(V41Layer(plan, ctx) for plan in text.layers)
+        self.norm = RMSNorm(ctx.build, "norm", text.rms_norm_eps)
         self.run_layer: RunPart = run_part
         self._plans = text.layers
-        self.ropes = make_ropes(text.layers, parts.build.device)
-        self._ops = parts.build.ops
+        self.ropes = make_ropes(text.layers, ctx.build.device)
+        self._ops = ctx.build.ops
 
     def forward(
         self, streams_TMC: torch.Tensor, batch: Batch, cache: CacheView
@@ -77,7 +77,7 @@ class V41Backbone(nn.Module):
         step = make_step(batch, cache, self.ropes, self._plans)
         captured: dict[int, torch.Tensor] = {}
         pre_TM = torch.zeros(streams_TMC.shape[:2], dtype=torch.float32, device=streams_TMC.device)
-        pre_TM[:, 0] = 1.0
+        pre_TM[:, 0].fill_(1.0)  # an assignment would copy from the host
         residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, V41Layer)

@@ -1,7 +1,7 @@
 """Chats to learn from: JSONL in OpenAI form, checked line by line before anything is loaded, packed by token count.
 
 A line is `{"messages": [...]}`, and `"tools"` if it has some; the last message is the assistant's. Images are data
-URLs, or paths seen from the file's folder. Learnt are the tokens that the model would have drawn itself: all after
+URLs, or paths seen from the file's folder. Learnt are the tokens that the model would have sampled itself: all after
 `<｜Assistant｜>` and the mark that begins or skips reasoning, up to and with the end-of-sentence token.
 """
 
@@ -210,7 +210,7 @@ def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: i
 
 
 def _refuse_unknown(message: Any, place: int) -> None:
-    """What a message says beside what is rendered may decide what is to be learnt (`weight`), or be it (`thinking`)."""
+    """Fields of a message that are not rendered: they may say what is learned (`weight`) or be it (`thinking`)."""
     if not isinstance(message, dict):
         return
     unknown = sorted(k for k, value in message.items() if k not in _MESSAGE_KEYS and value not in (None, "", [], {}))

@@ -1,7 +1,7 @@
 """Fine-tuning: a checkpoint folder and a file of chats become an adapter, through the very modules that serve.
 
 Everything that can be seen to go wrong is refused before the model is loaded. State, log and plot of a run lie in
-`training/` of its output folder; the adapter beside them.
+`training/` of its output folder; the adapter next to them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def finetune(
     `config.model` may name a shipped model. `tell` gets lines for people.
 
     Raises:
-        ConfigError: options that mean nothing, an output folder that holds another run, logs that cannot be drawn.
+        ConfigError: options that mean nothing, an output folder that holds another run, logs that cannot be plotted.
         PromptError: a line of the data cannot be used (all are listed), or the model has no tokenizer.
         AdapterError: targets that are none, or of which the model has no module.
         CheckpointError, DeviceError: as `load_model`; a training state that is damaged or cannot be written.
@@ -236,7 +236,7 @@ def open_engram_feed(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
 
 
 def _facts(config: TrainConfig, model: VisionLanguageModel, feed: Feed) -> dict[str, Any]:
-    """What a run cannot change when it is resumed, beside the loop's own options."""
+    """What a run cannot change when it is resumed, besides the options of the loop."""
     same = ("full", "rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
     return {name: getattr(config, name) for name in same} | {
         "data": feed.digest(),

@@ -22,7 +22,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.training import TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
@@ -66,7 +66,7 @@ class FullRun:
         if config.text.engram is not None:
             self._engram = EngramFeed(open_engram(options.model, config), device=device, dtype=self.dtype)
         ops = bind_ops(device.type, dtype_name, "training").replaced(router_topk=CountingRouter(self._state))
-        build = Build(ops=ops, device=device, dtype=self.dtype)
+        build = BuildContext(ops=ops, device=device, dtype=self.dtype)
         self.model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
         specs = {name: spec for name, spec in param_table(config).items() if spec.kind != "table"}
         stored: dict[str, Packed] = {}
@@ -123,7 +123,7 @@ class FullRun:
         self._loads = []
 
     def write(self, output: Path) -> None:
-        """The checkpoint as it is now, tokenizer and configuration beside it.
+        """The checkpoint as it is now, with tokenizer and configuration.
 
         Raises:
             CheckpointError: the folder cannot be written.

@@ -122,7 +122,7 @@ def train(
     Raises:
         ConfigError: options that contradict each other, the number of processes, or the run that is resumed.
         CheckpointError: the saved state is damaged, or it or the log cannot be written.
-        SpyglassError: the loss, a gradient or a leaf is no finite number; the last good state is kept.
+        SpyglassError: the loss, a gradient or a leaf is no finite number; the last good state stays.
     """
     check_options(options, processes)
     done = _restore(task, options, folder, processes) if resume else 0
@@ -133,7 +133,7 @@ def train(
         ended = True
         return result
     finally:
-        if log is not None:  # a disk that is full may fail twice: what is told is what happened first
+        if log is not None:  # a disk that is full may fail twice: the first error is the one that is raised
             with contextlib.nullcontext() if ended else contextlib.suppress(CheckpointError):
                 log.close()
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from spyglass.errors import CheckpointError, ConfigError
 
 MOST_BYTES = 16_000_000
-_ENTRY_BYTES = 160  # of a file's header per piece, beside its name
+_ENTRY_BYTES = 160  # of a file's header per piece, without its name
 _FACTS = "state.json"
 _PARTIAL = ".partial"
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from spyglass.batch.images import Grid, num_cells, offsets
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.linear import Linear
 
 
@@ -48,7 +48,7 @@ def gather_cells(rows_UY: torch.Tensor, index_I: torch.Tensor) -> torch.Tensor:
 class Aligner(nn.Module):
     """Cells of patches to rows of the text model's width."""
 
-    def __init__(self, vision: VisionConfig, build: Build) -> None:
+    def __init__(self, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
         self.ratio = vision.downsample_ratio
         self.w1 = Linear(build, "aligner.w1")

@@ -24,7 +24,7 @@ from spyglass.batch.images import Grid, num_cells, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.errors import DeviceError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.runtime.capture import Capture
@@ -117,7 +117,7 @@ def _layout_sizes(budget: Budget, ratio: int) -> list[int]:
     return np.cumsum(parts).tolist()
 
 
-def why_not(build: Build) -> str | None:
+def why_not(build: BuildContext) -> str | None:
     """Why a model built like this cannot use graphs; None if it can."""
     if build.device.type != "cuda":
         return f"graphs need a CUDA device, this is {build.device.type}"
@@ -160,7 +160,7 @@ class VisionGraphs:
     """
 
     def __init__(
-        self, tower: VisionTower, aligner: Aligner, build: Build, ladder: Sequence[Budget] | None = None
+        self, tower: VisionTower, aligner: Aligner, build: BuildContext, ladder: Sequence[Budget] | None = None
     ) -> None:
         """Raises DeviceError if the model cannot use graphs (`why_not`)."""
         reason = why_not(build)

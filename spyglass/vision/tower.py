@@ -17,7 +17,7 @@ from torch import nn
 from spyglass.batch.images import Grid, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build, RunPart, run_part
+from spyglass.layers.build import BuildContext, RunPart, run_part
 from spyglass.layers.linear import Linear
 from spyglass.layers.norm import RMSNorm
 from spyglass.layers.rope import rope_frequencies
@@ -67,7 +67,7 @@ def angle_tables(positions: int, theta: float, head_dim: int) -> tuple[torch.Ten
 class VisionAttention(nn.Module):
     """Full attention among the patches of each picture."""
 
-    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+    def __init__(self, name: str, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
         self.heads = vision.num_attention_heads
         self.wqkv = Linear(build, f"{name}.wqkv")
@@ -88,7 +88,7 @@ class VisionAttention(nn.Module):
 class VisionMlp(nn.Module):
     """w2(silu(gate) · up); gate and up are the two halves of w1, and silu is rounded before the product."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.w1 = Linear(build, f"{name}.w1")
         self.w2 = Linear(build, f"{name}.w2")
@@ -102,7 +102,7 @@ class VisionMlp(nn.Module):
 class VisionBlock(nn.Module):
     """One pre-norm block."""
 
-    def __init__(self, name: str, vision: VisionConfig, build: Build) -> None:
+    def __init__(self, name: str, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
         self.norm1 = RMSNorm(build, f"{name}.norm1", vision.norm_eps)
         self.attn = VisionAttention(f"{name}.attn", vision, build)
@@ -118,7 +118,7 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """Patches of all pictures to one row per patch."""
 
-    def __init__(self, vision: VisionConfig, build: Build) -> None:
+    def __init__(self, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
         self.vision = vision
         self.patch_embed = Linear(build, "vision.patch_embed.proj")

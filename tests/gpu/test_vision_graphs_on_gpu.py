@@ -9,7 +9,7 @@ import torch
 from spyglass.batch.images import Grid, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.errors import DeviceError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.linear import Linear
 from spyglass.ops.rope_half import reference, triton
 from spyglass.ops.table import bind_ops
@@ -37,9 +37,9 @@ def vision() -> Vision:
     return Vision(SMALL, 32, random_weights(SMALL, 32, seed=1), torch.bfloat16, "cuda", ops)
 
 
-def build(dtype: torch.dtype = torch.bfloat16) -> Build:
+def build(dtype: torch.dtype = torch.bfloat16) -> BuildContext:
     ops = bind_ops("cuda", str(dtype).removeprefix("torch."))
-    return Build(ops=ops, device=torch.device("cuda"), dtype=dtype)
+    return BuildContext(ops=ops, device=torch.device("cuda"), dtype=dtype)
 
 
 def make(vision: Vision) -> VisionGraphs:

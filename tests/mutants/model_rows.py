@@ -54,7 +54,7 @@ MODEL_ROWS: list[Mutant] = [
         ("attention reads with its own weights", "self.hc_attn.read(residual, self.attn_norm, pre_TM,", "self.hc_attn.read(residual, self.attn_norm, None,"),
         ("the next layer gets the wrong read weights", "x_TC, rounded, pre_TM, residual = self.hc_ffn.read", "x_TC, rounded, _, residual = self.hc_ffn.read")),
     *faults("spyglass/text/v41.py", "tests/golden/test_v41.py -k sparse",
-        ("the first read is halved", "pre_TM[:, 0] = 1.0", "pre_TM[:, 0] = 0.5")),
+        ("the first read is halved", "pre_TM[:, 0].fill_(1.0)", "pre_TM[:, 0].fill_(0.5)")),
     *faults("spyglass/text/v41.py", "tests/golden/test_v41.py",
         ("memory fetched and thrown away", "if layer.engram is not None or index in batch.capture:", "if index in batch.capture:")),
     *faults("spyglass/text/engram.py", "tests/unit/text/test_independent_v41.py",

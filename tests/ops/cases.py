@@ -59,7 +59,7 @@ def linear_grouped(source: Source, format: Format = BF16, *, addend: bool = True
     return Call(args=args, options=options)
 
 
-def linear_largest(source: Source, format: Format = BF16) -> Call:
+def linear_argmax(source: Source, format: Format = BF16) -> Call:
     args = (source.normal(source.rows, 192), source.weight(72, 192, format=format), source.below(4, 72) == 0)
     return Call(args=args, options={})
 
@@ -299,7 +299,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp8": lambda s: linear_grouped(s, FP8_SMALL),
         "fp4": lambda s: linear_grouped(s, FP4),
     },
-    "linear_largest": {"bf16": linear_largest, "fp8": lambda s: linear_largest(s, FP8)},
+    "linear_argmax": {"bf16": linear_argmax, "fp8": lambda s: linear_argmax(s, FP8)},
     "experts_grouped": {
         "bf16": experts_grouped,
         "fp8": lambda s: experts_grouped(s, FP8_SMALL, E4M3),

@@ -18,7 +18,7 @@ __all__ = ["Launch", "attend", "choose", "launch_for", "sparse_attention", "suit
 
 _LOG2_E = 1.4426950408889634
 _SPLITS = (32, 20, 16, 10, 8, 4, 2, 1)  # few, as each is a kernel of its own
-_STREAM_ROWS = 67  # more than half the processors: then no row is shared
+_STREAM_ROWS = 16  # below, shares of a tile each fill the device as well and start sooner
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

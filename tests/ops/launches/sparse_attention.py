@@ -12,9 +12,9 @@ from tests.ops.triton_lane import GENERATIONS, Launch, meta
 
 
 def launches() -> Iterator[Launch]:
-    for rows in (1, 8, 4096):
+    for rows in (1, 8, 32, 4096):
         for page, picks in ((64, 512), (4, 0), (0, 0)):
-            if page == 0 and rows == 8:
+            if page == 0 and rows in (8, 32):
                 continue
             yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, picks), may_spill=GENERATIONS)
     yield Launch(args=_window(1, torch.float32), options=_pool(1, 64, 512, torch.float32), may_spill=GENERATIONS)

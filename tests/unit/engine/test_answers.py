@@ -41,7 +41,7 @@ class ScriptedModel:
     def text(self, streams_TMC: torch.Tensor, batch: Any, cache: Any) -> tuple[torch.Tensor, Any]:
         return streams_TMC[:, 0], None
 
-    def largest(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> None:
+    def argmax(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> None:
         return None
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,9 @@ class Counted:
         out: torch.Tensor = self._model.logits(hidden_TC, rows_R)
         return out
 
-    def largest(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> Any:
+    def argmax(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor) -> Any:
         self.argmax_calls += 1
-        return self._model.largest(hidden_TC, rows_R, banned_V)
+        return self._model.argmax(hidden_TC, rows_R, banned_V)
 
 
 @pytest.fixture(scope="module")

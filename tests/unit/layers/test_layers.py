@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spyglass.errors import CheckpointError, DeviceError
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import BuildContext, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.layers.norm import RMSNorm
@@ -26,11 +26,11 @@ from tests.tolerance import OP_FLOAT32, assert_close
 A8 = FakeQuant(element="e4m3", block=128)
 
 
-def build(dtype: torch.dtype = torch.float32, expand: bool = False, **params: Param) -> Build:
+def build(dtype: torch.dtype = torch.float32, expand: bool = False, **params: Param) -> BuildContext:
     """`params` by name; a 32 x 64 matrix `w` is always there."""
     ops = bind_ops("cpu", str(dtype).removeprefix("torch."), "reference")
     table = {"w": param(32, 64), **params}
-    return Build(ops=ops, device=torch.device("cpu"), dtype=dtype, expand=expand, params=table)
+    return BuildContext(ops=ops, device=torch.device("cpu"), dtype=dtype, expand=expand, params=table)
 
 
 def linear(format: Format, *, expand: bool = False, dtype: torch.dtype = torch.float32, bias: bool = False) -> Linear:

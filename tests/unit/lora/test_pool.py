@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spyglass.errors import AdapterError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.linear import GroupedLinear
 from spyglass.lora.fit import MAX_RANK
 from spyglass.lora.low_rank import AdapterFile, LowRank
@@ -84,7 +84,7 @@ def test_the_block_diagonal_map_never_mixes_its_groups() -> None:
     ops = bind_ops("cpu", "float32", "reference")
     name = "layers.0.attn.wo_a"
     params = {name: param(6, 4, groups=2, adapter="attention")}
-    layer = GroupedLinear(Build(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
+    layer = GroupedLinear(BuildContext(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
     layer.slots()[0].put(encode(torch.randn(6, 4), F32))
     x, slots = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)
     base, b = layer(x), torch.cat([torch.ones(3, 1), torch.zeros(3, 1)])

@@ -168,7 +168,7 @@ def test_attention_agrees_stage_by_stage(layer: int, setting: Setting) -> None:
     want = setting.other.attention(layer, theirs, setting.spans)
     attention = setting.layer(layer).attn
     setting.recorded.clear()
-    attention.remember(x, setting.step, setting.cache)
+    attention.write_cache(x, setting.step, setting.cache)
     out = attention.attend(x, setting.step, setting.cache)
     setting.same(stored(setting, "window", "window", layer, count), want.window, "window rows")
     if plan.ratio:
@@ -176,12 +176,12 @@ def test_attention_agrees_stage_by_stage(layer: int, setting: Setting) -> None:
         setting.same(entries, want.entries, "compressed rows")
     if plan.ratio == 4:
         setting.same(stored(setting, "index", "pool4", layer, count // 4), want.keys, "index keys")
-        (_, weights, *_), picks, options = setting.recorded["index_topk"][0]
+        (_, weights, *_), topk_indices, options = setting.recorded["index_topk"][0]
         setting.same(
             weights * options["weight_scale"], setting.other.index_weights(layer, theirs), "head weights of the index"
         )
-        rows = [[int(pick) for pick in row if pick >= 0] for row in picks]
-        same = np.mean([mine == theirs for mine, theirs in zip(rows, want.picks, strict=True)])
+        rows = [[int(pick) for pick in row if pick >= 0] for row in topk_indices]
+        same = np.mean([mine == theirs for mine, theirs in zip(rows, want.topk_indices, strict=True)])
         assert same >= (0.97 if setting.other.rounded else 1.0), f"only {same:.3f} of the rows pick alike"
     heads = setting.recorded["linear_grouped"][0][0][0].flatten(1)
     setting.same(heads, want.heads.reshape(count, -1), "heads", 0.98, 0.02)
@@ -257,7 +257,7 @@ def test_whole_layers_agree_given_their_input(setting: Setting) -> None:
 
 def test_index_picks_change_when_the_hadamard_is_deleted() -> None:
     """It cancels in exact arithmetic; before FP4 rounding it decides which entries are picked."""
-    picks = {}
+    topk_indices = {}
     for numerics in ("reference", "plain"):
         for hadamard in (True, False):
             recorded: dict[str, list[Any]] = {}
@@ -268,11 +268,11 @@ def test_index_picks_change_when_the_hadamard_is_deleted() -> None:
             ops = recording(bind_ops("cpu", "float32", "reference"), recorded)
             model = build_model(config, weights, numerics=numerics, ops=ops)
             prefill(model, prompt_with_pictures(PIECES, config))
-            picks[numerics, hadamard] = recorded["index_topk"][0][1]
-    changed = (picks["reference", True] != picks["reference", False]).any(dim=1).float().mean()
+            topk_indices[numerics, hadamard] = recorded["index_topk"][0][1]
+    changed = (topk_indices["reference", True] != topk_indices["reference", False]).any(dim=1).float().mean()
     assert changed > 0.2, f"only {changed:.2f} of the rows pick otherwise without it"
-    assert torch.equal(picks["plain", True], picks["plain", False])
-    assert not torch.equal(picks["plain", True], picks["reference", True])
+    assert torch.equal(topk_indices["plain", True], topk_indices["plain", False])
+    assert not torch.equal(topk_indices["plain", True], topk_indices["reference", True])
 
 
 def test_plain_logits_agree_from_embeddings_to_head() -> None:

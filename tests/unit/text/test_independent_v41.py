@@ -1,6 +1,6 @@
 """Every V4.1 layer against a second implementation, given the same inputs: plain and rounded, fp32 and bf16.
 
-Selection is tight (5 of up to 90 entries, 4 blocks of 3), so wrong picks show at once. With rounding on, a sum in
+Selection is tight (5 of up to 90 entries, 4 blocks of 3), so wrong indices show at once. With rounding on, a sum in
 another order may flip a code now and then: nearly all elements must agree closely, and none be off by much.
 """
 
@@ -161,11 +161,11 @@ def test_the_head_agrees(setting: Setting, ran: Ran) -> None:
 def test_the_choices_are_the_same_sets(setting: Setting, ran: Ran) -> None:
     """Picks of all three indexers and the candidate blocks, query by query; bf16 scores tie at the cut."""
     differing = {"plain": 0, "quantised": 2, "bf16": LENGTH // 3}[setting.mode]
-    assert sorted(ran.shared.picks) == [2, 5, 7]
-    for source, expected in ran.shared.picks.items():
-        picks = setting.step.choices.picks[source]
-        assert picks is not None
-        got = [[entry for entry in row if entry >= 0] for row in picks.tolist()]
+    assert sorted(ran.shared.topk_indices) == [2, 5, 7]
+    for source, expected in ran.shared.topk_indices.items():
+        topk_indices = setting.step.choices.topk_indices[source]
+        assert topk_indices is not None
+        got = [[entry for entry in row if entry >= 0] for row in topk_indices.tolist()]
         assert sum(mine != other for mine, other in zip(got, expected, strict=True)) <= differing, source
     blocks = setting.step.choices.blocks[5]
     assert blocks is not None
@@ -179,6 +179,9 @@ def test_the_choices_are_the_same_sets(setting: Setting, ran: Ran) -> None:
 def test_the_candidates_decide_something(setting: Setting, ran: Ran) -> None:
     """Without them the later indexer would pick entries outside; else this file would not test them."""
     allowed = ran.shared.candidates
-    first = ran.shared.picks[5]
-    assert any(set(picks) - candidates for picks, candidates in zip(first, allowed, strict=True))
-    assert all(set(picks) <= candidates for picks, candidates in zip(ran.shared.picks[7], allowed, strict=True))
+    first = ran.shared.topk_indices[5]
+    assert any(set(topk_indices) - candidates for topk_indices, candidates in zip(first, allowed, strict=True))
+    assert all(
+        set(topk_indices) <= candidates
+        for topk_indices, candidates in zip(ran.shared.topk_indices[7], allowed, strict=True)
+    )

@@ -137,22 +137,22 @@ def _slots(layer: torch.nn.Module) -> list[Any]:
 
 
 def test_a_reindex_layer_has_index_weights_of_its_own(model: Any) -> None:
-    """Layer 7 scores the keys of layer 5 with queries and weights of its own: others there, other picks there alone."""
+    """Layer 7 scores the keys of layer 5 with queries and weights of its own: others there, others there alone."""
     batch, cache = one_step(model)
 
-    def picks() -> dict[int, Any]:
+    def topk_indices() -> dict[int, Any]:
         step = make_step(batch, cache, model.text.ropes, model.config.text.layers)
         state, pre = model.embed(batch), torch.zeros(LENGTH, 3)
         pre[:, 0] = 1
         with torch.inference_mode():
             for layer in model.text.layers:
                 state, pre = layer(layer.recall(state, step), pre, step, cache)
-        return step.choices.picks
+        return step.choices.topk_indices
 
-    first = picks()
+    first = topk_indices()
     assert sorted(first) == [2, 5, 7]
     weight = model.text.layers[7].attn.indexer.weights_proj.weight
     weight.data.neg_()
-    changed = picks()
+    changed = topk_indices()
     weight.data.neg_()
     assert torch.equal(first[5], changed[5]) and not torch.equal(first[7], changed[7])

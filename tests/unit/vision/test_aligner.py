@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import BuildContext, weight_slots
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
 from spyglass.quant.codec import encode
@@ -27,7 +27,7 @@ def aligner(width: int, first: np.ndarray, second: np.ndarray, bias: tuple[float
     config = VisionConfig(
         **{field: getattr(SMALL, field) for field in SMALL.__dataclass_fields__} | {"hidden_size": width}
     )
-    build = Build(
+    build = BuildContext(
         ops=bind_ops("cpu", "float32", "reference"),
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -16,7 +16,7 @@ from spyglass.batch.images import Grid, num_cells, offsets
 from spyglass.batch.types import ImageBatch
 from spyglass.config.model import VisionConfig
 from spyglass.errors import DeviceError
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.layers.linear import Linear
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
@@ -156,10 +156,10 @@ def test_padded_equals_packed_for_another_config() -> None:
 # When a graph may be used
 
 
-def build(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "varlen") -> Build:
+def build(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "varlen") -> BuildContext:
     ops = bind_ops("cpu", "float32", "reference")
     chosen = {**ops.chosen, "vit_attention": attention}
-    return Build(ops=ops.replaced(chosen), device=torch.device(device), dtype=dtype)
+    return BuildContext(ops=ops.replaced(chosen), device=torch.device(device), dtype=dtype)
 
 
 def test_graphs_need_cuda_and_an_attention_that_asks_the_host_nothing() -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from spyglass.batch.images import pack_images
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
-from spyglass.layers.build import Build
+from spyglass.layers.build import BuildContext
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
 from spyglass.prompt.build import prompt_from_parts
@@ -58,7 +58,7 @@ def random_embedding(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
 def ours(config: ModelConfig, weights: dict[str, NDArray[np.float32]], prompt: Prompt) -> torch.Tensor:
     """Embedded rows [T, C] through the package."""
     assert config.vision is not None
-    build = Build(ops=bind_ops("cpu", "float32", "reference"), device=torch.device("cpu"), dtype=torch.float32)
+    build = BuildContext(ops=bind_ops("cpu", "float32", "reference"), device=torch.device("cpu"), dtype=torch.float32)
     model = VisionLanguageModel(config, ModelOptions(build=build, numerics="plain"))
     for slot in model.slots():
         if full_name(slot) in weights:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
-from spyglass.layers.build import Build, weight_slots
+from spyglass.layers.build import BuildContext, weight_slots
 from spyglass.ops.rope_half.reference import rope_half
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import tower_params
@@ -93,7 +93,7 @@ def test_names_and_shapes_are_those_of_the_released_checkpoint() -> None:
     released = dataclasses.replace(
         SMALL, num_hidden_layers=32, hidden_size=1024, num_attention_heads=16, intermediate_size=2816
     )
-    build = Build(
+    build = BuildContext(
         ops=bind_ops("cpu", "bfloat16"),
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
@@ -220,7 +220,7 @@ def mlp(gate: list[float], up: list[float], dtype: torch.dtype) -> torch.Tensor:
     """silu(gate) · up through w1 = [gate rows, up rows] on the input 1, and w2 = 1."""
     config = dataclasses.replace(SMALL, hidden_size=len(gate), intermediate_size=len(gate))
     name = str(dtype).removeprefix("torch.")
-    build = Build(
+    build = BuildContext(
         ops=bind_ops("cpu", name, "reference"),
         device=torch.device("cpu"),
         dtype=dtype,

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from spyglass.ops.linear_argmax import cpu
+from spyglass.ops.linear_argmax.reference import linear_argmax
 from spyglass.ops.linear_block import cpu as block_cpu
-from spyglass.ops.linear_largest import cpu
-from spyglass.ops.linear_largest.reference import linear_largest
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, F32, FP4, fp8
 from spyglass.quant.packed import Packed
@@ -23,8 +23,8 @@ def identity(values: torch.Tensor) -> tuple[torch.Tensor, Packed]:
 
 def test_it_is_the_first_of_the_largest_that_are_not_skipped() -> None:
     x, weight = identity(torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 3.0, 9.0, 9.0], [-3.0, -1.0, -2.0, 0.0]]))
-    for op in (linear_largest, cpu.linear_largest):
-        if op is cpu.linear_largest:
+    for op in (linear_argmax, cpu.linear_argmax):
+        if op is cpu.linear_argmax:
             kernels("plain")
         places, values = op(x, weight, torch.tensor([False, False, False, True]))
         assert places.tolist() == [1, 2, 1] and values.tolist() == [5.0, 9.0, -1.0]
@@ -45,7 +45,7 @@ def test_it_has_the_bits_of_the_whole_product(format: object, dtype: torch.dtype
         skip[whole.argmax(dim=-1)[::2]] = True
         skip[0] = True
         expected = whole.masked_fill(skip, float("-inf")).max(dim=-1)
-        places, values = cpu.linear_largest(x, weight, skip, kernels=library)
+        places, values = cpu.linear_argmax(x, weight, skip, kernels=library)
         assert torch.equal(values, expected.values) and torch.equal(places, expected.indices), f"{rows} {outs}"
 
 
@@ -56,18 +56,18 @@ def test_of_equals_the_first_and_a_nan_before_all(rows: int, isa: str) -> None:
     weight = torch.ones(2500, 32)
     skip = torch.zeros(2500, dtype=torch.bool)
     skip[:3] = True
-    places, values = cpu.linear_largest(
+    places, values = cpu.linear_argmax(
         torch.ones(rows, 32), Packed(F32, weight, None, (2500, 32)), skip, kernels=library
     )
     assert places.tolist() == [3] * rows and values.tolist() == [32.0] * rows
     weight[[1, 70, 2000]] = float("nan")
     weight[100] = float("inf")
-    places, values = cpu.linear_largest(
+    places, values = cpu.linear_argmax(
         torch.ones(rows, 32), Packed(F32, weight, None, (2500, 32)), skip, kernels=library
     )
     assert places.tolist() == [70] * rows and values.isnan().all()
     skip[:] = True
-    places, values = cpu.linear_largest(
+    places, values = cpu.linear_argmax(
         torch.ones(rows, 32), Packed(F32, weight, None, (2500, 32)), skip, kernels=library
     )
     assert values.tolist() == [float("-inf")] * rows

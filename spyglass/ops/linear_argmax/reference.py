@@ -8,7 +8,7 @@ from spyglass.ops.linear_block.reference import linear_block
 from spyglass.quant.packed import Packed
 
 
-def linear_largest(x_TI: torch.Tensor, weight: Packed, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_argmax(x_TI: torch.Tensor, weight: Packed, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """places_T int64 and values_T fp32 of max_o (x · Wᵀ)_to over all o that `skip_O` (bool) does not name.
 
     The first of equals; a NaN counts as larger than every number.
