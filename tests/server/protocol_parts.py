@@ -138,7 +138,8 @@ def whole_of(call: Call, finished: RequestOutput) -> dict[str, Any]:
     for index in range(len(call.params)):
         assert call.reply.push(index, last_delta("", finished)) == b""
     status, body = call.reply.whole("req_1")
-    assert status == (200 if finished.error is None and finished.finish_reason != "abort" else 500)
+    failed = finished.error is not None, finished.finish_reason == "abort"
+    assert status == {(False, False): 200, (False, True): 503}.get(failed, 500)
     json.dumps(body)
     return dict(body)
 

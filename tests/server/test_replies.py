@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spyglass.server.protocols.events import HOLE, EventTemplate, sse
 from tests.server.protocol_parts import (
     FAMILIES,
     LOOSE,
@@ -345,3 +346,10 @@ def test_text_without_markup_comes_through_unchanged(text: str, size: int) -> No
     call = call_of("chat", tools=TOOLS, stream=True)
     said = said_stream("chat", stream_of(call, cut(text, size), output(text)))
     assert said.content == text.lstrip("\n") and said.calls == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=20), number=st.integers(0, 10**6))
+def test_an_event_that_is_filled_in_is_the_event_written_anew(text: str, number: int) -> None:
+    filled = EventTemplate({"a": HOLE, "b": {"c": HOLE}, "d": "e"}, "name").fill(text, number)
+    assert filled == sse({"a": text, "b": {"c": number}, "d": "e"}, "name")

@@ -194,9 +194,9 @@ def _serve(stdin: IO[str], stdout: IO[str]) -> None:
     tokens, silent, ends, limits = json.loads(stdin.readline())
     vocabulary = Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary()
     starting = threading.Lock()
-    _limit_memory()
     tell("ready")
     for line in stdin:
+        _limit_memory()
         _limit(*limits)
         began = time.process_time()
         kind, value = json.loads(line)
@@ -215,7 +215,7 @@ def _limit_memory() -> None:
         return
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + _STACK + _MEMORY, now + _STACK + _MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (now + _STACK + _MEMORY, resource.RLIM_INFINITY))
 
 
 def _limit(cpu_seconds: float, wall_seconds: float) -> None:

@@ -10,7 +10,18 @@ from typing import Any
 from spyglass.engine.request import Delta, RequestOutput, TokenLogprob
 from spyglass.server.errors import openai_error
 from spyglass.server.protocols.conversation import ParsedRequest
-from spyglass.server.protocols.events import ArgumentsDelta, CallStart, Event, TextDelta, Tokens, failure, merged, sse
+from spyglass.server.protocols.events import (
+    HOLE,
+    ArgumentsDelta,
+    CallStart,
+    Event,
+    EventTemplate,
+    TextDelta,
+    Tokens,
+    failure,
+    merged,
+    sse,
+)
 from spyglass.server.protocols.markup import Markup
 
 
@@ -36,6 +47,7 @@ class ChatReply:
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_answers)]
         self._num_tokens, self._num_calls = [0] * num_answers, [0] * num_answers
         self._outputs: dict[int, RequestOutput] = {}
+        self._templates: dict[tuple[int, bool], EventTemplate] = {}  # of text, by answer and kind
         self._streams = False
 
     @property
@@ -46,7 +58,7 @@ class ChatReply:
     def begin(self, request_id: str) -> bytes:
         """The role of every answer."""
         self._streams = True
-        delta = {"role": "assistant", **(_delta("", reasoning=True) if self._thinking else {"content": ""})}
+        delta = {"role": "assistant", **self._delta("", reasoning=True)}
         return b"".join(self._chunk(index, delta) for index in range(len(self._markups)))
 
     def push(self, index: int, delta: Delta) -> bytes:
@@ -65,7 +77,7 @@ class ChatReply:
         if wrong is not None:
             return chunks + sse(openai_error(*wrong))
         events, reason = markup.finish(delta.output)
-        last = _delta("", reasoning=False) if self._thinking else {"content": ""}
+        last = self._delta("", reasoning=False)
         return chunks + self._chunks(index, events) + self._chunk(index, last, reason)
 
     def end(self) -> bytes:
@@ -117,8 +129,7 @@ class ChatReply:
         chunks = []
         for event in events:
             if isinstance(event, TextDelta):
-                delta = _delta(event.text, reasoning=event.reasoning) if self._thinking else {"content": event.text}
-                chunks.append(self._chunk(index, delta))
+                chunks.append(self._text_chunk(index, event))
             elif isinstance(event, CallStart):
                 self._num_calls[index] += 1
                 chunks.append(self._chunk(index, {"tool_calls": [_call_head(self._num_calls[index] - 1, event)]}))
@@ -127,7 +138,24 @@ class ChatReply:
                 chunks.append(self._chunk(index, {"tool_calls": [more]}))
         return b"".join(chunks)
 
+    def _text_chunk(self, index: int, event: TextDelta) -> bytes:
+        if self._logprobs[index] or self._usage_in_each:
+            return self._chunk(index, self._delta(event.text, reasoning=event.reasoning))
+        template = self._templates.get((index, event.reasoning))
+        if template is None:
+            data = self._chunk_data(index, self._delta(HOLE, reasoning=event.reasoning))
+            template = self._templates[index, event.reasoning] = EventTemplate(data)
+        return template.fill(event.text)
+
+    def _delta(self, text: str, *, reasoning: bool) -> dict[str, str | None]:
+        if not self._thinking:
+            return {"content": text}
+        return {"content": None if reasoning else text, "reasoning_content": text if reasoning else None}
+
     def _chunk(self, index: int, delta: Mapping[str, Any], reason: str | None = None) -> bytes:
+        return sse(self._chunk_data(index, delta, reason))
+
+    def _chunk_data(self, index: int, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         entries, self._logprobs[index] = self._logprobs[index], []
         choice = {
             "index": index,
@@ -141,7 +169,7 @@ class ChatReply:
             chunk["usage"] = self._tokens.count(self._prompt, ()).with_completion(sum(self._num_tokens)).chat()
         elif self._include_usage:
             chunk["usage"] = None
-        return sse(chunk)
+        return chunk
 
     def _mark(self, index: int, reason: str) -> dict[str, Any]:
         """By what a client can tell an answer that ended of itself and said nothing, to ask again."""
@@ -156,10 +184,6 @@ class ChatReply:
         self._in_reasoning[index] = self._in_reasoning[index] and not self._tokens.ends_reasoning(ids)
         given = [self._tokens.logprob(entry) for entry in entries]
         return {"content": given[border:], "reasoning_content": given[:border]} if border else {"content": given}
-
-
-def _delta(text: str, *, reasoning: bool) -> dict[str, str | None]:
-    return {"content": None if reasoning else text, "reasoning_content": text if reasoning else None}
 
 
 def _call_head(index: int, call: CallStart) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class Markup:
 
     def push(self, text: str) -> list[Event]:
         """What is certain now."""
+        if not self._buffer and "<" not in text and text[-1:] != "\n" and not (self._at_start or self._breaks):
+            if self._state == "reasoning":
+                self._reasoned.append(text)
+            if self._state == "reasoning" or (self._state == "text" and not self._after_call):  # by far the most
+                return [TextDelta(text, self._state == "reasoning")] if text else []
         self._buffer += text
         self._run()
         return self._take_events()

@@ -10,7 +10,18 @@ from typing import Any
 from spyglass.engine.request import Delta, RequestOutput
 from spyglass.server.errors import anthropic_error
 from spyglass.server.protocols.conversation import ParsedRequest
-from spyglass.server.protocols.events import CallEnd, CallStart, Event, StopReason, TextDelta, Tokens, failure, sse
+from spyglass.server.protocols.events import (
+    HOLE,
+    CallEnd,
+    CallStart,
+    Event,
+    EventTemplate,
+    StopReason,
+    TextDelta,
+    Tokens,
+    failure,
+    sse,
+)
 from spyglass.server.protocols.markup import Markup
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,6 +37,7 @@ class MessagesReply:
         self._streams = False
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None  # of the last block, while it is open
+        self._template: EventTemplate | None = None  # of more of that block
         self._output: RequestOutput | None = None
 
     @property
@@ -102,15 +114,22 @@ class MessagesReply:
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._blocks.append(block)
-        self._pieces = []
+        self._pieces, self._template = [], None
         ping = self._event("ping") if len(self._blocks) == 1 else b""
         return self._event("content_block_start", index=len(self._blocks) - 1, content_block=dict(block)) + ping
 
     def _delta(self, kind: str, text: str) -> bytes:
         assert self._pieces is not None
         self._pieces.append(text)
+        if not self._streams:
+            return b""
+        if self._template is None:
+            self._template = EventTemplate(self._delta_data(kind, HOLE), "content_block_delta")
+        return self._template.fill(text)
+
+    def _delta_data(self, kind: str, text: str) -> dict[str, Any]:
         delta = {"type": f"{kind}_delta", "partial_json" if kind == "input_json" else kind: text}
-        return self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> bytes:
         """End the block that is open, if one is; the input of a call that was cut off is empty."""

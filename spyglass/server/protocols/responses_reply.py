@@ -10,7 +10,18 @@ from typing import Any
 from spyglass.engine.request import Delta, RequestOutput, TokenLogprob
 from spyglass.server.errors import openai_error
 from spyglass.server.protocols.conversation import ParsedRequest
-from spyglass.server.protocols.events import CallEnd, CallStart, Event, StopReason, TextDelta, Tokens, failure, sse
+from spyglass.server.protocols.events import (
+    HOLE,
+    CallEnd,
+    CallStart,
+    Event,
+    EventTemplate,
+    StopReason,
+    TextDelta,
+    Tokens,
+    failure,
+    sse,
+)
 from spyglass.server.protocols.markup import Markup
 
 
@@ -27,6 +38,7 @@ class ResponsesReply:
         self._streams, self._number = False, 0
         self._items: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None  # of the last item, while it is open
+        self._template: EventTemplate | None = None  # of more text of the item that is open
         self._waiting: list[TokenLogprob] = []
         self._item_logprobs: list[dict[str, Any]] = []
         self._in_reasoning = parsed.expected.reasoning
@@ -128,16 +140,24 @@ class ResponsesReply:
 
     def _add(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)
-        self._pieces, self._item_logprobs = [], []
+        self._pieces, self._item_logprobs, self._template = [], [], None
         return self._event("response.output_item.added", item=dict(item), output_index=len(self._items) - 1)
 
     def _text(self, event: TextDelta) -> bytes:
         assert self._pieces is not None
         self._pieces.append(event.text)
-        if event.reasoning:
-            return self._event("response.reasoning_text.delta", delta=event.text, **self._place(0))
-        entries = self._take_logprobs()
-        return self._event("response.output_text.delta", delta=event.text, logprobs=entries, **self._place(0))
+        if self._waiting and not event.reasoning:
+            entries = self._take_logprobs()
+            return self._event("response.output_text.delta", delta=event.text, logprobs=entries, **self._place(0))
+        if not self._streams:
+            return b""
+        if self._template is None:
+            name = f"response.{'reasoning' if event.reasoning else 'output'}_text.delta"
+            more: dict[str, Any] = {} if event.reasoning else {"logprobs": []}
+            data = {"type": name, "delta": HOLE, **more, **self._place(0), "sequence_number": HOLE}
+            self._template = EventTemplate(data, name)
+        self._number += 1
+        return self._template.fill(event.text, self._number - 1)
 
     def _close(self, *, cut: bool = False, before_call: bool = False) -> bytes:
         """End the item that is open, if one is. `cut`: the answer was ended from outside."""
