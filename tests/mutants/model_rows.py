@@ -31,7 +31,7 @@ MODEL_ROWS: list[Mutant] = [
         ("head norm dropped", "text.rms_norm_eps if text.q_head_norm else None", "None"),
         ("head norm rounds once", "stepwise=self._stepwise)", "stepwise=False)"),
         ("attention scale dropped", "self._scale = text.head_dim**-0.5", "self._scale = 1.0"),
-        ("window rows not rounded", "self._finish = RowFinish(ctx, \"window\")", "self._finish = RowFinish(ctx, \"index\")"),
+        ("window rows not rounded", "self._finish = RowFinish(ctx, \"window\")", "self._finish = RowFinish(parts, \"index\")"),
         ("norm of the latent dropped", "norm=self.kv_norm, ", ""),
         ("norm of the query dropped", "self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)", "self.wq_a(x_TC, slot_T, rounded_TC)")),
     *faults("spyglass/text/rounding.py", "tests/unit/text/test_independent.py",
