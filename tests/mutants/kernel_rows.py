@@ -67,7 +67,7 @@ KERNEL_ROWS: list[Mutant] = [
         ("shared expert dropped", "load_n(routed + at, left) + load_n((const T*)shared + at, left)", "load_n(routed + at, left)"),
         ("rows of a group: the first place's bias", "load_n(ape + phase[t] * E + e, left)", "load_n(ape + e, left)"),
         ("router: the table's first rows", "forced[(row ? row[t] : t) * K + k]", "forced[t * K + k]")),
-    *faults("spyglass/ops/csrc/rows.h", "tests/ops/test_linear_largest.py -m 'not slow'",
+    *faults("spyglass/ops/csrc/rows.h", "tests/ops/test_linear_argmax.py -m 'not slow'",
         ("largest: nothing is skipped among few rows", "if (skip[row] || !beats", "if (!beats"),
         ("largest: a NaN is less than all", "(value > best) | ((value != value) & (best == best))", "value > best"),
         ("largest: the last of equals", "(value > best) | (", "(value >= best) | (")),

@@ -110,7 +110,7 @@ OP_ROWS: list[Mutant] = [
         ("hyper_head: norm dropped", "torch.rsqrt(x_TE.square().mean(dim=-1, keepdim=True) + norm_eps)", "1"),
         ("hyper_head: another squashing", "torch.sigmoid(m_TM", "torch.tanh(m_TM"),
         ("hyper_head: eps of the norm dropped", "keepdim=True) + norm_eps)", "keepdim=True))")),
-    *faults("spyglass/ops/linear_argmax/reference.py", "tests/ops/test_linear_largest.py",
+    *faults("spyglass/ops/linear_argmax/reference.py", "tests/ops/test_linear_argmax.py",
         ("linear_argmax: nothing is skipped", "masked_fill(skip_O, float(\"-inf\"))", "clone()")),
     *faults("spyglass/ops/swiglu/reference.py", "tests/ops/test_swiglu.py",
         ("swiglu: gate not clamped", ".clamp(max=limit)", ""),
