@@ -28,7 +28,7 @@ class Declared:
     """
 
     name: str
-    hf_name: str  # of Transformers
+    hf_name: str  # of Transformers; the same = it has none of its own
     shape: str
     stored: Stored = "bf16"
     kind: Kind = "matrix"

@@ -15,8 +15,12 @@ from spyglass.params.declared import MODEL, TOWER, Declared
 
 
 def _modules(section: Iterable[Declared]) -> dict[str, str]:
-    """Native to Transformers name of each module and plain tensor."""
-    return {one.name.removesuffix(".weight"): one.hf_name.removesuffix(".weight") for one in section}
+    """Native to Transformers name of each module and plain tensor that has one of its own there."""
+    return {
+        one.name.removesuffix(".weight"): one.hf_name.removesuffix(".weight")
+        for one in section
+        if one.hf_name != one.name
+    }
 
 
 TOP_LEVEL = _modules(MODEL) | {name: hf for name, hf in _modules(TOWER).items() if name.startswith("image_")}
@@ -28,6 +32,7 @@ PREFIXES = ("model.language_model.", "language_model.model.", "model.", "languag
 _UNTABLED = ("vision.", "aligner.")
 _PARTS = {"self_attn": "attn", "mlp": "ffn"}
 _BIAS = "gate.e_score_correction_bias"
+_NATIVE_PARTS, _FOREIGN_ENDS = ("ffn.", "attn."), (".weight_scale_inv", _BIAS)
 
 _TOP_LEVEL_BACK = {hf.removeprefix("model."): native for native, hf in TOP_LEVEL.items()}
 _LAYER_BACK = {hf: native for native, hf in LAYER.items()}
@@ -63,6 +68,8 @@ def to_native(name: str) -> str:
     """Native name of a Transformers tensor or module name; native names and unknown names stay as they are."""
     bare = next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
     group, index, rest = _split_layer(bare)
+    if rest.startswith(_NATIVE_PARTS) and not rest.endswith(_FOREIGN_ENDS):
+        return bare  # by far the most names of an official checkpoint
     if not index:
         return _translate(bare, _TOP_LEVEL_BACK, _SUFFIXES_BACK) or bare
     if rest.startswith("mlp.experts."):

@@ -50,7 +50,7 @@ def few(rows: int, out_features: int, in_features: int, bits: int) -> Few | None
         if warps == steps == 1:
             return None
         warps, steps = (warps // 2, steps) if warps > 1 else (1, steps // 2)
-    return Few(warps=warps, steps=steps, ahead=rows <= 8 and in_features > warps * steps * 512 // bits)
+    return Few(warps=warps, steps=steps, ahead=rows <= 8)
 
 
 def linear_block(

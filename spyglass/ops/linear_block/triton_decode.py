@@ -161,7 +161,7 @@ def scale_words(
     begin: tl.tensor,
     lane: tl.tensor,
     c: tl.tensor,
-    K: tl.constexpr,
+    K: tl.tensor,
     FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

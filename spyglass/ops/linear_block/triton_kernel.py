@@ -82,7 +82,7 @@ def _chunk(
     n: tl.tensor,
     begin: tl.tensor,
     lane: tl.tensor,
-    K: tl.constexpr,
+    K: tl.tensor,
     FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -101,7 +101,7 @@ def _chunk(
     return acc
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "N", "K", "GROUP"])
 def few_rows(
     x: tl.tensor,
     w: tl.tensor,
@@ -110,9 +110,9 @@ def few_rows(
     bias: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
+    N: tl.tensor,
+    K: tl.tensor,
+    GROUP: tl.tensor,
     FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -133,8 +133,9 @@ def few_rows(
     16: bf16. K is a multiple of NW * STEPS * (64 or 32).
     """
     P: tl.constexpr = 16 // FORMAT
-    KW: tl.constexpr = K // NW
-    CHUNKS: tl.constexpr = KW // (32 * P * STEPS)
+    chunks = K // (32 * P * STEPS * NW)
+    KW = chunks * (32 * P * STEPS)
+    K = KW * NW  # the same, and seen to be a multiple
     first = tl.program_id(0) * BN
     group = first // GROUP
     la = tl.arange(0, BN * 4 * NW)
@@ -151,19 +152,18 @@ def few_rows(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     args = (xp, there, s, n, begin, lane)
-    if AHEAD or CHUNKS == 1:
+    if AHEAD:
         now = weight_words(wp, 0, STEPS, 32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if AHEAD or CHUNKS == 1:
-        for c in tl.range(0, CHUNKS - 1, num_stages=1):
+    if AHEAD:
+        for c in tl.range(0, chunks - 1, num_stages=1):
             ahead = weight_words(wp, c + 1, STEPS, 32)
             acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
             now = ahead
-        last: tl.constexpr = CHUNKS - 1
-        acc = _chunk(acc, now, last, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+        acc = _chunk(acc, now, chunks - 1, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
     else:
-        for c in tl.range(0, CHUNKS, num_stages=1):
+        for c in tl.range(0, chunks, num_stages=1):
             now = weight_words(wp, c, STEPS, 32)
             acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
     if NW > 1:
@@ -214,7 +214,7 @@ def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl
     tl.store(values + row, (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "N", "K", "GROUP"])
 def many_rows(
     x: tl.tensor,
     w: tl.tensor,
@@ -223,9 +223,9 @@ def many_rows(
     bias: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
+    N: tl.tensor,
+    K: tl.tensor,
+    GROUP: tl.tensor,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ADDEND: tl.constexpr,
@@ -238,6 +238,8 @@ def many_rows(
     ASM: tl.constexpr,
 ) -> None:
     """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80."""
+    N = N // 16 * 16  # said so that loads and stores are wide
+    K = K // (64 * U) * (64 * U)
     pid = tl.program_id(0)
     tiles = tl.num_programs(0) // (N // BM)
     n0 = (pid // (8 * tiles) * 8 + pid % 8) * BM
@@ -277,21 +279,22 @@ def many_rows(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def expand_fp8(
     w: tl.tensor,
     s: tl.tensor,
     out: tl.tensor,
-    K: tl.constexpr,
+    K: tl.tensor,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SIZE: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
     """E4m3 codes as bf16 numbers, 16 SIZE of them a program; rows of K (a multiple of 16) contiguous."""
-    chunk = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    chunk = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     r8 = tl.arange(0, 8)[None, :]
     n, k = chunk // (K // 16), chunk % (K // 16) * 16
+    chunk = chunk.to(tl.int64)
     pair = scale_pair(s, n // BLOCK_N * (K // BLOCK_K) + k // BLOCK_K, 120)[:, None]
     v0, v1 = decode_fp8(tl.load(w + chunk[:, None] * 8 + r8), pair, ASM)
     tl.store(out + chunk[:, None] * 16 + r8, v0.to(out.dtype.element_ty))

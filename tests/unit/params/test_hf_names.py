@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from spyglass.checkpoint.layout import plan_layout
-from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.params.hf_names import LAYER, TOP_LEVEL, from_stacked, to_hf, to_native, to_stacked
 from spyglass.params.table import param_table
@@ -79,8 +78,6 @@ def test_native_names_are_left_alone() -> None:
 
 def test_every_row_of_the_table_is_used() -> None:
     used = {name.removesuffix(".weight").removesuffix(".scale") for name in flash_vision()}
-    v41 = param_table(parse_model_config(preset_config("tiny-v41", packed=True), "tiny-v41"))
-    used |= {name.removesuffix(".weight") for name in v41}
     assert set(TOP_LEVEL) <= used
     assert set(LAYER) <= {name.split(".", 2)[-1] for name in used}
 
@@ -145,3 +142,9 @@ def test_transformers_own_model_has_these_names_and_shapes(golden: Path) -> None
     ours = {place.tensor.name: list(place.tensor.shape) for _, place in layout.places.values()}
     assert ours.pop("model.layers.0.mlp.gate.e_score_correction_bias") == [8]
     assert ours == theirs
+
+
+def test_what_transformers_does_not_name_keeps_its_native_name() -> None:
+    """Scales too: `engram.wkv.scale` is not `weight_scale_inv`, in no spelling."""
+    for name in ("layers.1.engram.wkv.scale", "layers.1.engram.embed.weight", "layers.4.attn.indexer.wk.weight"):
+        assert to_hf(name) == f"model.{name}" and to_native(f"model.{name}") == name
