@@ -83,11 +83,7 @@ FORMAT_ROWS: list[Mutant] = [
     *faults("spyglass/quant/formats.py", "tests/unit/params/test_table.py",
         ("fp4 scales every 16", "bits=4, block=(1, 32)", "bits=4, block=(1, 16)")),
     *faults("spyglass/quant/pack.py", "tests/unit/quant",
-<<<<<<< HEAD
-        ("a wrong code table", "2 * code, (2 + (code & 1))", "2 * code, (3 + (code & 1))"),
-=======
         ("a wrong code table", "(2 + (code & 1)) << (code >> 1)", "(2 + (code & 1)) << (code >> 2)"),
->>>>>>> main
         ("nibbles swapped when read", "(values[byte & 15], values[byte >> 4])", "(values[byte >> 4], values[byte & 15])"),
         ("nibbles swapped when written", "codes[..., 0::2] | (codes[..., 1::2] << 4)", "codes[..., 1::2] | (codes[..., 0::2] << 4)"),
         ("the sign of zero lost", "torch.signbit(values)", "(values < 0)"),
