@@ -29,7 +29,8 @@ def output_path(batch: Path, output: Path | None) -> Path:
 
 
 def run_file(llm: LLM, batch: Path, output: Path) -> int:
-    """Answer the lines of a file that have no answer yet; 0 if all went well, 1 if some were refused, now or before.
+    """Answer the lines of a file that have no answer yet; 0 if all went well, 1 if some were refused or
+    faulty, now or before.
 
     Raises:
         PromptError: the file of requests, or what stands in the file of answers, is not what it should be.
@@ -43,7 +44,9 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
 
     endpoints = make_endpoints(served_by(llm, ServerConfig()))
     urls = [endpoint.path for endpoint in endpoints]
-    total, done = check_batch(batch, urls), answered(output)
+    (total, faults), done = check_batch(batch, urls), answered(output)
+    if faults:
+        print(f"spyglass: {faults}", file=sys.stderr)
     with (
         open(output, "a", encoding="utf-8") as out,
         tqdm(total=total, initial=len(done), unit="request", disable=not sys.stderr.isatty()) as bar,
@@ -53,4 +56,4 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
     well = sum(done.values())
     earlier = f"; before: {well} answered, {len(done) - well} refused" if done else ""
     print(f"spyglass: {good} answered, {bad} refused{earlier}: {output}", file=sys.stderr)
-    return 0 if bad == 0 and well == len(done) else 1
+    return 0 if bad == 0 and well == len(done) and not faults else 1

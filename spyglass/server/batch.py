@@ -50,32 +50,28 @@ class _Open:
     missing: int
 
 
-def check_batch(path: Path, urls: Sequence[str]) -> int:
-    """How many requests a file has.
+def check_batch(path: Path, urls: Sequence[str]) -> tuple[int, str]:
+    """How many requests a file has, and what is wrong with its other lines, in words; empty if nothing is.
 
     Raises:
-        PromptError: the file cannot be read, or some line is no request; the faults are listed by line.
+        PromptError: the file cannot be read, or no line of it is a request.
     """
-    faults, seen = [], set()
-    for number, text in _lines(path):
-        found = _line(number, text, urls)
-        if isinstance(found, BatchLine) and found.custom_id in seen:
-            found = f"line {number}: custom_id {found.custom_id!r} stands on an earlier line too"
+    count, faults = 0, list[str]()
+    for found in _requests(path, urls):
         if isinstance(found, str):
             faults.append(found)
         else:
-            seen.add(found.custom_id)
-    if faults:
-        more = f"\n... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise PromptError(f"{path} has faulty lines ({len(faults)}):\n" + "\n".join(faults[:_SHOWN]) + more)
-    if not seen:
-        raise PromptError(f"{path} has no requests; each line is one, as JSON")
-    return len(seen)
+            count += 1
+    more = f"\n... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    words = f"{path} has faulty lines ({len(faults)}):\n" + "\n".join(faults[:_SHOWN]) + more if faults else ""
+    if not count:
+        raise PromptError(words or f"{path} has no requests; each line is one, as JSON")
+    return count, words
 
 
 def batch_lines(path: Path, urls: Sequence[str]) -> Iterator[BatchLine]:
-    """The requests of a file that `check_batch` found sound, one by one: a file of any size takes little memory."""
-    return (line for number, text in _lines(path) if isinstance(line := _line(number, text, urls), BatchLine))
+    """The requests of a file, one by one: a file of any size takes little memory. Faulty lines are left out."""
+    return (found for found in _requests(path, urls) if isinstance(found, BatchLine))
 
 
 def answered(path: Path) -> dict[str, bool]:
@@ -85,7 +81,7 @@ def answered(path: Path) -> dict[str, bool]:
     Raises:
         PromptError: the file holds something else than answers of a batch.
     """
-    if not path.exists():
+    if not path.is_file():  # not there yet, or a device
         return {}
     done, end = dict[str, bool](), 0
     with open(path, "rb") as file:
@@ -191,6 +187,18 @@ class _Batch:
         fine = status < _REFUSED
         self.good, self.bad = self.good + fine, self.bad + (not fine)
         self._note(fine)
+
+
+def _requests(path: Path, urls: Sequence[str]) -> Iterator[BatchLine | str]:
+    """The request of each line, or what is wrong with it."""
+    seen = set[str]()
+    for number, text in _lines(path):
+        found = _line(number, text, urls)
+        if isinstance(found, BatchLine) and found.custom_id in seen:
+            found = f"line {number}: custom_id {found.custom_id!r} stands on an earlier line too"
+        if isinstance(found, BatchLine):
+            seen.add(found.custom_id)
+        yield found
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

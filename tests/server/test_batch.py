@@ -36,7 +36,7 @@ def written(path: Path, *lines: object) -> Path:
 
 def run(llm: LLM, path: Path, skip: Collection[str] = ()) -> tuple[list[dict[str, Any]], tuple[int, int]]:
     endpoint, out, notes = plain(llm), io.StringIO(), []
-    assert check_batch(path, [endpoint.path])
+    assert check_batch(path, [endpoint.path])[1] == ""
     lines = (line for line in batch_lines(path, [endpoint.path]) if line.custom_id not in skip)
     counts = run_batch(llm, [endpoint], lines, out, notes.append)
     assert (sum(notes), len(notes) - sum(notes)) == counts
@@ -138,7 +138,7 @@ def test_a_cut_run_goes_on_where_it_was_and_half_a_line_is_done_again(llm: LLM, 
     assert answered(tmp_path / "absent.jsonl") == {}
 
 
-def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:
+def test_faulty_lines_are_listed_and_the_others_answered(tmp_path: Path) -> None:
     path = written(
         tmp_path / "in.jsonl",
         line(1),
@@ -154,11 +154,16 @@ def test_faulty_lines_are_listed_before_anything_runs(tmp_path: Path) -> None:
         '{"custom_id": "nan", "url": "/plain", "body": {"temperature": NaN}}',
         '{"custom_id": "deep", "url": "/plain", "body": ' + '{"a": ' * 3000 + "1" + "}" * 3001,
     )
-    with pytest.raises(PromptError) as caught:
-        check_batch(path, ["/plain"])
+    count, faults = check_batch(path, ["/plain"])
     for number in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
-        assert f"line {number}:" in str(caught.value)
-    assert "line 1:" not in str(caught.value)
+        assert f"line {number}:" in faults
+    assert "line 1:" not in faults and count == 1
+    assert [found.number for found in batch_lines(path, ["/plain"])] == [1]
+    with pytest.raises(PromptError, match="line 1:"):
+        check_batch(written(tmp_path / "bad.jsonl", "{broken"), ["/plain"])
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().splitlines(keepends=True)[0])
+    assert check_batch(marked, ["/plain"]) == (1, "")
     with pytest.raises(PromptError, match="no requests"):
         check_batch(written(tmp_path / "empty.jsonl", ""), ["/plain"])
     with pytest.raises(PromptError, match="cannot be read"):
