@@ -164,12 +164,12 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
 
 def _has_graphs(ops: dict[str, dict[str, str]]) -> bool:
     """Whether images would go through CUDA graphs (`vision_graphs='auto'`)."""
-    from spyglass.ops.declare import capabilities
+    on_gpu = [chosen["vit_attention"] for device, chosen in ops.items() if device.startswith("cuda")]
+    if not on_gpu:
+        return False
+    from spyglass.ops.declare import capabilities  # loads torch, which a machine without a GPU is spared
 
-    return any(
-        device.startswith("cuda") and "capturable" in capabilities("vit_attention", chosen["vit_attention"])
-        for device, chosen in ops.items()
-    )
+    return any("capturable" in capabilities("vit_attention", chosen) for chosen in on_gpu)
 
 
 def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
