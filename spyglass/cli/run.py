@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     for name, place in adapters.items():
         _note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
-    if llm.config.informational.get(RANDOM_WEIGHTS):
+    if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
     if llm.loaded.report.sparse_files:
         _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")

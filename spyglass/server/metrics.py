@@ -87,7 +87,7 @@ class _EngineNumbers(Collector):
             ("spyglass:answers_without_memory", "answers in the engine's own queue", engine.waiting),
             (
                 "spyglass:grammar_mask_hidden_ratio",
-                "part of the time for answer forms that the model hid",
+                "part of the time for grammar masks that the model hid",
                 engine.mask_share,
             ),
             ("spyglass:prefix_cache_bytes", "what the prefix cache holds", engine.prefix_bytes),

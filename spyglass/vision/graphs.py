@@ -202,7 +202,7 @@ class VisionGraphs:
         if torch.is_grad_enabled():
             return None, "gradients are recorded"
         if not images.grids_I2:
-            return None, "no pictures"
+            return None, "no images"
         budget = fitting(self.ladder, images.grids_I2, self._aligner.ratio)
         if budget is None:
             return None, "larger than the largest graph"
@@ -224,7 +224,7 @@ class VisionGraphs:
 
     def _note(self, reason: str) -> None:
         if reason not in self.eager:
-            logging.getLogger(__name__).info("pictures run without a CUDA graph: %s", reason)
+            logging.getLogger(__name__).info("images run without a CUDA graph: %s", reason)
         self.eager[reason] += 1
 
     def _replay(self, budget: Budget, images: ImageBatch) -> torch.Tensor:

@@ -115,7 +115,7 @@ def test_what_fits_no_graph_runs_eagerly_and_is_counted(vision: Vision) -> None:
         images = images_of(vision, grids, seed=1)
         assert torch.equal(graphs(images), vision.aligner(vision.tower(images), images.grids_I2, images.slot_I))
     assert graphs.hits == 0
-    assert dict(graphs.eager) == {"larger than the largest graph": 2, "no pictures": 1}
+    assert dict(graphs.eager) == {"larger than the largest graph": 2, "no images": 1}
 
 
 @torch.no_grad()

@@ -70,13 +70,13 @@ class _Process:
                 process_group=0,  # Ctrl+C is for us, who may let answers end; in another session nice means nothing
             )
         except OSError as error:
-            raise SpyglassError(f"the process that tries forms of answers cannot be started: {error}") from error
+            raise SpyglassError(f"the process that compiles grammars cannot be started: {error}") from error
         self.process = process
         self.end = weakref.finalize(self, _end, process)
         tokens = [word.decode("latin-1") for word in words.tokens]
         start = json.dumps([tokens, list(words.silent), list(words.ends), limits])
         if json.loads(self.exchange(start) or "null") != "ready":
-            raise SpyglassError(f"the process that tries forms of answers ended at once, with {process.wait()}")
+            raise SpyglassError(f"the process that compiles grammars ended at once, with {process.wait()}")
 
     @property
     def ended(self) -> bool:
@@ -101,7 +101,7 @@ class _Process:
                 f"again later, or {_ADVICE}",
                 retry_after_s=wall_seconds,
             )
-        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one form may have"
+        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one grammar may have"
         raise PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
 
     def exchange(self, line: str) -> str:

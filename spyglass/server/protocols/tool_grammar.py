@@ -61,7 +61,7 @@ def _left_after(text: str, left: int) -> int:
     """Characters that may follow a piece of the grammar."""
     if len(text) > left:
         raise PromptError(
-            "the schemas of the tools, which must be called or stand beside a form of answer, make a grammar of more "
+            "the schemas of the tools, which must be called or stand beside structured output, make a grammar of more "
             f"than {MAX_GRAMMAR_CHARS:,} characters; send fewer tools or smaller schemas"
         )
     return left - len(text)

@@ -68,7 +68,7 @@ def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox, monkey
     seconds(trials, "regex", "a")
     (process,) = trials.waiting
     monkeypatch.setattr(process, "exchange", lambda line: process.process.send_signal(signal.SIGSEGV) or "")
-    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than one form may have"):
+    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than one grammar may have"):
         seconds(trials, "regex", "b")
     seconds(trials, "regex", "b")
 

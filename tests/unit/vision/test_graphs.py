@@ -209,7 +209,7 @@ def test_what_fits_is_replayed_and_what_does_not_runs_eagerly_and_is_counted(hos
         scale = max(1.0, float(expected.abs().max())) if len(expected) else 1.0
         assert_close(host(images), expected, Tolerance(absolute=VISION_BFLOAT16.absolute * scale, why="of the largest"))
     assert host.hits == 2 and host.captures == 1
-    assert dict(host.eager) == {"larger than the largest graph": 2, "no pictures": 1}
+    assert dict(host.eager) == {"larger than the largest graph": 2, "no images": 1}
 
 
 def test_where_gradients_are_recorded_nothing_is_replayed(host: HostGraphs) -> None:
