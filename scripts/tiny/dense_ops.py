@@ -20,6 +20,9 @@ from spyglass.ops.fake_quant import reference as fake_quant_reference
 from spyglass.ops.fake_quant.training import straight_through
 from spyglass.ops.hyper_mix.reference import coefficients
 from spyglass.ops.linear_block.training import multiply
+from spyglass.ops.rope_partial.reference import rope_partial
+from spyglass.ops.row_finish.reference import row_finish
+from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.ops.table import bind_ops
 from spyglass.ops.vit_attention import varlen
 from spyglass.quant.formats import FakeQuant
@@ -270,8 +273,11 @@ class Attention:
         scale: float,
         pool_NBD: torch.Tensor | None = None,
         picks_TX: torch.Tensor | None = None,
+        turn: Turn | None = None,
         **places: Any,
     ) -> torch.Tensor:
+        if turn is not None:
+            q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise)
         masks = self.state.masks
         assert masks is not None and picks_TX is None, "training attends all entries; raise index_topk or shorten bins"
         bins, length, _ = masks.window_BLL.shape
@@ -280,7 +286,8 @@ class Attention:
             entries = pool_NBD.view(bins, -1, pool_NBD.shape[-1])
             seen = next(m for m in masks.pool_BLP.values() if m.shape[2] == entries.shape[1])
             keys, mask = torch.cat([keys, entries], dim=1), torch.cat([mask, seen], dim=2)
-        return self.attend(q_THD.view(bins, length, *q_THD.shape[1:]), keys, mask, sink_H, scale).flatten(0, 1)
+        out_THD = self.attend(q_THD.view(bins, length, *q_THD.shape[1:]), keys, mask, sink_H, scale).flatten(0, 1)
+        return out_THD if turn is None else rope_partial(out_THD, turn.cos_TR, turn.sin_TR, inverse=True)
 
 
 def _attend(
