@@ -51,7 +51,7 @@ def accepts(request: pytest.FixtureRequest, llm: LLM) -> Accepts:
 
     def accepts(text: str, *, closed: bool = True, tools: Any = TOOLS, one_call: bool = False, **more: Any) -> bool:
         grammar = calls_grammar(family, tools, mark, one_call=one_call, **more)
-        matcher = forms.begin(Structured(kind="grammar", value=grammar)).matcher
+        matcher = forms.begin(Structured(kind="grammar", value=grammar)).library
         first, *rest = (text + END[family] * closed).split("M_")
         ids = tokenizer.encode_text(first)
         for piece in rest:
