@@ -99,11 +99,13 @@ class Joined:
         *,
         pre_TM: torch.Tensor | None = None,
         eps: float,
+        quant: FakeQuant | None = None,
         **mix: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         pre, post, comb = self.ops.hyper_mix(streams_TMC, fn_JE, scale_3, base_J, **mix)
         x_TC = self.ops.hyper_collapse(streams_TMC, pre if pre_TM is None else pre_TM)
-        return self.ops.rms_norm(x_TC, weight_C, eps=eps), pre, post, comb
+        x_TC = self.ops.rms_norm(x_TC, weight_C, eps=eps)
+        return x_TC, pre, post, comb, *(() if quant is None else (self.ops.fake_quant(x_TC, quant),))
 
     def hyper_write_read(
         self,
