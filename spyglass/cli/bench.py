@@ -7,7 +7,7 @@ from importlib import import_module
 
 HELP = "Measure one part and print it beside its baseline."
 BENCHMARKS = {
-    "image": "pictures to patches, beside a plain pipeline",
+    "image": "images to patches, beside a plain pipeline",
     "load": "files to memory, beside cat",
     "model": "decode and prefill, beside what the memory allows",
     "engine": "many requests at once, beside what the machine allows",
@@ -16,7 +16,7 @@ BENCHMARKS = {
     "stream": "the server's own work for each streamed token, beside fixed events",
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
-    "vision": "the picture tower on a GPU",
+    "vision": "the image tower on a GPU",
     "gpu": "decode and prefill of the text path on a GPU, beside what memory and arithmetic allow",
     "train": "fine-tuning at real layer sizes, beside one large product",
 }

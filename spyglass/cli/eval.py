@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spyglass.engine import LLM, RequestOutput, SamplingParams
     from spyglass.prompt.chat import Effort
 
-HELP = "Ask a model fresh questions about pictures of simple things; the last line printed is its overall accuracy."
+HELP = "Ask a model fresh questions about images of simple things; the last line printed is its overall accuracy."
 _SPLITS = ("train", "test", "unseen")
 _CONTROLS = ("shuffled", "grey")
 _VARIANTS = ("roman", "negative", "french")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="questions of training, fresh ones, or fresh ones about colours and shapes never trained together",
     )
     parser.add_argument(
-        "--control", choices=_CONTROLS, help="show the pictures of another question, or grey ones: must do badly"
+        "--control", choices=_CONTROLS, help="show the images of another question, or grey ones: must do badly"
     )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
     parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")

@@ -1,4 +1,4 @@
-"""`spyglass finetune MODEL --data chats.jsonl --output DIR`: train an adapter on chats with pictures."""
+"""`spyglass finetune MODEL --data chats.jsonl --output DIR`: train an adapter on chats with images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spyglass.config.fields import integer, number
 from spyglass.config.options import choices_of
 from spyglass.config.training import TrainConfig
 
-HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with pictures."
+HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with images."
 _NAMED = ("model", "data", "output", "targets")
 
 

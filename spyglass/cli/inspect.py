@@ -1,4 +1,4 @@
-"""`spyglass inspect PHOTO`: what a model gets of a picture, as numbers and as a PNG; no checkpoint, no torch."""
+"""`spyglass inspect PHOTO`: what a model gets of an image, as numbers and as a PNG; no checkpoint, no torch."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from spyglass.prompt import (
     to_rgb,
 )
 
-HELP = "Show what a model gets of a picture: resized size, patches, cells, token order, visibility (writes a PNG)."
+HELP = "Show what a model gets of an image: resized size, patches, cells, token order, visibility (writes a PNG)."
 _FAMILIES = {family.short_name: family for family in FAMILIES.values()}
 _FIRST_CHAT_POSITION = 2  # after BOS and the user tag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.add_argument("photo", type=Path, metavar="PHOTO", help="picture file (JPEG, PNG, WebP, GIF, BMP, TIFF)")
+    parser.add_argument("photo", type=Path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, GIF, BMP, TIFF)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--family",
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     vision = config.vision
     if vision is None:
-        raise PromptError(f"{args.model} takes no pictures; use a vision checkpoint")
+        raise PromptError(f"{args.model} takes no images; use a vision checkpoint")
     seen = _look(args.photo, vision, args.start, args.rules)
     output = args.output
     if output is None and not args.json:

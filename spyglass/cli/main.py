@@ -21,12 +21,12 @@ from spyglass import __version__
 from spyglass.errors import ConfigError, SpyglassError
 
 VERBS = {
-    "run": "ask a checkpoint about pictures, or just talk to it; the answer streams to the terminal",
+    "run": "ask a checkpoint about images, or just talk to it; the answer streams to the terminal",
     "serve": "answer OpenAI and Anthropic clients over HTTP, with a page to try it in a browser",
-    "eval": "ask a model fresh questions about simple pictures; accuracy kind by kind",
-    "finetune": "train an adapter on chats with pictures, on the packed weights as they are",
+    "eval": "ask a model fresh questions about simple images; accuracy kind by kind",
+    "finetune": "train an adapter on chats with images, on the packed weights as they are",
     "merge": "write a checkpoint with an adapter merged into its weights",
-    "inspect": "draw what the model sees of a picture: size, patches, tokens, order, visibility",
+    "inspect": "draw what the model sees of an image: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
     "bench": "measure one part beside its baseline: image, load, model, serve, and others",

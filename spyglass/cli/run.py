@@ -1,4 +1,4 @@
-"""`spyglass run`: ask a checkpoint about pictures, or talk to it; the answer streams, the numbers go to stderr."""
+"""`spyglass run`: ask a checkpoint about images, or talk to it; the answer streams, the numbers go to stderr."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spyglass.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from spyglass.engine import LLM, RequestOutput, SamplingParams
 
-HELP = "Ask a checkpoint about pictures, or talk to it: with a question once, without one as a chat."
+HELP = "Ask a checkpoint about images, or talk to it: with a question once, without one as a chat."
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="a picture file; for several: --image ONE --image TWO",
+        help="an image file; for several: --image ONE --image TWO",
     )
     parser.add_argument(
         "--lora",
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         return run_file(llm, args.batch, output)
     if args.question and os.path.isfile(args.question):
-        _note(f"the question is the name of a file; to show it as a picture: --image {args.question}")
+        _note(f"the question is the name of a file; to show it as an image: --image {args.question}")
     talk = Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
     for turn, question in enumerate(questions):
         talk.ask(question, args.image if turn == 0 else ())
@@ -122,7 +122,7 @@ def _check(args: argparse.Namespace, folder: Path) -> None:
     _adapters(args, folder)
     check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
     if args.image and read_model_config(folder).vision is None:
-        raise PromptError(f"{folder} is a text-only checkpoint and takes no pictures; leave --image out")
+        raise PromptError(f"{folder} is a text-only checkpoint and takes no images; leave --image out")
     if len(args.image) > options.images:
         raise PromptError(
             f"--image is given {len(args.image)} times with --images {options.images}; name fewer, or raise --images"
@@ -194,8 +194,8 @@ class Talk:
 
 def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
     usage = output.usage
-    pictures = f" ({usage.image_tokens} of pictures)" if images else ""
-    told = f"prompt {usage.prompt_tokens} tokens{pictures}, first token after {times[0] - started:.2f} s"
+    shown = f" ({usage.image_tokens} of images)" if images else ""
+    told = f"prompt {usage.prompt_tokens} tokens{shown}, first token after {times[0] - started:.2f} s"
     told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
     if len(times) > 1:
         told += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"

@@ -67,7 +67,7 @@ def test_a_checkpoint_folder_decides_for_itself(
     assert numbers(capsys, photo, "--model", folder)["num_tokens"] <= 97
     (folder / "config.json").write_text((CONFIGS / "v4-text.json").read_text())
     assert main(["inspect", str(photo), "--model", str(folder)]) == 2
-    assert "takes no pictures" in capsys.readouterr().err
+    assert "takes no images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["v4", "v41"])

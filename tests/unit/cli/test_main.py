@@ -180,7 +180,8 @@ def parse_engine(*words: str) -> EngineConfig:
     return engine_config(parser.parse_args(words))
 
 
-def test_engine_options_are_the_fields_of_the_engine_configuration() -> None:
+def test_engine_options_are_the_fields_of_the_engine_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPYGLASS_GRAMMAR_SECONDS")  # set for all tests
     assert parse_engine() == EngineConfig()
     assert parse_engine(
         "--device", "cpu", "--numerics", "plain", "--images", "0", "--expand-weights", "--threads", "1"

@@ -54,7 +54,7 @@ def test_the_answer_goes_to_stdout_and_the_numbers_to_stderr(
     assert main(["run", "--model", str(folder), "--image", str(photo), *MODEL, *sampling, *how, "What is this?"]) == 0
     out, err = capsys.readouterr()
     assert out == expected(llm, photo, "What is this?") + "\n"
-    numbers = re.search(r"prompt (\d+) tokens \((\d+) of pictures\), first token after [\d.]+ s, answer 5 tokens", err)
+    numbers = re.search(r"prompt (\d+) tokens \((\d+) of images\), first token after [\d.]+ s, answer 5 tokens", err)
     assert numbers is not None and int(numbers[1]) - int(numbers[2]) in range(5, 30)
     assert "tokens/s" in err
 
@@ -192,7 +192,7 @@ def test_a_picture_for_a_text_checkpoint_is_refused_before_anything_is_loaded(
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vision_n_layers": 0}))
     assert main(["run", "--model", str(tmp_path), "--image", str(photo), "hi"]) == 2
-    assert "takes no pictures" in capsys.readouterr().err
+    assert "takes no images" in capsys.readouterr().err
 
 
 def test_weights_that_are_holes_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,8 @@ def test_a_query_adapter_leaves_the_choice_of_the_indexer_alone_and_the_other_wa
     """On the first layer that chooses: `attn.wq_b` cannot move its picks, `attn.indexer.wq_b` does."""
     pool, prompt = AdapterPool(model), world.prompt([60])
     indexer, picks = model.text.layers[1].attn.indexer, []
-    kept = indexer.picks
-    indexer.picks = lambda *args: picks.append(kept(*args)) or picks[-1]
+    kept = indexer.topk_indices
+    indexer.topk_indices = lambda *args: picks.append(kept(*args)) or picks[-1]
     try:
         logits = []
         for name in (None, "layers.1.attn.wq_b", "layers.1.attn.indexer.wq_b"):
@@ -74,7 +74,7 @@ def test_a_query_adapter_leaves_the_choice_of_the_indexer_alone_and_the_other_wa
             logits += logits_together(world.engine(model, step=64), [(prompt, use)])
             pool.detach("it")
     finally:
-        del indexer.picks
+        del indexer.topk_indices
     assert torch.equal(picks[0], picks[1]) and not torch.equal(picks[0], picks[2])
     assert not torch.equal(logits[0], logits[1]) and not torch.equal(logits[1], logits[2])
 
