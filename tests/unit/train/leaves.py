@@ -64,8 +64,7 @@ class Frozen:
         self._fake_quant, self._row_finish, self._cache_write = plain.fake_quant, plain.row_finish, plain.cache_write
         self._made: list[torch.Tensor] = []
         self._next = 0
-        self.ops: Ops = replace(
-            plain,
+        self.ops: Ops = plain.replaced(
             index_topk=self._remembering(plain.index_topk),
             index_blocks=self._remembering(plain.index_blocks),
             router_topk=self._route,
