@@ -161,7 +161,7 @@ def rude(source: random.Random) -> tuple[str, dict[str, Any], tuple[int, ...]]:
             (ask, {"content": b'{"messages": [', "headers": json_type}, (400,)),
             (ask, {"content": b'{"x":' * 3000, "headers": json_type}, (400,)),
             (ask, {"json": {"messages": [], "model": "gpt-9"}}, (400, 404)),
-            (ask, {"json": {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}}, (400,)),
+            (ask, {"json": {"messages": [{"role": "user", "content": "x"}], "max_tokens": -7}}, (400,)),
             (ask, {"json": {"messages": [{"role": "user", "content": "x " * 30_000}], "max_tokens": 1}}, (400,)),
             ("/v1/messages", {"json": {"messages": "x", "max_tokens": 1}}, (400,)),
             ("/v1/responses", {"json": {"input": [{"role": "nobody"}]}}, (400,)),
