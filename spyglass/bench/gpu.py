@@ -25,6 +25,7 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.model import TextConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
+from spyglass.errors import SpyglassError
 from spyglass.layers.build import held_tensors
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 
@@ -110,7 +111,11 @@ def decode_seconds(llm: LLM, batch: int, context: int, steps: int, profile: int 
     ids = [llm.engine.add(make_prompt(llm.loaded, context, seed=number), params) for number in range(batch)]
     seen: set[int] = set()
     while len(seen) < batch:
-        seen |= {delta.request_id for delta in llm.engine.step()}
+        seen |= {delta.request_id for delta in llm.engine.step() if delta.token_ids}
+        if not llm.engine.has_work:
+            raise SpyglassError(
+                f"{len(seen)} of {batch} sequences began to answer, the others failed; see the log above"
+            )
     for _ in range(8):
         llm.engine.step()
     torch.cuda.synchronize()
