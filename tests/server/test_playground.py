@@ -212,7 +212,7 @@ def test_the_shipped_model_points_at_what_is_asked_for(browser: Page) -> None:
         browser.wait_for(
             "document.getElementById('dot').className === 'ready' && document.getElementById('model').value"
         )
-        drop_picture(browser, case.pictures[0])
+        drop_picture(browser, case.images[0])
         ask(browser, case.question)
         browser.wait_for("document.querySelector('.facts')?.textContent.includes('tokens in')")
         drawn = "document.querySelector('.user .marks rect')"
