@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.options import (
     adapters_by_name,
     add_engine_options,
+    add_model,
     add_server_options,
     engine_config,
     model_folder,
     note_bases,
     server_config,
+    stated_model,
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
-from spyglass.config.shipped import default_model
+from spyglass.config.shipped import model_name
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -31,8 +33,8 @@ HELP = "Answer OpenAI and Anthropic clients over HTTP, streaming or not; a page 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass serve [options] [model]"
-    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.usage = "spyglass serve [options] [MODEL]"
+    add_model(parser)
     parser.add_argument(
         "--lora",
         metavar="NAME=DIR",
@@ -47,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
-    folder = model_folder(args.model, "spyglass serve MODEL")
+    folder = model_folder(stated_model(args))
     config = server_config(args)
-    adapters = adapters_by_name(args.lora, config.model_name or (folder.resolve().name,))
+    adapters = adapters_by_name(args.lora, config.model_name or (model_name(folder),))
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind, bind_unix
 
