@@ -60,13 +60,13 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> Non
     from spyglass.config import read_model_config
     from spyglass.ops.build import why_not
     from spyglass.params.hf_names import to_native
-    from spyglass.params.table import COMPONENTS, component_of, draft_kind, param_table
+    from spyglass.params.table import COMPONENTS, component_of, draft_kind, most_tensors, param_table
     from spyglass.plan import plan_memory, this_machine
 
     config = read_model_config(directory)
     report["family"] = config.family
     report["model"] = _describe_model(config)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, most_tensors(config))
     matched = match(checkpoint, param_table(config))
     groups: dict[str, dict[str, int]] = {group: {"tensors": 0, "bytes": 0} for group in COMPONENTS}
     for name, header in checkpoint.tensors.items():
@@ -100,13 +100,9 @@ def _adapter_bytes(model: Path, adapter: str, config: ModelConfig) -> int:
         AdapterError: it is damaged, or does not fit the model.
     """
     from spyglass.config.shipped import find_adapter
-    from spyglass.lora.fit import check_fit
     from spyglass.lora.peft import read_adapter
-    from spyglass.params.table import param_table
 
-    file = read_adapter(find_adapter(adapter, model))
-    check_fit(file, param_table(config), config.text.n_routed_experts)
-    return file.bank_bytes()
+    return read_adapter(find_adapter(adapter, model), config).bank_bytes()
 
 
 def _examine_tokenizer(directory: str, config: ModelConfig) -> tuple[bool, list[str]]:

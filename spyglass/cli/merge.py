@@ -30,13 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, say what was merged."""
+    from spyglass.config import read_model_config
     from spyglass.config.shipped import find_adapter, find_model
     from spyglass.lora.merge import merge_adapter
     from spyglass.lora.peft import read_adapter
 
     model = find_model(required_model(args, "merge"))
     note_bases({"merged": args.lora}, model)
-    adapter = read_adapter(find_adapter(args.lora, model))
+    adapter = read_adapter(find_adapter(args.lora, model), read_model_config(model))
     with Progress(unit="B", unit_scale=True, desc="writing") as bar:
         report = merge_adapter(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
     print(report)

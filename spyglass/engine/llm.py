@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
+from spyglass.config import read_model_config
 from spyglass.config.engine import read_engine_config
 from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter, model_name
@@ -107,7 +108,9 @@ class LLM:
             torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"
         place = find_device(best if options.device == "auto" else options.device)
-        files = {adapter_name(name): read_adapter(find_adapter(at, path)) for name, at in (adapters or {}).items()}
+        config = read_model_config(path)
+        places = {adapter_name(name): find_adapter(at, path) for name, at in (adapters or {}).items()}
+        files = {name: read_adapter(place, config) for name, place in places.items()}
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         self.loaded = load_model(
@@ -291,7 +294,7 @@ class LLM:
         Raises:
             AdapterError, CapacityError: the name is taken, it is damaged or does not fit; nothing has changed then.
         """
-        file = read_fitting(find_adapter(directory, self._path), self.loaded.device)
+        file = read_fitting(find_adapter(directory, self._path), self.config, self.loaded.device)
         self.lora.attach(adapter_name(name), file, factor=factor)
 
     def new_adapter(

@@ -24,6 +24,7 @@ READS_ENVIRONMENT = {
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {
     "prompt/tokenizer.py",
+    "prompt/try_tokenizer.py",  # the library raises bare Exception
     "engram/vocabulary.py",
     "server/middleware.py",
     "server/stream.py",
