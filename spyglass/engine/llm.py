@@ -58,10 +58,9 @@ _PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictu
 class LLM:
     """A model with its tokenizer and engine.
 
-    `path` is a checkpoint folder, a shipped model's name or a hub id (`ORG/NAME[@revision]`, downloaded if need be).
-    The options are those of `EngineConfig`, which documents each; one left out (None) comes from its `SPYGLASS_*`
-    variable or its default. A folder without tokenizer.json serves ids and images. `threads` is set for the whole
-    process, `progress` shows a bar. `name` is the folder's, or `ORG/NAME` of the hub.
+    `path` is a folder, a shipped model's name or a hub id (`ORG/NAME[@revision]`, downloaded if need be). The options
+    are those of `EngineConfig`; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder
+    without tokenizer.json serves ids and images. `threads` is set for the whole process, `progress` shows a bar.
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
