@@ -44,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO. "
         f"DIR is a PEFT folder{told_adapters()}",
     )
+    parser.add_argument(
+        "--lora-modules",
+        metavar="NAME=DIR",
+        dest="lora",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="the same for several at once: --lora-modules A=ONE B=TWO",
+    )
     add_server_options(parser)
     add_engine_options(parser)
 

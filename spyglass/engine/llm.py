@@ -64,8 +64,7 @@ class LLM:
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
-        ConfigError: config.json or an option means nothing.
-        CheckpointError: the files do not hold what config.json promises.
+        ConfigError, CheckpointError: config.json or an option means nothing; the files do not hold what it promises.
         CapacityError: weights and adapters are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
@@ -87,6 +86,7 @@ class LLM:
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
         grammar_seconds: int | None = None,
