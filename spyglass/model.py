@@ -27,7 +27,7 @@ from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
-from spyglass.params.table import param_table
+from spyglass.params.table import most_tensors, param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
@@ -243,7 +243,7 @@ def load_model(
         raise DeviceError(f"vision_graphs={vision_graphs!r} is not known; use 'auto', 'on' or 'off'")
     place = find_device(device)
     config = read_model_config(path)
-    checkpoint = open_checkpoint(os.fspath(path)) if load == "files" else None
+    checkpoint = open_checkpoint(os.fspath(path), most_tensors(config)) if load == "files" else None
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from spyglass.checkpoint.match import PARTS, Match, Part, match, part_of
 from spyglass.checkpoint.origin import mixed_revisions
@@ -17,6 +16,7 @@ from spyglass.checkpoint.safetensors import Checkpoint, list_names, open_checkpo
 from spyglass.checkpoint.stream import stream
 from spyglass.checkpoint.zeros import zero_stretches
 from spyglass.errors import CheckpointError
+from spyglass.progress import Progress
 from spyglass.quant.formats import Format
 from spyglass.quant.pack import E8M0_NAN
 from spyglass.quant.packed import Packed, WeightSlot
@@ -89,7 +89,7 @@ def load_into(
         offer = by_name[name].place
         return None if offer is None else offer(format)
 
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="loading", disable=None if progress else True) as bar:
+    with Progress(total=nbytes, unit="B", unit_scale=True, desc="loading", show=progress) as bar:
         for name, packed in stream(matched.sources, place):
             slot = by_name[name]
             _refuse_non_numbers(name, packed, slot.kind)
