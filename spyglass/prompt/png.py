@@ -45,16 +45,11 @@ def sound_png(data: bytes, name: str) -> bytes:
 
 def _unpacked_size(kind: bytes, content: memoryview) -> int:
     """Bytes of a text or profile, counted to just beyond the limit; what cannot be unpacked counts as too large."""
-    if len(content) > _MAX_TEXT or kind == b"tEXt":
+    _, _, rest = bytes(content[: _MAX_TEXT + 1]).partition(b"\0")
+    if len(content) > _MAX_TEXT or kind == b"tEXt" or (kind == b"iTXt" and rest[:1] != b"\1"):
         return len(content)
-    rest = bytes(content).partition(b"\0")[2]
-    if kind == b"iTXt":
-        if not rest[:1].strip(b"\0"):
-            return len(content)
-        rest = rest[2:].partition(b"\0")[2].partition(b"\0")[2]
-    else:
-        rest = rest[1:]
+    packed = rest[2:].split(b"\0", 2)[-1] if kind == b"iTXt" else rest[1:]
     try:
-        return len(zlib.decompressobj().decompress(rest, _MAX_TEXT + 1))
+        return len(zlib.decompressobj().decompress(packed, _MAX_TEXT + 1))
     except zlib.error:
         return _MAX_TEXT + 1
