@@ -90,6 +90,13 @@ class VisionLanguageModel(nn.Module):
         return [slot for part in self.children() for slot in weight_slots(part)]
 
     @property
+    def vision_state(self) -> Literal["yes", "no", "off"]:
+        """Whether images are taken; "off" where the checkpoint has a tower that was not loaded."""
+        if self.config.vision is None:
+            return "no"
+        return "off" if self.vision is None else "yes"
+
+    @property
     def capture_backend(self) -> Backend:
         """What captures the steps of this model."""
         return self.options.build.ops.capture_backend

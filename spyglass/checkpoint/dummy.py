@@ -79,9 +79,7 @@ def load_dummy(
             slot.put(packed)
             nbytes += packed.data.nbytes + (0 if packed.scale is None else packed.scale.nbytes)
             bar.update(math.prod(slot.shape))
-    return LoadReport(
-        counts={}, skipped={}, ignored_files=(), sparse_files=(), nbytes=nbytes, seconds=time.perf_counter() - started
-    )
+    return LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=nbytes, seconds=time.perf_counter() - started)
 
 
 def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -> Packed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 import torch
 
 from spyglass.checkpoint.match import PARTS, Match, Part, match, part_of
+from spyglass.checkpoint.origin import mixed_revisions
 from spyglass.checkpoint.safetensors import Checkpoint, list_names, open_checkpoint
 from spyglass.checkpoint.stream import stream
+from spyglass.checkpoint.zeros import zero_stretches
 from spyglass.errors import CheckpointError
 from spyglass.progress import Progress
 from spyglass.quant.formats import Format
@@ -30,15 +33,11 @@ class PartCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part.
-
-    `sparse_files` are mostly holes on disk, which read as zeros (`Checkpoint.sparse_files`).
-    """
+    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part."""
 
     counts: dict[Part, PartCount]
     skipped: dict[Part, tuple[str, ...]]
     ignored_files: tuple[str, ...]
-    sparse_files: tuple[str, ...]
     nbytes: int
     seconds: float
 
@@ -68,8 +67,8 @@ def load_into(
     never enter a module and stay where they are. `progress` shows a bar when standard error is a terminal.
 
     Raises:
-        CheckpointError: tensors are missing, left over or misshapen (nothing is read then), a file cannot be read, or a
-            scale, norm, bias or other plain tensor holds NaN or infinity.
+        CheckpointError: tensors are missing, left over or misshapen or long stretches of a file are zeros (nothing is
+            read then), a file cannot be read, or a scale, norm, bias or other plain tensor holds NaN or infinity.
     """
     started = time.perf_counter()
     if not isinstance(checkpoint, Checkpoint):
@@ -80,6 +79,10 @@ def load_into(
         by_name[slot.name] = slot
     matched = match(checkpoint, by_name, skip=frozenset({*skip, "engram"}))
     matched.refuse_faults(checkpoint.directory)
+    if empty := zero_stretches(checkpoint):
+        raise CheckpointError("\n".join(map(str, empty)))
+    for line in mixed_revisions(checkpoint):
+        logging.getLogger(__name__).warning("%s: %s", checkpoint.directory, line)
     nbytes = sum(source.nbytes for source in matched.sources.values())
 
     def place(name: str, format: Format) -> Packed | None:
@@ -96,7 +99,6 @@ def load_into(
         counts=_counts(matched),
         skipped={part: tuple(names) for part, names in matched.skipped.items()},
         ignored_files=checkpoint.ignored_files,
-        sparse_files=checkpoint.sparse_files(),
         nbytes=nbytes,
         seconds=time.perf_counter() - started,
     )

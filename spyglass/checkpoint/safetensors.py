@@ -228,10 +228,13 @@ def open_checkpoint(path: str | Path, most_tensors: int = MAX_TENSORS) -> Checkp
     index = directory / INDEX_NAME
     weight_map = _read_index(index, most_tensors) if os.path.lexists(index) else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _files_without_index(directory, present)
-    if weight_map is not None and not set(names) <= set(present):
+    if absent := sorted(set(names) - set(present)):
+        others = sorted(set(present) - set(names))
+        beside = f"; files that it does not name are {list_names(others)}" if others else ""
         raise CheckpointError(
-            f"{directory}: the index does not match the files: {INDEX_NAME} names {list_names(names)}; the folder "
-            f"has {list_names(present) or 'no safetensors file'}; fetch the missing shards or the index of these files"
+            f"{directory}: the index does not match the files: {len(absent)} of the {len(names)} that {INDEX_NAME} "
+            f"names are missing: "
+            f"{list_names(absent)}{beside}; fetch them, or the index of the files that are there"
         )
     headers = _read_headers([directory / name for name in names], most_tensors)
     tensors: dict[str, TensorHeader] = {}

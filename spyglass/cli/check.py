@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
 def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
     """Fill the report as far as the folder allows."""
     from spyglass.checkpoint.match import match
+    from spyglass.checkpoint.origin import mixed_revisions
     from spyglass.checkpoint.safetensors import open_checkpoint
+    from spyglass.checkpoint.zeros import zero_stretches
     from spyglass.config import read_model_config
     from spyglass.ops.build import why_not
     from spyglass.params.hf_names import to_native
@@ -83,7 +85,10 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> Non
     report["ignored_files"] = list(checkpoint.ignored_files)
     report["sparse_files"] = list(checkpoint.sparse_files())
     report["tokenizer"], tokenizer_faults = _examine_tokenizer(directory, config)
-    report["faults"] = matched.faults() + tokenizer_faults + _engram_faults(Path(directory), config)
+    report["mixed_revisions"] = mixed_revisions(checkpoint)
+    stretches = zero_stretches(checkpoint)
+    unfilled = [str(one) for one in stretches if not (one.whole and one.file.name in report["sparse_files"])]
+    report["faults"] = matched.faults() + unfilled + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
     report["no_cpu_kernels"] = why_not()
@@ -193,7 +198,8 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
 def _last_line(report: dict[str, Any]) -> str:
     if not report["would_load"]:
         return "would load: NO"
-    return "would load: yes" + ("" if report["fits_here"] else ", but not into this machine's free memory")
+    hollow = ", once its files hold values" if report["sparse_files"] else ""
+    return f"would load: yes{hollow}" + ("" if report["fits_here"] else ", but not into this machine's free memory")
 
 
 def _model_lines(report: dict[str, Any]) -> list[str]:
@@ -218,6 +224,7 @@ def _tensor_lines(report: dict[str, Any]) -> list[str]:
         ("left at init", report["left_at_init"]),
         ("files the index does not name", report["ignored_files"]),
         ("files that are mostly holes (headers only, or an unfinished download)", report["sparse_files"]),
+        ("parts of more than one release", report["mixed_revisions"]),
     )
     return lines + [f"{what}: {_few(names)}" for what, names in remarks if names]
 

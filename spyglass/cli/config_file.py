@@ -53,7 +53,7 @@ def _named(arguments: Sequence[str]) -> str | None:
 
 
 def _entries(path: str) -> dict[Any, Any]:
-    import yaml  # comes with huggingface_hub
+    import yaml
 
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

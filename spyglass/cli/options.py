@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -198,6 +198,7 @@ def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerC
         elif types[item.name] == tuple[str, ...]:
             group.add_argument(*names, action="append", metavar="TEXT", help=text)
         else:
-            read = {str: str, float | None: number}.get(types[item.name], integer)
+            kinds: dict[Any, Callable[[str], Any]] = {str: str, float | None: number}
+            read = kinds.get(types[item.name], integer)
             metavar = item.name.rpartition("_")[2].upper() if read is str else "X" if read is number else "N"
             group.add_argument(*names, type=read, metavar=metavar, help=text)

@@ -117,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
         note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
     if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
         note(f"{folder} has random weights: its words are noise")
-    if llm.loaded.report.sparse_files:
-        note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
     if output is not None:
         return run_file(llm, args.batch, output)
     if args.question and os.path.isfile(args.question):

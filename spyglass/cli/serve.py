@@ -99,16 +99,18 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
     names = [key.name for key in read_api_keys(config.api_key, config.api_key_file)]
     keys = f"with an API key: {', '.join(names)}" if names else "no API key: whoever reaches this address may use it"
-    images = "none (text-only)" if llm.config.vision is None else "data URLs"
-    if llm.config.vision is not None and config.remote_images:
-        images += " and http(s) addresses"
+    images = {
+        "yes": "yes: data URLs" + (" and http(s) addresses" if config.remote_images else ""),
+        "no": "no: the checkpoint is text-only",
+        "off": "off: loaded without its vision tower (--images 0)",
+    }[llm.loaded.model.vision_state]
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
         *([("loading", f"clients may load adapters below {config.adapter_root}")] if config.adapter_root else []),
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
-        ("pictures", images),
+        ("vision", images),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip

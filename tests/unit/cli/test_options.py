@@ -103,6 +103,7 @@ def completed(script: str, line: str, folder: Path) -> set[str]:
     """What bash offers for the last word of a command line."""
     words = line.split(" ")
     code = f"{script}\nCOMP_WORDS=({' '.join(repr(word) for word in words)})\nCOMP_CWORD={len(words) - 1}\n_spyglass\n"
+    code += 'printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
         ["bash", "-c", code + 'printf "%s\\n" "${COMPREPLY[@]}"'],
         capture_output=True,
