@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
     config = TrainConfig(**{item.name: getattr(args, item.name) for item in fields(TrainConfig)})
     from spyglass.cli.main import INTERRUPTED
-    from spyglass.parallel import end_worker, init_workers, leave_workers
+    from spyglass.parallel.fsdp import end_worker, init_workers, leave_workers
     from spyglass.train.finetune import chosen_device, finetune
 
     processes = init_workers(chosen_device(config))
