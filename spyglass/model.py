@@ -29,7 +29,7 @@ from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
 from spyglass.parallel.group import ALONE, Group
 from spyglass.params.shard import WHOLE, Shard, require_even
-from spyglass.params.table import param_table
+from spyglass.params.table import most_tensors, param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
@@ -93,6 +93,13 @@ class VisionLanguageModel(nn.Module):
     def slots(self) -> list[WeightSlot]:
         """Every place that a checkpoint tensor fills."""
         return [slot for part in self.children() for slot in weight_slots(part)]
+
+    @property
+    def vision_state(self) -> Literal["yes", "no", "off"]:
+        """Whether images are taken; "off" where the checkpoint has a tower that was not loaded."""
+        if self.config.vision is None:
+            return "no"
+        return "off" if self.vision is None else "yes"
 
     @property
     def capture_backend(self) -> Backend:
@@ -247,7 +254,7 @@ def load_model(
     place = find_device(device)
     config = read_model_config(path)
     require_even(param_table(config), shard.size)
-    checkpoint = open_checkpoint(os.fspath(path)) if load == "files" else None
+    checkpoint = open_checkpoint(os.fspath(path), most_tensors(config)) if load == "files" else None
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"

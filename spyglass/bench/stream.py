@@ -27,6 +27,7 @@ from spyglass.config.shipped import default_model
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
 from spyglass.engine.sequence import Request
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -62,7 +63,7 @@ class InstantEngine:
         """As `Engine`."""
         return Request(prompt=prompt, params=params)
 
-    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
         """As `Engine`."""
         self._next += 1
         self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from spyglass.checkpoint.load import LoadReport
 from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
@@ -24,6 +23,7 @@ from spyglass.config.presets import PRESETS
 from spyglass.config.shipped import find_model
 from spyglass.errors import CheckpointError
 from spyglass.params.table import Param
+from spyglass.progress import Progress
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed, WeightSlot, empty_packed
 
@@ -69,7 +69,7 @@ def load_dummy(
     banks = _Banks(device)
     known = list(slots)
     total = sum(math.prod(slot.shape) for slot in known)
-    with tqdm(total=total, unit="", unit_scale=True, desc="drawing", disable=None if progress else True) as bar:
+    with Progress(total=total, unit="", unit_scale=True, desc="drawing", show=progress) as bar:
         for slot in known:
             if slot.name not in specs:
                 raise CheckpointError(f"no weight called {slot.name} belongs to this configuration")
@@ -79,9 +79,7 @@ def load_dummy(
             slot.put(packed)
             nbytes += packed.data.nbytes + (0 if packed.scale is None else packed.scale.nbytes)
             bar.update(math.prod(slot.shape))
-    return LoadReport(
-        counts={}, skipped={}, ignored_files=(), sparse_files=(), nbytes=nbytes, seconds=time.perf_counter() - started
-    )
+    return LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=nbytes, seconds=time.perf_counter() - started)
 
 
 def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -> Packed:

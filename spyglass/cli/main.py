@@ -29,6 +29,10 @@ VERBS = {
     "inspect": "draw what the model sees of an image: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
+    "pull": "download a model of the Hugging Face hub, or what is newer of it",
+    "list": "show the models that are here: those that come along and those downloaded",
+    "show": "say what a model is: size, layers, images, formats, adapters, licence",
+    "rm": "delete a downloaded model",
     "bench": "measure one part beside its baseline: image, load, model, serve, and others",
 }
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
@@ -73,6 +77,12 @@ def build_parser(name: str, verb: Verb) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Options and other arguments in any order, unless `--` ends the options or a rest is handed on as it is."""
+    in_order = "--" in arguments or any(action.nargs == argparse.REMAINDER for action in parser._actions)
+    return parser.parse_args(arguments) if in_order else parser.parse_intermixed_args(arguments)
+
+
 def refuse_empty(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Refuse a text or path that is empty, most often a shell variable that is not set.
 
@@ -110,7 +120,7 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
     parser = build_parser(name, verb)
     try:
         refuse_empty(parser, arguments)
-        return verb.run(parser.parse_args(arguments))
+        return verb.run(parse(parser, arguments))
     except SpyglassError as error:
         print(f"spyglass: error: {error}", file=sys.stderr)
         return USER_FAULT

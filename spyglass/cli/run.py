@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.batch import output_path, run_file
 from spyglass.cli.options import (
     ADAPTER,
+    MODEL_FORMS,
     adapters_by_name,
     add_engine_options,
+    add_model_option,
     engine_config,
     model_folder,
+    names_model,
     note_bases,
+    stated_model,
     told_adapters,
 )
 from spyglass.cli.reasoning import Unfolded, answer_of
 from spyglass.config.engine import EngineConfig
 from spyglass.config.fields import integer, number
-from spyglass.config.shipped import default_model
+from spyglass.config.shipped import default_model, model_name
 from spyglass.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -36,11 +40,17 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass run [options] [question]"  # all of them would hide the error they are printed above
-    parser.add_argument("question", nargs="?", help="left out: standard input, or a chat on a terminal")
-    parser.add_argument(
-        "--model", metavar="DIR", help=f"checkpoint folder or shipped model (default: {default_model()})"
+    parser.usage = (
+        "spyglass run [options] [MODEL] [QUESTION]"  # all of them would hide the error they are printed above
     )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL QUESTION",
+        help=f"one argument is the question, without any it is standard input, or a chat on a terminal; before it may "
+        f"stand a model: {MODEL_FORMS} (default: {default_model()})",
+    )
+    add_model_option(parser)
     parser.add_argument(
         "--image",
         metavar="PHOTO",
@@ -81,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
-    folder = model_folder(args.model)
+    args.model, args.question = _model_and_question(args.words, args.model_option)
+    folder = model_folder(stated_model(args))
     _check(args, folder)
     output = None if args.batch is None else output_path(args.batch, args.output)
     questions = [] if args.batch else _questions(args.question)
@@ -99,8 +110,6 @@ def run(args: argparse.Namespace) -> int:
         _note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
     if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
         _note(f"{folder} has random weights: its words are noise")
-    if llm.loaded.report.sparse_files:
-        _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
     if output is not None:
         return run_file(llm, args.batch, output)
     if args.question and os.path.isfile(args.question):
@@ -109,6 +118,25 @@ def run(args: argparse.Namespace) -> int:
     for turn, question in enumerate(questions):
         talk.ask(question, args.image if turn == 0 else ())
     return 0
+
+
+def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple[str | None, str | None]:
+    """What the arguments without an option are.
+
+    Raises:
+        ConfigError: there are too many, or the only one names a model, which is never meant as a question.
+    """
+    if len(words) > 2 or (len(words) == 2 and model_option is not None):
+        raise ConfigError(f'{words[-1]!r} is one argument too many; quote the question: "{" ".join(words)}"')
+    if len(words) == 2:
+        return words[0], words[1]
+    question = words[0] if words else None
+    if question is not None and model_option is None and names_model(question):
+        raise ConfigError(
+            f"{question!r} names a model, and stands where the question is; say `spyglass chat {question}` to talk to "
+            f'it, or `spyglass run {question} "your question"`'
+        )
+    return None, question
 
 
 def _check(args: argparse.Namespace, folder: Path) -> None:
@@ -150,7 +178,7 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _adapters(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Adapters by name: those that lines of a batch choose from, or the one of a question."""
     if args.batch is not None:
-        return adapters_by_name(args.lora, (folder.resolve().name,))
+        return adapters_by_name(args.lora, (model_name(folder),))
     if len(args.lora) > 1:
         raise ConfigError(f"--lora is given {len(args.lora)} times; a question uses one adapter")
     return {ADAPTER: args.lora[0]} if args.lora else {}

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.options import (
     adapters_by_name,
     add_engine_options,
+    add_model,
     add_server_options,
     engine_config,
     model_folder,
     note_bases,
     server_config,
+    stated_model,
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
-from spyglass.config.shipped import default_model
+from spyglass.config.keys import read_api_keys
+from spyglass.config.shipped import model_name
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -31,8 +34,8 @@ HELP = "Answer OpenAI and Anthropic clients over HTTP, streaming or not; a page 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass serve [options] [model]"
-    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.usage = "spyglass serve [options] [MODEL]"
+    add_model(parser)
     parser.add_argument(
         "--lora",
         metavar="NAME=DIR",
@@ -47,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
-    folder = model_folder(args.model, "spyglass serve MODEL")
+    folder = model_folder(stated_model(args))
     config = server_config(args)
-    adapters = adapters_by_name(args.lora, config.model_name or (folder.resolve().name,))
+    adapters = adapters_by_name(args.lora, config.model_name or (model_name(folder),))
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind, bind_unix
+    from spyglass.server.tls import Certificate
 
+    certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
     listening = (
         bind_unix(config.uds) if config.uds else bind(config.host, config.port)
     )  # a port that is taken is told before minutes of loading
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     port = 0 if config.uds else listening.getsockname()[1]
     print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
     try:
-        asyncio.run(serve(make_server(app, config.grace_seconds), app, listening))
+        asyncio.run(serve(make_server(app, config.grace_seconds, certificate=certificate), app, listening))
     finally:
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
@@ -80,19 +85,23 @@ def run(args: argparse.Namespace) -> int:
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     """What a person wants to know when a server has started."""
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
+    scheme = "https" if config.tls_cert else "http"
+    url = f"{scheme}://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
     device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
-    keys = "with an API key" if config.api_key else "no API key: whoever reaches this address may use it"
-    images = "none (text-only)" if llm.config.vision is None else "data URLs"
-    if llm.config.vision is not None and config.remote_images:
-        images += " and http(s) addresses"
+    names = [key.name for key in read_api_keys(config.api_key, config.api_key_file)]
+    keys = f"with an API key: {', '.join(names)}" if names else "no API key: whoever reaches this address may use it"
+    images = {
+        "yes": "yes: data URLs" + (" and http(s) addresses" if config.remote_images else ""),
+        "no": "no: the checkpoint is text-only",
+        "off": "off: loaded without its vision tower (--images 0)",
+    }[llm.loaded.model.vision_state]
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
         *([("loading", f"clients may load adapters below {config.adapter_root}")] if config.adapter_root else []),
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
-        ("pictures", images),
+        ("vision", images),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts
@@ -181,8 +182,16 @@ class Engine:
             matcher = self._grammars.begin(params.structured)
         return Request(prompt=prompt, params=params, matcher=matcher)
 
-    def submit(self, request: Request, sink: torch.Tensor | None = None, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+    def submit(
+        self,
+        request: Request,
+        sink: torch.Tensor | None = None,
+        *,
+        adapter: AdapterHandle = NO_ADAPTER,
+        client: Client = ANYBODY,
+    ) -> int:
         """Queue a prepared request; returns its id. `sink` float32 [T, V] receives the logits of every prompt position.
+        Requests of several clients share the engine fairly (`scheduler`).
 
         Without `max_tokens` the answer may be as long as the model's limit and the memory allow.
 
@@ -200,7 +209,7 @@ class Engine:
             lookahead=self._lookahead,
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        sequence = TokenSequence(self._next_id, request, answer, seed=seed, adapter=adapter, sink=sink)
+        sequence = TokenSequence(self._next_id, request, answer, seed=seed, adapter=adapter, client=client, sink=sink)
         self._loop.add(sequence)
         self._next_id += 1
         return sequence.request_id

@@ -9,20 +9,22 @@ import time
 from dataclasses import asdict, dataclass
 
 REQUESTS = logging.getLogger("spyglass.server")
+AUDIT = logging.getLogger("spyglass.audit")
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
     """What the log says of one request; filled while it is served. Times in seconds since it began.
 
-    `ignored` names request fields without effect here. `client_left`: it did not wait for the end.
-    `malformed_tool_call`: an answer held broken markup of tool calls, which was left as text.
+    `key` is the name of the API key. `ignored` names request fields without effect here. `client_left`: it did not
+    wait for the end. `malformed_tool_call`: an answer held broken markup of tool calls, which was left as text.
     """
 
     request_id: str
     method: str
     path: str
     status: int = 0
+    key: str | None = None
     model: str | None = None
     stream: bool = False
     answers: int = 0
@@ -70,6 +72,12 @@ def log_request(record: Record) -> None:
         REQUESTS.log(level, "request", extra={"request": fields})
 
 
+def log_audit(event: str, record: Record, **more: str) -> None:
+    """Log who changed what others get, at any log level."""
+    who = {"request_id": record.request_id, "key": record.key or "none", **more}
+    AUDIT.info(event, extra={"request": who})
+
+
 def set_up_logs(level: str) -> None:
     """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
     handler = logging.StreamHandler(sys.stderr)
@@ -79,3 +87,4 @@ def set_up_logs(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
+    AUDIT.setLevel(logging.INFO)

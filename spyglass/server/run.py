@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from spyglass.errors import ConfigError
 from spyglass.server.connection import HEADER_SECONDS, timed
+from spyglass.server.tls import Certificate
 
 _POLL_S = 0.1
 # A machine that went without a word is asked after a minute and given up after two; systems wait hours by default.
@@ -69,6 +70,7 @@ class Server(uvicorn.Server):
     each in its protocol's words; at the third it is gone."""
 
     hurry = False
+    certificate: Certificate | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -80,10 +82,13 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
 
 
-def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS) -> Server:
+def make_server(
+    app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS, certificate: Certificate | None = None
+) -> Server:
     """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it.
 
-    `header_s`: time in which a connection must have brought the headers of a request.
+    `header_s`: time in which a connection must have brought the headers of a request. With a `certificate` it speaks
+    https alone.
     """
     config = uvicorn.Config(
         app,
@@ -94,17 +99,23 @@ def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECO
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
+        ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
     )
-    return Server(config)
+    server = Server(config)
+    server.certificate = certificate
+    return server
 
 
 async def serve(server: Server, app: Starlette, listening: socket.socket) -> None:
     """Serve until told to stop: no new connections, streams may end within the grace period, then they are ended."""
-    ending = asyncio.create_task(_drain_at_exit(server, app))
+    tasks = [asyncio.create_task(_drain_at_exit(server, app))]
+    if server.certificate is not None:
+        tasks.append(asyncio.create_task(server.certificate.watch()))
     try:
         await server.serve([listening])
     finally:
-        ending.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _drain_at_exit(server: Server, app: Starlette) -> None:

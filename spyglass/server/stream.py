@@ -40,6 +40,7 @@ class RequestTimer:
     def __init__(self, record: Record, began: float, prompts: Sequence[Prompt]) -> None:
         self._record, self._began, self._prompts = record, began, prompts
         self._cached: dict[int, int] = {}  # tokens of each prompt that has an answer
+        self._drawn = 0
 
     def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
         """Deltas that came."""
@@ -47,6 +48,7 @@ class RequestTimer:
         if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
             record.first_token_s = time.monotonic() - self._began
         for index, delta in mail:
+            self._drawn += len(delta.token_ids)
             if delta.output is not None:
                 usage, prompt = delta.output.usage, id(self._prompts[index])
                 if prompt not in self._cached:
@@ -57,6 +59,11 @@ class RequestTimer:
                 record.completion_tokens += usage.completion_tokens
                 record.finish += (delta.output.finish_reason,)
                 record.error = delta.output.error or record.error
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts and of what has been drawn, also for a client that left."""
+        return sum({id(prompt): len(prompt) for prompt in self._prompts}.values()) + self._drawn
 
 
 async def send_whole(
