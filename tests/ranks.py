@@ -14,7 +14,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.layers.build import BuildContext
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
-from spyglass.parallel.group import ProcessGroup
+from spyglass.parallel.processes import ProcessGroup
 from spyglass.params.shard import Shard
 from spyglass.params.table import param_table
 from spyglass.quant.packed import Packed

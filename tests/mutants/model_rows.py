@@ -29,7 +29,7 @@ MODEL_ROWS: list[Mutant] = [
         ("routed sum rounded by itself", "total(routed_TC, self", "total(routed_TC.to(x_TC.dtype), self")),
     *faults("spyglass/layers/embedding.py", "tests/laws/test_divided.py",
         ("absent rows of the embedding counted", "found_TC.masked_fill(absent_T1, 0.0)", "found_TC")),
-    *faults("spyglass/parallel/group.py", "tests/unit/parallel/test_group.py",
+    *faults("spyglass/parallel/processes.py", "tests/unit/parallel/test_group.py",
         ("sums of two ranks only", "for part in parts[2:]:", "for part in parts[3:]:"),
         ("the first of equals", "parts[:, 0].argmax(0)", "parts[:, 1].argmax(0)")),
     *faults("spyglass/text/attention.py", "tests/unit/text/test_independent.py",

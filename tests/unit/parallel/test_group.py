@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spyglass.parallel.group import ALONE, Group, ProcessGroup
+from spyglass.parallel.group import ALONE, Group
+from spyglass.parallel.processes import ProcessGroup
 
 
 def together(size: int, run: Callable[[Group, int], torch.Tensor]) -> list[torch.Tensor]:
