@@ -75,7 +75,7 @@ def load_dummy(
                 raise CheckpointError(f"no weight called {slot.name} belongs to this configuration")
             packed = _drawn(slot, specs[slot.name], banks, device)
             if slot.name.endswith("gate.bias") and gate_skew:
-                packed.data.add_(torch.randn_like(packed.data) * gate_skew)
+                packed.data.add_(torch.randn(packed.shape, generator=_seeded(slot.name)) * gate_skew)
             slot.put(packed)
             nbytes += packed.data.nbytes + (0 if packed.scale is None else packed.scale.nbytes)
             bar.update(math.prod(slot.shape))
@@ -91,12 +91,16 @@ def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -
     return packed
 
 
+def _seeded(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """What is drawn depends on the name alone: processes that divide a model must have the same of what all have."""
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
 class _Banks:
     """One bank of random numbers per storage dtype, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._generator = torch.Generator(device).manual_seed(0)
         self._drawn: dict[str, torch.Tensor] = {}
 
     def fill(self, name: str, packed: Packed) -> None:
@@ -113,17 +117,17 @@ class _Banks:
         exponent = round(-math.log2(code_spread * math.sqrt(inputs)))
         assert packed.scale is not None
         if packed.scale.dtype == torch.uint8:
-            packed.scale.random_(exponent + 126, exponent + 128, generator=self._generator)
+            packed.scale.random_(exponent + 126, exponent + 128, generator=_seeded(name, self._device))
         else:
             packed.scale.fill_(2.0**exponent)
 
     def _bank(self, format: Format) -> torch.Tensor:
         if format.weight_dtype not in self._drawn:
-            dtype = TORCH_DTYPES[format.weight_dtype]
+            dtype, generator = TORCH_DTYPES[format.weight_dtype], _seeded(format.weight_dtype, self._device)
             if format.name == "fp4":
-                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=self._generator)
+                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=generator)
             else:
-                bank = torch.randn(_BANK, device=self._device, generator=self._generator).to(dtype)
+                bank = torch.randn(_BANK, device=self._device, generator=generator).to(dtype)
             self._drawn[format.weight_dtype] = bank
         return self._drawn[format.weight_dtype]
 

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 from spyglass.checkpoint.safetensors import Checkpoint, TensorHeader, list_names
 from spyglass.errors import CheckpointError
 from spyglass.params.hf_names import StackedPart, from_stacked, to_native
-from spyglass.params.table import TABLE_ROWS, component_of
+from spyglass.params.shard import Shard
+from spyglass.params.table import TABLE_ROWS, Param, component_of
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
 Part = Literal["text", "vision", "draft", "engram"]
@@ -47,6 +48,16 @@ class Source:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+    def held(self, name: str, param: Param, shard: Shard) -> Source:
+        """The bytes of that part of entry `name` which one of several processes has.
+
+        Raises:
+            ConfigError: its format cannot be cut there.
+        """
+        weight, *scales = shard.stored_cuts(name, param, self.format)
+        scale = None if self.scale is None else self.scale.narrow(scales[0])
+        return Source(self.format, self.weight.narrow(weight), scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,18 @@ overlapping or padded file is refused by name instead of turning into zeros.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spyglass.errors import CheckpointError
+from spyglass.params.shard import Cut
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -50,7 +52,10 @@ _SHARD_NAME = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved)."""
+    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved).
+
+    A part of a tensor's columns lies in a piece per row: `pitch` bytes from the beginning of one to that of the next.
+    """
 
     name: str
     dtype: str
@@ -58,6 +63,20 @@ class TensorHeader:
     file: Path
     start: int
     nbytes: int
+    pitch: int = 0
+
+    def narrow(self, cut: Cut | None) -> TensorHeader:
+        """Some of its rows or columns, None = all; each of a whole tensor."""
+        if cut is None:
+            return self
+        assert not self.pitch and len(self.shape) <= 2
+        shape, whole = list(self.shape), self.shape[cut.axis]
+        shape[cut.axis] = cut.stop - cut.start
+        row_bytes = self.nbytes // self.shape[0]
+        step = row_bytes if cut.axis == 0 else row_bytes // whole
+        pitch = row_bytes if cut.axis == 1 and shape[1] < whole else 0
+        nbytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        return replace(self, shape=tuple(shape), start=self.start + cut.start * step, nbytes=nbytes, pitch=pitch)
 
 
 def list_names(names: list[str]) -> str:

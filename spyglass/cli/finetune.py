@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     stated = {item.name: getattr(args, item.name) for item in fields(TrainConfig)}
     config = TrainConfig(**{**stated, "model": Path(required_model(args, "finetune"))})
     from spyglass.cli.main import INTERRUPTED
-    from spyglass.parallel import end_worker, init_workers, leave_workers
+    from spyglass.parallel.fsdp import end_worker, init_workers, leave_workers
     from spyglass.train.finetune import chosen_device, finetune
 
     processes = init_workers(chosen_device(config))
