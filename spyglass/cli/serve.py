@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )  # a port that is taken is told before minutes of loading
     from spyglass.engine import LLM
     from spyglass.server.app import create_app
-    from spyglass.server.log import set_up_logs
+    from spyglass.server.log_lines import set_up_logs
     from spyglass.server.run import make_server, serve
 
     set_up_logs(config.log_level, config.log_format)
@@ -124,12 +124,12 @@ def _memory(llm: LLM) -> str:
     report, longest = llm.loaded.report, llm.engine.max_length
     tokens, most = llm.engine.allocator.max_tokens_alone, llm.options.max_sequences
     weights = f"{shown_bytes(report.nbytes)} of weights read in {report.seconds:.1f} s"
-    if tokens is None or llm.options.cache_bytes is None:
+    if tokens is None:
         return f"{weights}; the KV cache grows as it is used"
     whole = min(tokens // longest + 1, most)
     while whole and not llm.engine.allocator.has_room([longest] * whole):  # pages that are not full count too
         whole -= 1
     return (
-        f"{weights}; a KV cache of {shown_bytes(llm.options.cache_bytes)}, {tokens:,} tokens: {most} conversations at "
+        f"{weights}; a KV cache of {tokens:,} tokens: {most} conversations at "
         f"once of up to {min(tokens // most, longest):,} tokens each, {whole} of {longest:,}"
     )

@@ -34,7 +34,8 @@ from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
-from spyglass.server.log import Record, log_throughput
+from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware

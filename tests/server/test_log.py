@@ -10,7 +10,8 @@ import logging
 import pytest
 
 from spyglass.engine.stats import EngineStats
-from spyglass.server.log import JsonLines, PlainLines, Record, log_request, log_throughput, set_up_logs
+from spyglass.server.log import Record, log_request
+from spyglass.server.log_lines import JsonLines, PlainLines, log_throughput, set_up_logs
 
 LOGGERS = ("spyglass", "uvicorn", "py.warnings", "spyglass.audit")
 
@@ -75,14 +76,15 @@ def test_the_form_of_the_log_follows_the_option_or_the_terminal(
 
 def test_throughput_is_told_while_steps_are_taken_and_not_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     busy = EngineStats(steps=5, running=2, prompt_tokens=300, generated_tokens=40, prefix_queries=100, prefix_hits=25)
-    states = iter([EngineStats(), EngineStats(), busy, busy])
+    states = [busy, busy, EngineStats(), EngineStats()]
 
-    async def watch() -> None:
-        with pytest.raises(StopIteration):
-            await log_throughput(lambda: next(states), 0.001)
+    def read() -> EngineStats:
+        if not states:
+            raise asyncio.CancelledError
+        return states.pop()
 
-    with caplog.at_level(logging.INFO, logger="spyglass.server"), pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(watch())
+    with caplog.at_level(logging.INFO, logger="spyglass.server"), pytest.raises(asyncio.CancelledError):
+        asyncio.run(log_throughput(read, 0.001))
     (line,) = [json.loads(JsonLines().format(record)) for record in caplog.records]
     assert line["message"] == "throughput" and line["running"] == 2 and line["prefix_hits"] == 0.25
     assert line["prompt_tokens_per_s"] == pytest.approx(line["generated_tokens_per_s"] * 7.5, rel=0.1)
