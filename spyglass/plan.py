@@ -24,7 +24,7 @@ from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
 from spyglass.params.shard import Shard
-from spyglass.params.table import Param, ParamTable, param_table
+from spyglass.params.table import Param, ParamTable, most_tensors, param_table
 from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
@@ -179,7 +179,7 @@ def require_room(
     """
     config = read_model_config(path)
     params = param_table(config)
-    weights = _weight_bytes(match(open_checkpoint(os.fspath(path)), params).sources, params)
+    weights = _weight_bytes(match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources, params)
     left_out = {name for name, wanted in (("vision", images), ("engram", tables)) if not wanted}
     loaded = [share for name, share in weights.items() if name not in left_out]
     need = sum(share.expanded if expand else share.stored for share in loaded)

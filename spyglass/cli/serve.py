@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 from spyglass.cli.options import (
     adapters_by_name,
     add_engine_options,
+    add_model,
     add_server_options,
     engine_config,
     model_folder,
     note_bases,
     server_config,
+    stated_model,
     told_adapters,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.config.keys import read_api_keys
-from spyglass.config.shipped import default_model
+from spyglass.config.shipped import model_name
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -32,8 +34,8 @@ HELP = "Answer OpenAI and Anthropic clients over HTTP, streaming or not; a page 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass serve [options] [model]"
-    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.usage = "spyglass serve [options] [MODEL]"
+    add_model(parser)
     parser.add_argument(
         "--lora",
         metavar="NAME=DIR",
@@ -42,15 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO. "
         f"DIR is a PEFT folder{told_adapters()}",
     )
+    parser.add_argument(
+        "--lora-modules",
+        metavar="NAME=DIR",
+        dest="lora",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="the same for several at once: --lora-modules A=ONE B=TWO",
+    )
     add_server_options(parser)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the result is the exit code."""
-    folder = model_folder(args.model, "spyglass serve MODEL")
+    folder = model_folder(stated_model(args))
     config = server_config(args)
-    adapters = adapters_by_name(args.lora, config.model_name or (folder.resolve().name,))
+    adapters = adapters_by_name(args.lora, config.model_name or (model_name(folder),))
     engine_config(args)  # before anything heavy is loaded
     from spyglass.server.run import bind, bind_unix
     from spyglass.server.tls import Certificate
@@ -88,16 +99,18 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
     names = [key.name for key in read_api_keys(config.api_key, config.api_key_file)]
     keys = f"with an API key: {', '.join(names)}" if names else "no API key: whoever reaches this address may use it"
-    images = "none (text-only)" if llm.config.vision is None else "data URLs"
-    if llm.config.vision is not None and config.remote_images:
-        images += " and http(s) addresses"
+    images = {
+        "yes": "yes: data URLs" + (" and http(s) addresses" if config.remote_images else ""),
+        "no": "no: the checkpoint is text-only",
+        "off": "off: loaded without its vision tower (--images 0)",
+    }[llm.loaded.model.vision_state]
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
         *([("loading", f"clients may load adapters below {config.adapter_root}")] if config.adapter_root else []),
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
-        ("pictures", images),
+        ("vision", images),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip

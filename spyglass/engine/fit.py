@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from spyglass.config.engine import EngineConfig
+from spyglass.config.model import ModelConfig
 from spyglass.errors import CapacityError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
@@ -23,6 +24,11 @@ def free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + unused
     memory = host_memory()
     return memory.free if memory.total else None
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, in use or not; 0 on a system that does not tell."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory().total
 
 
 def prefix_bytes(device: torch.device) -> int:
@@ -44,14 +50,14 @@ def require_fit(path: str | os.PathLike[str], device: torch.device, options: Eng
     require_room(path, free, images=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters)
 
 
-def read_fitting(folder: Path, device: torch.device) -> AdapterFile:
-    """Read an adapter that is to go beside a model that is loaded.
+def read_fitting(folder: Path, model: ModelConfig, device: torch.device) -> AdapterFile:
+    """Read an adapter that is to go beside a `model` that is loaded.
 
     Raises:
         AdapterError: as `read_adapter`.
         CapacityError: it is larger than the free memory.
     """
-    file, free = read_adapter(folder), free_memory(device)
+    file, free = read_adapter(folder, model), free_memory(device)
     if free is not None and file.bank_bytes() > free:
         raise CapacityError(
             f"the adapter in {folder} takes {file.bank_bytes() / 1e9:.2f} GB and {free / 1e9:.2f} GB are free beside "

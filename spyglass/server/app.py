@@ -259,6 +259,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         adapter_names=lambda: llm.adapters,
         without_vision=config.without_vision,
         strict_fields=config.strict_fields,
+        vision=llm.loaded.model.vision_state,
     )
 
 
@@ -273,6 +274,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,
+        "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
     }
 
@@ -340,6 +342,7 @@ def _card(service: Service, name: str) -> Mapping[str, Any]:
         "display_name": name,
         "created_at": created,
         "max_model_len": service.served.max_length,
+        "vision": service.served.vision,
         "parent": service.served.names[0] if name in service.served.adapters else None,
     }
 

@@ -24,6 +24,7 @@ READS_ENVIRONMENT = {
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {
     "prompt/tokenizer.py",
+    "prompt/try_tokenizer.py",  # the library raises bare Exception
     "engram/vocabulary.py",
     "server/middleware.py",
     "server/stream.py",
@@ -32,7 +33,7 @@ CATCHES_WHOLESALE = {
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
 }
-PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
+PRINTS = {"cli", "bench", "progress.py"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")
 UNANCHORED_TODO = re.compile(r"(?:#|//)\s*(?:TODO|FIXME|XXX)\b(?!\(#?\w)")
