@@ -36,6 +36,7 @@ from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
@@ -79,7 +80,8 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
+        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
