@@ -15,6 +15,7 @@ from spyglass.errors import PromptError
 
 FinishReason = Literal["stop", "length", "abort"]
 StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
+SHUTTING_DOWN = "the server is shutting down"  # the error of an answer that was ended for it
 _SEEDS = 1 << 64
 _EXPECTED: Mapping[str, tuple[type | UnionType, str]] = {
     "json": (NoneType, "no value"), "json_schema": (dict | bool, "a schema"), "regex": (str, "a text, not empty"),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
+from typing import TextIO
 
+_MOST_WAITING, _LAST_SECONDS = (
+    10_000,
+    2.0,
+)  # lines that wait for a slow reader of the log; the time they have at the end
 REQUESTS = logging.getLogger("spyglass.server")
 AUDIT = logging.getLogger("spyglass.audit")
 
@@ -60,6 +68,50 @@ class JsonLines(logging.Formatter):
         return json.dumps({**fields, **extra} if extra else fields, ensure_ascii=False)
 
 
+class LineWriter(logging.Handler):
+    """Writes lines in a thread of its own: who logs never waits for whoever reads the log, nor fails with it.
+
+    Beyond so many lines that wait, and where they cannot be written, lines are left out; `left_out` counts them and a
+    later line tells their number.
+    """
+
+    def __init__(self, out: TextIO, most: int = _MOST_WAITING) -> None:
+        super().__init__()
+        self.left_out = 0
+        self._out, self._lines = out, queue.Queue[str](most)
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+        atexit.register(self.flush)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Any thread."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self.left_out += 1
+
+    def flush(self) -> None:
+        """Wait until what has been logged is written, but not long."""
+        until = time.monotonic() + _LAST_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _write(self) -> None:
+        told = 0
+        while True:
+            line = self._lines.get()
+            if self.left_out != told:
+                told, line = (
+                    self.left_out,
+                    f'{{"level": "warning", "message": "{self.left_out} lines left out"}}\n{line}',
+                )
+            try:
+                self._out.write(line + "\n")
+                self._out.flush()
+            except (OSError, ValueError):  # a full disk, a pipe without reader, a closed file
+                self.left_out += 1
+            self._lines.task_done()
+
+
 def log_request(record: Record) -> None:
     """Log one request that has been answered; fields that say nothing are left out."""
     level = logging.ERROR if record.status == 500 else logging.INFO  # 503 only says what a server is about
@@ -80,7 +132,7 @@ def log_audit(event: str, record: Record, **more: str) -> None:
 
 def set_up_logs(level: str) -> None:
     """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineWriter(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.captureWarnings(True)  # of the image library, about damaged files
     for name in ("spyglass", "uvicorn", "py.warnings"):
