@@ -8,16 +8,18 @@ overlapping or padded file is refused by name instead of turning into zeros.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spyglass.errors import CheckpointError
+from spyglass.params.shard import Cut
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -50,7 +52,10 @@ _SHARD_NAME = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved)."""
+    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved).
+
+    A part of a tensor's columns lies in a piece per row: `pitch` bytes from the beginning of one to that of the next.
+    """
 
     name: str
     dtype: str
@@ -58,6 +63,20 @@ class TensorHeader:
     file: Path
     start: int
     nbytes: int
+    pitch: int = 0
+
+    def narrow(self, cut: Cut | None) -> TensorHeader:
+        """Some of its rows or columns, None = all; each of a whole tensor."""
+        if cut is None:
+            return self
+        assert not self.pitch and len(self.shape) <= 2
+        shape, whole = list(self.shape), self.shape[cut.axis]
+        shape[cut.axis] = cut.stop - cut.start
+        row_bytes = self.nbytes // self.shape[0]
+        step = row_bytes if cut.axis == 0 else row_bytes // whole
+        pitch = row_bytes if cut.axis == 1 and shape[1] < whole else 0
+        nbytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        return replace(self, shape=tuple(shape), start=self.start + cut.start * step, nbytes=nbytes, pitch=pitch)
 
 
 def list_names(names: list[str]) -> str:
@@ -228,10 +247,13 @@ def open_checkpoint(path: str | Path, most_tensors: int = MAX_TENSORS) -> Checkp
     index = directory / INDEX_NAME
     weight_map = _read_index(index, most_tensors) if os.path.lexists(index) else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _files_without_index(directory, present)
-    if weight_map is not None and not set(names) <= set(present):
+    if absent := sorted(set(names) - set(present)):
+        others = sorted(set(present) - set(names))
+        beside = f"; files that it does not name are {list_names(others)}" if others else ""
         raise CheckpointError(
-            f"{directory}: the index does not match the files: {INDEX_NAME} names {list_names(names)}; the folder "
-            f"has {list_names(present) or 'no safetensors file'}; fetch the missing shards or the index of these files"
+            f"{directory}: the index does not match the files: {len(absent)} of the {len(names)} that {INDEX_NAME} "
+            f"names are missing: "
+            f"{list_names(absent)}{beside}; fetch them, or the index of the files that are there"
         )
     headers = _read_headers([directory / name for name in names], most_tensors)
     tensors: dict[str, TensorHeader] = {}

@@ -13,7 +13,7 @@ import torch
 from spyglass.config import read_model_config
 from spyglass.config.engine import read_engine_config
 from spyglass.config.model import ModelConfig
-from spyglass.config.shipped import find_adapter
+from spyglass.config.shipped import find_adapter, model_name
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import read_fitting, require_fit
@@ -58,14 +58,13 @@ _PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictu
 class LLM:
     """A model with its tokenizer and engine.
 
-    `path` is a checkpoint folder or a shipped model's name. The options are those of `EngineConfig`, which documents
-    each; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder without tokenizer.json
-    serves ids and images. `threads` is set for the whole process, `progress` shows a bar. `name` is the folder's.
+    `path` is a folder, a shipped model's name or a hub id (`ORG/NAME[@revision]`, downloaded if need be). The options
+    are those of `EngineConfig`; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder
+    without tokenizer.json serves ids and images. `threads` is set for the whole process, `progress` shows a bar.
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
-        ConfigError: config.json or an option means nothing.
-        CheckpointError: the files do not hold what config.json promises.
+        ConfigError, CheckpointError: config.json or an option means nothing; the files do not hold what it promises.
         CapacityError: weights and adapters are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
@@ -87,6 +86,7 @@ class LLM:
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
         grammar_seconds: int | None = None,
@@ -102,7 +102,7 @@ class LLM:
         }
         self.options = options = read_engine_config(given)
         self._path = path = model_folder(path, options.load)
-        self.name = path.resolve().name
+        self.name = model_name(path)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"

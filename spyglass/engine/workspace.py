@@ -15,7 +15,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import free_memory, prefix_bytes
+from spyglass.engine.fit import free_memory, prefix_bytes, total_memory
 from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
@@ -40,13 +40,15 @@ def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | N
     free = free_memory(device)
     if free is None:
         return options
+    if options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
     prefixes = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
     left = int(free * USABLE) - step - prefixes - options.image_cache_bytes
     if left <= 0:
         raise CapacityError(
-            f"{free:,} bytes are free on {device} beside the weights; a step takes {step:,} of them and the caches "
+            f"{free:,} bytes may be taken on {device} beside the weights; a step takes {step:,} of them and the caches "
             f"{prefixes + options.image_cache_bytes:,}, which leaves nothing for requests: lower max_step_tokens, "
-            "prefix_cache_bytes or image_cache_bytes"
+            "prefix_cache_bytes or image_cache_bytes, or raise gpu_memory_utilization if it is set"
         )
     return replace(options, cache_bytes=left, prefix_cache_bytes=prefixes)
 

@@ -127,14 +127,19 @@ def _fill(targets: LoraTargets, slot: int, adapter: AdapterFile, factor: float) 
             if expert is not None:
                 experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair
                 continue
-            a_RI, b_RO = _shared(pair, targets, name)
+            a_RI, b_RO = _held(*_shared(pair, targets, name), targets, name)
             device = targets.device(name)
             rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
             targets.linear_bank(name).put(slot, rows)
         for layer, matrices in experts.items():
-            count, device = targets.experts[layer].num_experts, targets.device(layer)
-            parts = {m: _stack(matrices[m], count, device, slot, factor) for m in MATRICES if m in matrices}
-            targets.experts_bank(layer).put(slot, parts)
+            held, device = targets.experts[layer].held, targets.device(layer)
+            parts = {
+                matrix: _stack(matrices[matrix], held, device, slot, factor)
+                for matrix in MATRICES
+                if not matrices.get(matrix, {}).keys().isdisjoint(held)
+            }
+            if parts:
+                targets.experts_bank(layer).put(slot, parts)
     except (RuntimeError, MemoryError) as error:  # what allocators raise
         targets.clear(slot)
         raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
@@ -152,10 +157,19 @@ def _shared(pair: LowRank, targets: LoraTargets, name: str) -> tuple[torch.Tenso
     return a_RI, (eye_GG * b_rGO).reshape(len(a_RI), -1)
 
 
-def _stack(found: Mapping[int, LowRank], count: int, device: torch.device, slot: int, factor: float) -> ExpertRows:
-    """Rank rows of one matrix, expert after expert, in the dtype of the file: these may be gigabytes."""
-    present: Sequence[LowRank] = [found[expert] for expert in range(count) if expert in found]
-    ranks = tuple(found[expert].rank if expert in found else 0 for expert in range(count))
+def _held(a_RI: torch.Tensor, b_RO: torch.Tensor, targets: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank rows as far as they belong to what this process has of the matrix: its rows of W B's, its columns A's."""
+    cut = targets.linears[name].build.shard.cut(targets.params[name])
+    if cut is None:
+        return a_RI, b_RO
+    part = slice(cut.start, cut.stop)
+    return (a_RI, b_RO[:, part].contiguous()) if cut.axis == 0 else (a_RI[:, part].contiguous(), b_RO)
+
+
+def _stack(found: Mapping[int, LowRank], held: range, device: torch.device, slot: int, factor: float) -> ExpertRows:
+    """Rank rows of one matrix, held expert after expert, in the dtype of the file: these may be gigabytes."""
+    present: Sequence[LowRank] = [found[expert] for expert in held if expert in found]
+    ranks = tuple(found[expert].rank if expert in found else 0 for expert in held)
     a_RI = torch.cat([pair.a_RI for pair in present]).to(device)
     b_RO = torch.cat([pair.b_OR.T for pair in present]).to(device)
     scales = [pair.scale * factor for pair in present for _ in range(pair.rank)]

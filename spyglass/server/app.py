@@ -35,6 +35,7 @@ from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
@@ -91,7 +92,8 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
+        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -269,6 +271,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         adapter_names=lambda: llm.adapters,
         without_vision=config.without_vision,
         strict_fields=config.strict_fields,
+        vision=llm.loaded.model.vision_state,
     )
 
 
@@ -283,6 +286,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,
+        "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
     }
 
@@ -352,6 +356,7 @@ def _card(service: Service, name: str) -> Mapping[str, Any]:
         "display_name": name,
         "created_at": created,
         "max_model_len": service.served.max_length,
+        "vision": service.served.vision,
         "parent": service.served.names[0] if name in service.served.adapters else None,
     }
 

@@ -31,7 +31,7 @@ class Served:
     `adapter_names`, which any thread may ask.
     `max_length` bounds prompt and answer together, `limits` the images of one request. `without_vision`: what a
     image does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields. `unpack` does
-    the work of `unpack_image` in other processes.
+    the work of `unpack_image` in other processes. `vision`: whether images are taken, "off" by choice.
     """
 
     names: tuple[str, ...]
@@ -43,6 +43,7 @@ class Served:
     without_vision: Literal["refuse", "note"] = "refuse"
     strict_fields: bool = False
     unpack: Unpack | None = None
+    vision: Literal["yes", "no", "off"] = "no"
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -28,9 +28,9 @@ from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
 from spyglass.server.fetch import RemoteImages
 from spyglass.server.limits import SMALL_BODY
 from spyglass.server.memory import Reservation
+from spyglass.server.passing import Wanted
 from spyglass.server.protocols.fields import RequestError
 from spyglass.server.protocols.tool_grammar import with_definitions
-from spyglass.server.passing import Wanted
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import encoded
 

@@ -26,7 +26,7 @@ from spyglass.layers.build import BuildContext
 from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.params.table import Param, most_tensors, param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot

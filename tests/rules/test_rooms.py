@@ -18,11 +18,12 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "families": set(),
     "quant": {"errors"},
-    "config": {"errors", "families", "quant"},
+    "progress": set(),
+    "config": {"errors", "families", "quant", "progress"},
     "params": {"errors", "families", "config", "quant"},
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "families", "config"},
-    "checkpoint": {"errors", "families", "params", "config", "quant"},
+    "checkpoint": {"errors", "families", "params", "config", "quant", "progress"},
     "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
@@ -42,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
         "layers",
-        "vision", "model", "lora",
+        "vision", "model", "lora", "progress",
     },
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",

@@ -34,7 +34,7 @@ CATCHES_WHOLESALE = {
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
 }
-PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
+PRINTS = {"cli", "bench", "progress.py"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")
 UNANCHORED_TODO = re.compile(r"(?:#|//)\s*(?:TODO|FIXME|XXX)\b(?!\(#?\w)")

@@ -23,8 +23,8 @@ from spyglass.prompt.build import unpack_image
 from spyglass.prompt.decode import CHAT_RULES, open_image
 from spyglass.prompt.tokens import ImagePlan, Prompt
 from spyglass.server.exchange import Call, Immediate
-from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.passing import Refusal, Wanted, receive_result, send_result
+from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import json_bytes
 from tests.server.parts import data_url, wait_for
@@ -173,7 +173,7 @@ def test_large_arrays_arrive_with_and_without_shared_memory(without: str, monkey
 def test_what_is_wrong_with_an_image_is_told_as_here(workers: Workers) -> None:
     file = photo(0)[:5000]
     with pytest.raises(PromptError) as here:
-        unpack_image(open_image(file), CHAT_RULES, plan_of(), "image 3")
+        unpack_image(open_image(file, name="image 3"), CHAT_RULES, plan_of(), "image 3")
     with pytest.raises(PromptError) as there:
         workers.unpack(file, CHAT_RULES, plan_of(), "image 3")
     assert str(there.value) == str(here.value) and "image 3" in str(there.value)
