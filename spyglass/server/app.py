@@ -29,6 +29,7 @@ from spyglass.engine.shares import Client, Places
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
+from spyglass.server.about import about_routes
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
@@ -39,6 +40,7 @@ from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
+from spyglass.server.openapi import openapi_routes
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
@@ -216,6 +218,8 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
         *page_routes(service.served),
+        *about_routes(llm, service.served, service.started),
+        *openapi_routes(protocols),
         *_adapter_routes(llm, service),
     ]
     gate = Middleware(

@@ -78,6 +78,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         "/v1/messages",
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "thinking": {"type": "enabled"}},
     ),
+    ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "model": "tiny"}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
 ]
 
