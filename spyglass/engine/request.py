@@ -15,6 +15,7 @@ from spyglass.errors import PromptError
 
 FinishReason = Literal["stop", "length", "abort"]
 StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
+SHUTTING_DOWN = "the server is shutting down"  # the error of an answer that was ended for it
 _SEEDS = 1 << 64
 THINK_END = "</think>"  # the end of an answer's reasoning
 _EXPECTED: Mapping[str, tuple[type | UnionType, str]] = {

@@ -13,8 +13,7 @@ from json.encoder import encode_basestring
 from typing import Any, Literal
 
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.request import THINK_END, RequestOutput, TokenLogprob
-from spyglass.engine.worker import SHUTTING_DOWN
+from spyglass.engine.request import SHUTTING_DOWN, THINK_END, RequestOutput, TokenLogprob
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 
