@@ -29,15 +29,18 @@ from spyglass.engine.shares import Client, Places
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
+from spyglass.server.about import about_routes
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
+from spyglass.server.openapi import openapi_routes
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
@@ -77,7 +80,8 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
+        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -200,6 +204,8 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
         *page_routes(service.served),
+        *about_routes(llm, service.served, service.started),
+        *openapi_routes(protocols),
         *_adapter_routes(llm, service),
     ]
     gate = Middleware(

@@ -18,7 +18,7 @@ from spyglass.server.log import REQUESTS, Record, log_request
 from spyglass.server.metrics import Metrics
 from spyglass.server.stream import send_json
 
-OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+OPEN_PATHS = ("/", "/playground/plan", "/docs", "/openapi.json", "/health")  # pages and the probe work without a key
 _HEADER_BYTES = 2000
 _LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)

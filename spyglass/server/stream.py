@@ -22,12 +22,7 @@ from spyglass.server.log import Record
 from spyglass.server.memory import Reservation
 
 QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
-_ALIVE = b": alive\n\n"
-_EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _LOG = logging.getLogger(__name__)
 
 
@@ -102,10 +97,11 @@ async def send_events(
     """
     await submission.accepted()
     first = call.reply.begin(request_id)
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    kind = (b"content-type", call.form.media_type.encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [kind, *_UNBUFFERED]})
     try:
         await _send_body(first, send)
-        while mail := await _next(submission, send):
+        while mail := await _next(submission, call.form.alive, send):
             timer.see(mail)
             await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
         last = call.reply.end()
@@ -113,7 +109,7 @@ async def send_events(
         raise
     except Exception as error:
         _LOG.exception("a stream failed: request %s", request_id)
-        last = b"event: error\ndata: " + _json(error_body(endpoint, error_response(error))) + b"\n\n"
+        last = call.form.error(error_body(endpoint, error_response(error)))
     await _send_body(last, send, more=False)
 
 
@@ -130,13 +126,13 @@ async def _send_content(status: int, content: bytes, send: Send, headers: Mappin
     await _send_body(b"", send, more=False)  # waits until the client has read most of it
 
 
-async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
+async def _next(submission: ResponseStream, alive: bytes, send: Send) -> list[tuple[int, Delta]]:
     while True:
         try:
             async with asyncio.timeout(QUIET_S):
                 return await submission.deltas()
         except TimeoutError:
-            await _send_body(_ALIVE, send)
+            await _send_body(alive, send)
 
 
 async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:

@@ -47,7 +47,7 @@ HARMLESS = frozenset(
 STREAM_OPTIONS = Fields(
     read=frozenset({"include_usage", "continuous_usage_stats"}), ignored=frozenset({"include_obfuscation"})
 )
-_FORMAT_FIELDS = Fields(
+STRUCTURED_FIELDS = Fields(
     read=frozenset({"json", "regex", "choice", "grammar", "json_object"}),
     ignored=frozenset({"backend", "disable_fallback", "whitespace_pattern"}),
     neutral={
@@ -56,6 +56,7 @@ _FORMAT_FIELDS = Fields(
         "disable_additional_properties": (False,),
     },
 )
+INNER: Mapping[str, Fields] = {"structured_outputs": STRUCTURED_FIELDS}
 
 
 def sampling(given: Mapping[str, Any], **named: Any) -> SamplingParams:
@@ -128,7 +129,7 @@ def asked_format(
     formats = [] if own is None else [own]
     for name in sorted(FORMATS & given.keys()):
         if name == "structured_outputs":
-            inner = reader.read(given[name], _FORMAT_FIELDS, name)
+            inner = reader.read(given[name], STRUCTURED_FIELDS, name)
             formats += [_format(kind, value, f"{name}.{kind}") for kind, value in inner.items() if value is not False]
         else:
             formats.append(_format(name.removeprefix("guided_"), given[name], name))

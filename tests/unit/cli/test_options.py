@@ -105,7 +105,7 @@ def completed(script: str, line: str, folder: Path) -> set[str]:
     code = f"{script}\nCOMP_WORDS=({' '.join(repr(word) for word in words)})\nCOMP_CWORD={len(words) - 1}\n_spyglass\n"
     code += 'printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
-        ["bash", "-c", code + 'printf "%s\\n" "${COMPREPLY[@]}"'],
+        ["bash", "-c", code],
         capture_output=True,
         text=True,
         check=True,
