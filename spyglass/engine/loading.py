@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from spyglass.config.engine import EngineConfig, NumbersMode
-from spyglass.engine.numbers import WHOLE_PATH, NumbersReport, compare
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.pool import AdapterPool
 from spyglass.model import LoadedModel, load_model
+from spyglass.numbers import WHOLE_PATH, NumbersReport, compare
 from spyglass.ops.table import OPS
 
 

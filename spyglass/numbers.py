@@ -194,7 +194,8 @@ class _Probe:
 
     def _memory(self) -> tuple[dict[tuple[str, int], torch.Tensor], dict[str, NDArray[np.int32]]]:
         """Pages for the prompt, of NaN: a row that is read before it was written shows."""
-        pages, tables = {}, {}
+        pages: dict[tuple[str, int], torch.Tensor] = {}
+        tables: dict[str, NDArray[np.int32]] = {}
         for plan in cache_plans(self._loaded.config.text):
             count = -(-len(self._prompt) // plan.tokens_per_row // _PAGE_ROWS) + 1
             tables[plan.group] = np.arange(count, dtype=np.int32)
