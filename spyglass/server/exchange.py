@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
-from spyglass.engine.sequence import Request
 from spyglass.prompt.build import Unpack
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.protocols.fields import Fields
+
+if TYPE_CHECKING:
+    from spyglass.engine.sequence import Request
 
 # Bytes of a remote image by its address; raises PromptError. Made for one request, whose time and bytes it counts.
 Fetch = Callable[[str], bytes]
@@ -121,9 +123,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Immediate:
-    """An answer that needs no model: token counts."""
+    """An answer that needs no model: token counts. `content` is the body as it is sent, once it is written."""
 
     body: Mapping[str, Any]
+    content: bytes = b""
     status: int = 200
     ignored: tuple[str, ...] = ()
 

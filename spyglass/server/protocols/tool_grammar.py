@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from spyglass.engine.structured.compile import followable
-from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
+from spyglass.engine.structured.compile import MAX_GRAMMAR_CHARS, followable
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 from spyglass.families import FAMILIES
