@@ -48,6 +48,10 @@ class AdapterPool:
         """Names in the order they were attached."""
         return tuple(self._attached)
 
+    def slots(self) -> list[int]:
+        """The slots of all of them."""
+        return [self.use(name).slot for name in self.names]
+
     def use(self, name: str) -> AdapterHandle:
         """What a request with this adapter carries.
 

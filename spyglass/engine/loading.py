@@ -1,0 +1,88 @@
+"""A model with its adapters and tables, loaded so that its numbers are those of the reference."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spyglass.config.engine import EngineConfig, NumbersMode
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
+from spyglass.errors import DeviceError
+from spyglass.lora.low_rank import AdapterFile
+from spyglass.lora.pool import AdapterPool
+from spyglass.model import LoadedModel, load_model
+from spyglass.numbers import WHOLE_PATH, NumbersReport, compare
+from spyglass.ops.table import OPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedParts:
+    """What an engine runs: the model, its adapters, and the rows of its engram tables if it has any."""
+
+    loaded: LoadedModel
+    lora: AdapterPool
+    engram: EngramFeed | None
+    drawn: bool = False  # the weights are random: what they compute means nothing
+
+
+def load_parts(
+    path: Path,
+    options: EngineConfig,
+    device: torch.device,
+    adapters: Mapping[str, AdapterFile],
+    progress: bool,
+    without: Sequence[str] = (),
+) -> LoadedParts:
+    """Load all of it; ops in `without` run by their reference. Raises as `LLM`."""
+    loaded = load_model(
+        path,
+        device=device,
+        dtype=options.dtype,
+        numerics=options.numerics,
+        images=options.images > 0,
+        ops=options.ops,
+        vision_graphs=options.vision_graphs,
+        expand=options.expand_weights,
+        load=options.load,
+        without=without,
+        progress=progress,
+    )
+    lora, engram = AdapterPool(loaded.model), None
+    for name, file in adapters.items():  # before rows take what memory is left
+        lora.attach(name, file)
+    if loaded.config.text.engram is not None:
+        store = open_engram(path, loaded.config, placement=options.engram)
+        engram = EngramFeed(store, device=loaded.device, dtype=loaded.dtype)
+    return LoadedParts(loaded=loaded, lora=lora, engram=engram, drawn=options.load == "dummy")
+
+
+def load_checked(
+    load: Callable[[Sequence[str]], LoadedParts], mode: NumbersMode
+) -> tuple[LoadedParts, NumbersReport | None]:
+    """Parts whose ops all agree with their references: `load(without)` is called again without those that do not.
+
+    Raises:
+        DeviceError: something differs, and the mode is "strict".
+    """
+    parts = load(())
+    if mode == "off" or parts.drawn:
+        return parts, None
+    report = compare(parts.loaded, parts.engram, parts.lora.slots())
+    if not report.mismatches:
+        return parts, report
+    if mode == "strict":
+        raise DeviceError(
+            f"numbers differ from the reference: {report.differences()}; rebuild the kernels, look at the driver, or "
+            "start without --numbers strict to run the reference in their place"
+        )
+    logging.getLogger(__name__).error("%s", report)
+    del parts
+    gc.collect()
+    wrong = {one.op for one in report.mismatches}
+    return load(OPS if WHOLE_PATH in wrong else sorted(wrong)), report
