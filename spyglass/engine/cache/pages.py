@@ -1,4 +1,4 @@
-"""Pages of one group: how large they are, the tensors they lie in, and who holds them. Knows groups, not models.
+"""Pages of one group: how large they are, and who holds them. Knows groups, not models.
 
 A page may have several holders (sequences and snapshots that share a prefix); it is free when the last lets go.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -76,21 +77,26 @@ def _row_dtype(plan: CachePlan, dtype: torch.dtype) -> torch.dtype:
     return dtype if plan.dtype == "activation" else torch.float32
 
 
-class PagePool:
-    """All pages of one group: the tensors, and which pages are free. `limit` None = grows."""
+class Memory(Protocol):
+    """What pools do to the tensors: see `memory.PageMemory`."""
 
-    def __init__(
-        self, group: Group, dtype: torch.dtype, device: torch.device, limit: int | None, fill: float | None
-    ) -> None:
+    def resize(self, name: str, capacity: int) -> None: ...
+    def clear(self, name: str, pages: Sequence[int]) -> None: ...
+
+
+class PagePool:
+    """Which pages of one group, in `memory`, are free. `limit` None = grows; `clears`: free pages are poisoned."""
+
+    def __init__(self, group: Group, memory: Memory, limit: int | None, *, clears: bool) -> None:
         self.group = group
         self.limit = limit
         self.capacity = 0
         self._holders = np.zeros(0, np.int32)  # sequences and snapshots that hold a page
-        self._dtype, self._device, self._fill = dtype, device, fill
+        self._memory, self._clears = memory, clears
         self._free: list[int] = []  # given back
         self._untouched = 0  # this page and all behind it have never been held
-        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
-        self._resize(0 if limit is None else limit)
+        if limit is not None:
+            self._resize(limit)
 
     @property
     def num_free(self) -> int:
@@ -137,28 +143,14 @@ class PagePool:
         return bool(self._holders[page] > 1)
 
     def give_back(self, pages: NDArray[np.int32]) -> None:
-        """One holder less; without any a page is free, and with a `fill` overwritten, so that a stale read shows."""
+        """One holder less; without any a page is free, and may be poisoned, so that a stale read shows."""
         self._holders[pages] -= 1
         free = pages[self._holders[pages] == 0].tolist()
         self._free.extend(free)
-        if self._fill is not None and free:
-            for tensor in self.tensors.values():
-                tensor[torch.as_tensor(free, device=self._device)] = self._fill
+        if self._clears and free:
+            self._memory.clear(self.group.name, free)
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of a page into another."""
-        for tensor in self.tensors.values():
-            tensor[target, :rows] = tensor[source, :rows]
-
-    @torch.inference_mode(False)  # pages outlive the step that makes them grow
     def _resize(self, capacity: int) -> None:
-        for plan in self.group.plans:
-            shape = (capacity, self.group.page_rows, plan.row_dim)
-            grown = torch.empty(shape, dtype=_row_dtype(plan, self._dtype), device=self._device)
-            if self._fill is not None:
-                grown.fill_(self._fill)
-            if self.capacity:
-                grown[: self.capacity] = self.tensors[plan.kind, plan.layer]
-            self.tensors[plan.kind, plan.layer] = grown
+        self._memory.resize(self.group.name, capacity)
         self._holders = np.append(self._holders, np.zeros(capacity - self.capacity, np.int32))
         self.capacity = capacity
