@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--family", choices=tuple(_FAMILIES), help="plan for the released model of this family")
     which.add_argument(
-        "--model", metavar="MODEL", help=f"plan for this one: {MODEL_FORMS} (default: {default_model()})"
+        "-m", "--model", metavar="MODEL", help=f"plan for this one: {MODEL_FORMS} (default: {default_model()})"
     )
     parser.add_argument(
         "--start",

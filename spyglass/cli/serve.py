@@ -1,4 +1,4 @@
-"""`spyglass serve`: load a checkpoint and answer HTTP clients until told to stop; logs are JSON lines on stderr."""
+"""`spyglass serve`: load a checkpoint and answer HTTP clients until told to stop; logs go to stderr."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from spyglass.cli.options import (
 from spyglass.config.engine import EngineConfig
 from spyglass.config.keys import read_api_keys
 from spyglass.config.shipped import model_name
+from spyglass.progress import shown_bytes
 
 if TYPE_CHECKING:
     from spyglass.config.server import ServerConfig
@@ -44,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve an adapter under a model name of its own; for several: --lora A=ONE --lora B=TWO. "
         f"DIR is a PEFT folder{told_adapters()}",
     )
+    parser.add_argument(
+        "--lora-modules",
+        metavar="NAME=DIR",
+        dest="lora",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="the same for several at once: --lora-modules A=ONE B=TWO",
+    )
     add_server_options(parser)
     add_engine_options(parser)
 
@@ -63,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
     )  # a port that is taken is told before minutes of loading
     from spyglass.engine import LLM
     from spyglass.server.app import create_app
-    from spyglass.server.log import set_up_logs
+    from spyglass.server.log_lines import set_up_logs
     from spyglass.server.run import make_server, serve
 
-    set_up_logs(config.log_level)
+    set_up_logs(config.log_level, config.log_format)
     note_bases(adapters, folder)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
@@ -79,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
-    return 0
+    failure = None if llm.ranks is None else llm.ranks.failure
+    if failure is not None:
+        print(f"spyglass serve has ended: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
@@ -102,7 +115,24 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("vision", images),
+        ("memory", _memory(llm)),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip
     return "\n".join(["Spyglass serves", *(f"  {name:<11}{text}" for name, text in lines)])
+
+
+def _memory(llm: LLM) -> str:
+    """What weights take and how many conversations the rest has room for."""
+    report, longest = llm.loaded.report, llm.engine.max_length
+    tokens, most = llm.engine.allocator.max_tokens_alone, llm.options.max_sequences
+    weights = f"{shown_bytes(report.nbytes)} of weights read in {report.seconds:.1f} s"
+    if tokens is None:
+        return f"{weights}; the KV cache grows as it is used"
+    whole = min(tokens // longest + 1, most)
+    while whole and not llm.engine.allocator.has_room([longest] * whole):  # pages that are not full count too
+        whole -= 1
+    return (
+        f"{weights}; a KV cache of {tokens:,} tokens: {most} conversations at "
+        f"once of up to {min(tokens // most, longest):,} tokens each, {whole} of {longest:,}"
+    )

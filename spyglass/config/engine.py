@@ -51,6 +51,14 @@ class EngineConfig:
         default=None,
         metadata=about("memory for the rows of running sequences (default: what is free, less the most a step needs)"),
     )
+    gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata=about(
+            "share of the device's memory, 0 to 1, that weights, steps and caches may take with what others hold "
+            "(default: all that is free)",
+            high=1,
+        ),
+    )
     prefix_cache_bytes: int | None = field(
         default=None,
         metadata=about(

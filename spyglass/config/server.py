@@ -80,6 +80,10 @@ class ServerConfig:
         metadata=about("refuse request fields that are not known, instead of ignoring them and naming them"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=about("how much to log"))
+    log_format: Literal["auto", "text", "json"] = field(
+        default="auto",
+        metadata=about("text for people, json for programs, auto: text where standard error is a terminal"),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

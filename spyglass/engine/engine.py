@@ -237,8 +237,9 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one step; what it added to each answer, or, where steps run one ahead, what the step before it added.
 
-        If the model fails, or a request cannot go on, the error comes through (RankError: nothing can go on). The requests of that step, or those that
-        cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on.
+        If the model fails, or a request cannot go on, the error comes through. The requests of that step, or those that
+        cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on,
+        but where a rank of a divided model has ended (RankError).
         """
         if self._ranks is not None:
             self._ranks.require_alive()

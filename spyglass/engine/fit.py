@@ -27,6 +27,11 @@ def free_memory(device: torch.device) -> int | None:
     return memory.free if memory.total else None
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, in use or not; 0 on a system that does not tell."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory().total
+
+
 def prefix_bytes(device: torch.device) -> int:
     """What the prefix cache may take unless somebody says: an eighth of what is free, 1 GiB where nobody knows."""
     free = free_memory(device)

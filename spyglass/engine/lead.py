@@ -67,7 +67,7 @@ class LeadMemory(PageMemory):
 
 
 class LeadSteps(StepRunner):
-    """Steps that all ranks run. What only rank 0 knows comes to them on the device, in the order in which it is used."""
+    """Steps that all ranks run. What only rank 0 knows comes to them on the device, in the order of its use."""
 
     def __init__(self, ranks: Ranks, memory: LeadMemory, *arguments: Any, capture: tuple[int, ...] = ()) -> None:
         super().__init__(*arguments, capture=capture)
@@ -166,6 +166,11 @@ class LeadSlots(ModelSlots):
         with self._ranks.turn():
             self._ranks.send("clear", slot)
             super().clear(slot)
+
+
+def adapter_slots(model: torch.nn.Module, ranks: Ranks | None) -> ModelSlots:
+    """Where adapters go: into the model, on all ranks that have a part of it."""
+    return ModelSlots(model) if ranks is None else LeadSlots(ranks, model)
 
 
 def like(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:

@@ -16,7 +16,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter, model_name
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import read_fitting, require_devices, require_fit
+from spyglass.engine.fit import read_fitting, require_fit
 from spyglass.engine.inputs import (
     AdapterNames,
     adapters_each,
@@ -28,8 +28,8 @@ from spyglass.engine.inputs import (
     naming,
     params_each,
 )
-from spyglass.engine.lead import LeadSlots
-from spyglass.engine.ranks import Ranks
+from spyglass.engine.lead import adapter_slots
+from spyglass.engine.load import load_ranks
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
@@ -37,16 +37,12 @@ from spyglass.engine.workspace import with_room
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
-from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
-from spyglass.model import find_device, load_model, model_folder
-from spyglass.parallel.group import ALONE
+from spyglass.model import find_device, model_folder
 from spyglass.params.declared import AdapterGroup
-from spyglass.params.shard import WHOLE, Shard, require_even
-from spyglass.params.table import param_table
 from spyglass.prompt.build import Part, build_prompt, is_image, prompt_from_parts
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.decode import PYTHON_LIMITS
@@ -70,8 +66,7 @@ class LLM:
     `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
 
     Raises:
-        ConfigError: config.json or an option means nothing.
-        CheckpointError: the files do not hold what config.json promises.
+        ConfigError, CheckpointError: config.json or an option means nothing; the files do not hold what it promises.
         CapacityError: weights and adapters are larger than the free memory.
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
@@ -94,6 +89,7 @@ class LLM:
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         prefix_cache_bytes: int | None = None,
         image_cache_bytes: int | None = None,
         grammar_seconds: int | None = None,
@@ -113,57 +109,17 @@ class LLM:
         self.name = model_name(path)
         best = "cuda" if torch.cuda.is_available() else "cpu"
         place = find_device(best if options.device == "auto" else options.device)
-        config, size = read_model_config(path), options.tensor_parallel_size
-        threads = options.threads or (max(1, torch.get_num_threads() // size) if size > 1 else None)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if size > 1:
-            require_even(param_table(config), size)
-            require_devices(place, size)
+        config = read_model_config(path)
         places = {adapter_name(name): find_adapter(at, path) for name, at in (adapters or {}).items()}
         files = {name: read_adapter(place, config) for name, place in places.items()}
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
-        how: dict[str, Any] = {
-            "path": str(path),
-            "dtype": options.dtype,
-            "numerics": options.numerics,
-            "images": options.images > 0,
-            "ops": options.ops,
-            "vision_graphs": options.vision_graphs,
-            "expand": options.expand_weights,
-            "load": options.load,
-        }
-        self.ranks = None if size == 1 else Ranks(size, place, how, threads=torch.get_num_threads())
-        try:
-            self._load(config, place, how, files, progress)
-        except BaseException:
-            self.close()
-            raise
-
-    def _load(
-        self,
-        config: ModelConfig,
-        place: torch.device,
-        how: Mapping[str, Any],
-        files: Mapping[str, AdapterFile],
-        progress: bool,
-    ) -> None:
-        path, options, ranks = self._path, self.options, self.ranks
-        self.loaded = load_model(
-            **how,
-            device=place,
-            progress=progress,
-            shard=WHOLE if ranks is None else Shard(0, ranks.size),
-            group=ALONE if ranks is None else ranks.group,
-        )
+        self.loaded, self.ranks = load_ranks(path, config, place, options, progress=progress)
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
-        if ranks is not None:
-            ranks.answers()  # all have their part
-        self.lora = AdapterPool(self.loaded.model, slots=None if ranks is None else LeadSlots(ranks, self.loaded.model))
+        self.lora = AdapterPool(self.loaded.model, slots=adapter_slots(self.loaded.model, self.ranks))
         for name, file in files.items():  # before rows take what memory is left
             self.lora.attach(name, file)
         engram_feed = None
@@ -173,7 +129,7 @@ class LLM:
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            with_room(options, self.loaded, engram_feed, ranks),
+            with_room(options, self.loaded, engram_feed, self.ranks),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self.banned_tokens(),
@@ -182,13 +138,13 @@ class LLM:
             if token_bytes is None
             else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
-            ranks=ranks,
+            ranks=self.ranks,
         )
         self._deltas: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter
 
     def close(self) -> None:
-        """End the other processes of a divided model, which is of no use then; it happens by itself when this one ends."""
+        """End the other processes of a divided model; it happens by itself when this one ends."""
         if self.ranks is not None:
             self.ranks.close()
 
@@ -345,8 +301,6 @@ class LLM:
         Raises:
             AdapterError: a group cannot be trained, rank or alpha mean nothing, or the model holds another adapter.
         """
-        if self.ranks is not None:
-            raise AdapterError("a divided model trains nothing; load it with tensor_parallel_size=1")
         return new_adapter(self.loaded.model, targets, rank=rank, alpha=alpha, rslora=rslora, seed=seed)
 
     def remove_adapter(self, name: str) -> None:

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spyglass.batch.types import ImageBatch
 from spyglass.engine.cache.memory import PageMemory
@@ -27,7 +26,7 @@ from spyglass.lora.pool import ModelSlots
 from spyglass.model import LoadedModel, load_model
 from spyglass.parallel.channel import Receiver, Ring
 from spyglass.parallel.group import Group
-from spyglass.parallel.processes import ProcessGroup
+from spyglass.parallel.processes import meet
 from spyglass.params.shard import Shard
 from spyglass.runtime.step_input import StepInput
 from spyglass.runtime.steps import StepResult, StepRunner
@@ -48,7 +47,7 @@ class Rank:
 
     def run(self, receiver: Receiver) -> None:
         """Until rank 0 says to stop."""
-        handlers = {
+        handlers: dict[str, Callable[..., None]] = {
             "step": self._step,
             "logits": self._logits,
             "encode": self._encode,
@@ -100,7 +99,7 @@ class Rank:
             engram_rows=None
             if engram is None
             else lambda: {layer: self._received(like) for layer, like in engram.items()},
-            amend=(lambda batch: self._group.broadcast(batch.ids_T)) if amended else None,  # type: ignore[arg-type, return-value]
+            amend=(lambda batch: self._group.broadcast(batch.ids_T)) if amended else None,  # type: ignore[arg-type]
             argmax=argmax,
         )
 
@@ -146,8 +145,7 @@ def main(descriptors: list[int]) -> None:
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.FileStore(os.path.join(start.folder, "store"), start.size)
-        group = ProcessGroup(store, start.rank, start.size, device, timeout_s=COLLECTIVE_S)
+        group = meet(start.folder, start.rank, start.size, device, timeout_s=COLLECTIVE_S)
         loaded = load_model(
             **start.load, device=device, progress=False, shard=Shard(start.rank, start.size), group=group
         )

@@ -1,8 +1,8 @@
-"""Ranks 1 to N - 1 of a divided model, as rank 0 sees them: processes that do with their part what it does with its own.
+"""Ranks 1 to N - 1 of a divided model, as rank 0 sees them: processes that do with their parts what it does with its.
 
-Every decision is made once, here, and sent before it is carried out: what a step holds, what changes rows and adapters,
-whether logits are wanted. Messages are read in their order, so the same code on all ranks, fed the same inputs, captures
-and replays the same steps. Whatever goes wrong in one of them ends all: none can go on without the others.
+Every decision is made once, by rank 0, and sent before it is carried out: what a step holds, what changes rows and
+adapters, whether logits are wanted. Messages are read in their order, so the same code on all ranks, fed the same
+inputs, captures and replays the same steps. Whatever goes wrong in one of them ends all: none can go on alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spyglass.errors import RankError, SpyglassError
 from spyglass.parallel.channel import Ring, Sender
-from spyglass.parallel.processes import ProcessGroup
+from spyglass.parallel.processes import ProcessGroup, meet
 
 BEAT_S = 1.0  # between signs of life of a rank
 SILENT_S = 7.0  # without one it hangs
@@ -115,8 +114,7 @@ class Ranks:
                 )
             self._sender = Sender(state.pipes, state.ring, state.bells, self.require_alive)
             self.answers(MEET_S)
-            store = dist.FileStore(os.path.join(state.folder, "store"), size)
-            self.group = state.group = ProcessGroup(store, 0, size, device, timeout_s=COLLECTIVE_S)
+            self.group = state.group = meet(state.folder, 0, size, device, timeout_s=COLLECTIVE_S)
         except BaseException as error:
             self.close()
             if isinstance(error, Exception) and not isinstance(error, SpyglassError):
@@ -127,6 +125,11 @@ class Ranks:
     def failure(self) -> str | None:
         """What ended them, None while they live."""
         return self._state.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of ranks 1 to N - 1."""
+        return [process.pid for process in self._state.processes]
 
     def require_alive(self) -> None:
         """Raises RankError if they have been ended."""

@@ -17,7 +17,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.memory import PageMemory
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import PREFIX_SHARE, free_memory
+from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.ranks import Ranks
 from spyglass.engine.warm_up import largest_images
@@ -44,16 +44,20 @@ def with_room(
     device = loaded.device
     on_gpu = device.type == "cuda"
     step = measured_step(options, loaded, engram, ranks) if on_gpu else estimated_step(options, loaded)
-    free = free_memory(device) if ranks is None else ranks.least_free(free_memory(device))
+    free = free_memory(device)
+    if free is not None and options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
+    if ranks is not None:
+        free = ranks.least_free(free)
     if free is None:
         return options
     prefixes = free // PREFIX_SHARE if options.prefix_cache_bytes is None else options.prefix_cache_bytes
     left = int(free * USABLE) - step - prefixes - options.image_cache_bytes
     if left <= 0:
         raise CapacityError(
-            f"{free:,} bytes are free on {device} beside the weights; a step takes {step:,} of them and the caches "
+            f"{free:,} bytes may be taken on {device} beside the weights; a step takes {step:,} of them and the caches "
             f"{prefixes + options.image_cache_bytes:,}, which leaves nothing for requests: lower max_step_tokens, "
-            "prefix_cache_bytes or image_cache_bytes"
+            "prefix_cache_bytes or image_cache_bytes, or raise gpu_memory_utilization if it is set"
         )
     return replace(options, cache_bytes=left, prefix_cache_bytes=prefixes)
 

@@ -42,9 +42,9 @@ class ModelSlots:
     def fill(self, slot: int, adapter: AdapterFile, factor: float) -> None:
         """Copy every pair that adds something into the bank of its module.
 
-        Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training, are
-        left out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the bits of
-        the base.
+        Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training,
+        are left out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the
+        bits of the base.
 
         Raises:
             CapacityError: there is no memory for it; nothing of it is left then.

@@ -22,7 +22,7 @@ _FULL_S = 50e-6  # between looks at a ring that is full
 
 
 class Ring:
-    """Shared memory of one writer and some readers. Positions count bytes since the start; each is read by its reader."""
+    """Shared memory of one writer and some readers. Positions count bytes since the start."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

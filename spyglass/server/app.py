@@ -35,6 +35,7 @@ from spyglass.server.exchange import Call, Endpoint, Immediate, Served
 from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
@@ -63,6 +64,7 @@ class Service:
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
         self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
         self.stopping = False
+        self.ranks = llm.ranks
         self.reading = Places(MAX_READING, self.keys.clients)  # bodies between their first byte and their last
         self.calls = Places(self.max_live, self.keys.clients)  # requests from their bodies to the ends of their answers
         self.held = MemoryBudget(config.max_held_bytes, self.keys.clients)  # bodies until they are parsed, then images
@@ -77,7 +79,8 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
+        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -87,6 +90,8 @@ class Service:
             self.parsers.shutdown()
             self.images.close()
             await asyncio.to_thread(self.worker.stop)
+            if self.ranks is not None:  # here, as the signal that ends a server ends its process as soon as it is done
+                await asyncio.to_thread(self.ranks.close)
 
 
 class EndpointRoute:

@@ -1,11 +1,8 @@
-"""Structured logs: one JSON object a line on stderr, about requests, never with their contents."""
+"""What is logged: records of requests, never their contents, and who changed what others get."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-import time
 from dataclasses import asdict, dataclass
 
 REQUESTS = logging.getLogger("spyglass.server")
@@ -43,23 +40,6 @@ class Record:
     total_s: float = 0.0
 
 
-class JsonLines(logging.Formatter):
-    """Every record as one line of JSON; a request's own fields beside the usual ones."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        fields = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        extra = record.__dict__.get("request")
-        return json.dumps({**fields, **extra} if extra else fields, ensure_ascii=False)
-
-
 def log_request(record: Record) -> None:
     """Log one request that has been answered; fields that say nothing are left out."""
     level = logging.ERROR if record.status == 500 else logging.INFO  # 503 only says what a server is about
@@ -76,15 +56,3 @@ def log_audit(event: str, record: Record, **more: str) -> None:
     """Log who changed what others get, at any log level."""
     who = {"request_id": record.request_id, "key": record.key or "none", **more}
     AUDIT.info(event, extra={"request": who})
-
-
-def set_up_logs(level: str) -> None:
-    """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.captureWarnings(True)  # of the image library, about damaged files
-    for name in ("spyglass", "uvicorn", "py.warnings"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
-    AUDIT.setLevel(logging.INFO)

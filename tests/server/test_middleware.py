@@ -13,7 +13,7 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
-from spyglass.server.log import JsonLines
+from spyglass.server.log_lines import JsonLines
 from tests.server.parts import Live, plain, running, wait_for
 
 KEYS = ("sk-first", "sk-second")

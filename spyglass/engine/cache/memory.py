@@ -56,6 +56,7 @@ class PageMemory:
 
     def clear(self, name: str, pages: Sequence[int]) -> None:
         """Poison pages that nobody holds."""
+        assert self._fill is not None
         for tensor in self.by_group[name].values():
             tensor[torch.as_tensor(pages, device=self._device)] = self._fill
 

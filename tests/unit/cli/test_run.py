@@ -246,3 +246,8 @@ def test_a_model_may_stand_before_the_question_wherever_options_are(
     for words in ([str(folder), "--max-tokens", "1", "hi"], ["hi", "--max-tokens", "1", "--model", str(folder)]):
         assert main(["run", *words, "--temperature", "0"]) == 0
         assert "answer 1 tokens" in capsys.readouterr().err
+
+
+def test_quiet_prints_the_answer_alone(folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-m", str(folder), *MODEL, "--max-tokens", "5", "--seed", "7", "-q", "Hello"]) == 0
+    assert capsys.readouterr() == (expected(llm, None, "Hello") + "\n", "")

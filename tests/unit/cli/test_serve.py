@@ -24,6 +24,11 @@ from spyglass.errors import ConfigError
 from spyglass.server.app import describe, served_by
 from tests.unit.checkpoint.small_files import write_small
 
+MEMORY = (
+    r"[\d.]+ MB of weights read in [\d.]+ s; a KV cache of [\d,]+ tokens: 64 conversations at once of up to "
+    r"[\d,]+ tokens each, \d+ of [\d,]+"
+)
+
 
 @pytest.fixture
 def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +122,8 @@ def test_it_says_where_it_listens_answers_and_stops_when_told(tiny_folder: Path)
             assert line, told
             name, _, text = line.strip().partition(" ")
             told[name] = text.strip()
-        assert told["model"].startswith("tiny (deepseek_v4, cpu") and told["pictures"] == "data URLs"
+        assert told["model"].startswith("tiny (deepseek_v4, cpu") and told["vision"] == "yes: data URLs"
+        assert re.fullmatch(MEMORY, told["memory"])
         url = told["clients"].split()[0]
         with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
             assert json.load(answer)["data"][0]["id"] == "tiny"
