@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
+    app.state.service.workers.start()
     listening.listen()  # not before: nobody is to wait while a model is loaded
     port = 0 if config.uds else listening.getsockname()[1]
     print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from spyglass.engine.request import Delta
+from spyglass.engine.request import SHUTTING_DOWN, Delta
 from spyglass.engine.sequence import Request
 from spyglass.engine.shares import ANYBODY, Client, Places
 from spyglass.engine.stats import EngineStats
-from spyglass.errors import CapacityError, OverloadedError, RankError, SpyglassError
+from spyglass.errors import CapacityError, OverloadedError, RankError, SpyglassError, is_recoverable
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
-SHUTTING_DOWN = "the server is shutting down"
 _POLL_S = 0.02
 _LOG = logging.getLogger(__name__)
 
@@ -253,9 +252,9 @@ class EngineWorker:
         self._began = time.monotonic()
         try:
             deltas = self._engine.step()
-        except RankError:  # there is no other step
-            raise
-        except Exception:
+        except BaseException as error:
+            if isinstance(error, RankError) or not is_recoverable(error):  # after the first there is no other step
+                raise
             _LOG.exception("a step failed; its requests are over, the others go on")
             self._failed_steps += 1
             self._failures += 1

@@ -55,7 +55,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine", "config", "lora", "train"},
+    "__init__": {"engine", "config", "errors", "lora", "train"},
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}

@@ -28,6 +28,7 @@ CATCHES_WHOLESALE = {
     "engram/vocabulary.py",
     "server/middleware.py",
     "server/stream.py",
+    "server/reading.py",  # the frame of one request, in a process that reads them
     "engine/worker.py",
     "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does

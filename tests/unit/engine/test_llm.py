@@ -327,11 +327,11 @@ def test_options_come_from_the_environment_when_left_out(tiny_folder: Path, monk
 def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
     """BOS, pad, the placeholder and the reserved tokens that play picture roles elsewhere; end of text may be."""
     roles = {129257 + kind for kind in TokenKind if kind is not TokenKind.TEXT}
-    assert llm.banned_tokens() == {0, 2, 129264} | roles
+    assert llm.banned_tokens == {0, 2, 129264} | roles
     flat = [SamplingParams(temperature=1e6, max_tokens=25, ignore_eos=True, seed=seed) for seed in range(16)]
     drawn = {token for output in llm.generate([[0, 5]] * 16, flat) for token in output.token_ids}
-    assert len(drawn) > 380 and not drawn & llm.banned_tokens()
-    assert not llm.banned_tokens() & set(llm.config.eos_token_ids)
+    assert len(drawn) > 380 and not drawn & llm.banned_tokens
+    assert not llm.banned_tokens & set(llm.config.eos_token_ids)
 
 
 def test_box_tags_come_out_as_text(llm: LLM) -> None:
