@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,9 @@ def load_ranks(
     require_even(param_table(config), size)
     require_devices(device, size)
     ranks = Ranks(size, device, how, threads=torch.get_num_threads())
-    try:
+    with ExitStack() as stack:
+        stack.callback(ranks.close)
         loaded = load_model(**how, device=device, progress=progress, shard=Shard(0, size), group=ranks.group)
         ranks.answers()  # all have their part
-    except BaseException:
-        ranks.close()
-        raise
+        stack.pop_all()
     return loaded, ranks

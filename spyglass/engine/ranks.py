@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -103,23 +103,21 @@ class Ranks:
         state.ring = Ring.new()
         if state.ring is None:
             _LOG.warning("no shared memory is to be had (memfd): steps are sent through pipes, which takes longer")
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.close)
             for rank in range(1, size):
                 _start(state, rank)
             threading.Thread(target=_watch, args=(state,), name="ranks", daemon=True).start()
-            for rank, pipe in enumerate(state.pipes, start=1):
-                place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else str(device)
-                pipe.send(
-                    RankStart(rank=rank, size=size, folder=state.folder, device=place, threads=threads, load=load)
-                )
             self._sender = Sender(state.pipes, state.ring, state.bells, self.require_alive)
-            self.answers(MEET_S)
-            self.group = state.group = meet(state.folder, 0, size, device, timeout_s=COLLECTIVE_S)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, Exception) and not isinstance(error, SpyglassError):
-                raise RankError(f"the processes of a divided model cannot be started: {error}") from error
-            raise
+            with self.turn():
+                for rank, pipe in enumerate(state.pipes, start=1):
+                    place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else str(device)
+                    pipe.send(
+                        RankStart(rank=rank, size=size, folder=state.folder, device=place, threads=threads, load=load)
+                    )
+                self.answers(MEET_S)
+                self.group = state.group = meet(state.folder, 0, size, device, timeout_s=COLLECTIVE_S)
+            stack.pop_all()
 
     @property
     def failure(self) -> str | None:
@@ -204,13 +202,17 @@ def _start(state: _State, rank: int) -> None:
         state.bells.append(os.eventfd(0, os.EFD_SEMAPHORE))
         handed += [state.ring.descriptor, state.bells[-1]]
     state.pipes.append(ours)
-    with theirs:
+    try:
         process = subprocess.Popen(
             [sys.executable, "-m", "spyglass.engine.rank", *map(str, handed)],
             stdin=subprocess.DEVNULL,
             pass_fds=handed,
             process_group=0,  # Ctrl-C is for rank 0, which may let answers end
         )
+    except OSError as error:
+        raise RankError(f"rank {rank} of a divided model cannot be started: {error}") from error
+    finally:
+        theirs.close()
     state.processes.append(process)
     state.beats.append(time.monotonic() + MEET_S)
 
