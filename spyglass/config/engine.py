@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from spyglass.config.options import PREFIX, about, check_options, read_options
 
+NumbersMode = Literal["on", "strict", "off"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -30,6 +32,13 @@ class EngineConfig:
     )
     ops: Literal["auto", "reference"] = field(
         default="auto", metadata=about("auto (the fastest built implementation of each op) or reference")
+    )
+    numbers: NumbersMode = field(
+        default="on",
+        metadata=about(
+            "before anything is answered, compare each op with its reference: on (an op that differs runs by its "
+            "reference, which is told), strict (refuse to start) or off"
+        ),
     )
     vision_graphs: Literal["auto", "on", "off"] = field(
         default="auto",

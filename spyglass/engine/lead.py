@@ -15,7 +15,7 @@ from spyglass.engine.cache.pages import Group
 from spyglass.engine.ranks import Ranks
 from spyglass.errors import CapacityError
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.pool import ModelSlots
+from spyglass.lora.pool import ModelBanks
 from spyglass.runtime.frame import Pages
 from spyglass.runtime.step_input import StepInput
 from spyglass.runtime.steps import EngramRows, StepResult, StepRunner
@@ -140,7 +140,7 @@ class LeadSteps(StepRunner):
             return ranks.group.join(mine.T.contiguous(), rows).T.contiguous()
 
 
-class LeadSlots(ModelSlots):
+class LeadBanks(ModelBanks):
     """Adapters that all ranks have, each with its part."""
 
     def __init__(self, ranks: Ranks, model: torch.nn.Module) -> None:
@@ -148,7 +148,7 @@ class LeadSlots(ModelSlots):
         self._ranks = ranks
 
     def fill(self, slot: int, adapter: AdapterFile, factor: float) -> None:
-        """See `ModelSlots`."""
+        """See `ModelBanks`."""
         wrong: list[str | None] = []
         with self._ranks.turn():
             self._ranks.send("adapter", slot, adapter.compact(), factor)
@@ -162,15 +162,15 @@ class LeadSlots(ModelSlots):
             raise CapacityError(why)
 
     def clear(self, slot: int) -> None:
-        """See `ModelSlots`."""
+        """See `ModelBanks`."""
         with self._ranks.turn():
             self._ranks.send("clear", slot)
             super().clear(slot)
 
 
-def adapter_slots(model: torch.nn.Module, ranks: Ranks | None) -> ModelSlots:
+def adapter_banks(model: torch.nn.Module, ranks: Ranks | None) -> ModelBanks:
     """Where adapters go: into the model, on all ranks that have a part of it."""
-    return ModelSlots(model) if ranks is None else LeadSlots(ranks, model)
+    return ModelBanks(model) if ranks is None else LeadBanks(ranks, model)
 
 
 def like(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:

@@ -6,12 +6,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
 from spyglass.config import read_model_config
-from spyglass.config.engine import read_engine_config
+from spyglass.config.engine import NumbersMode, read_engine_config
 from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter, model_name
 from spyglass.engine.detokenize import TokenBytes
@@ -32,18 +33,14 @@ from spyglass.engine.inputs import (
     params_each,
     without_reasoning,
 )
-from spyglass.engine.lead import adapter_slots
-from spyglass.engine.load import load_ranks
+from spyglass.engine.loading import load_checked, load_parts
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.engine.workspace import with_room
-from spyglass.engram.feed import EngramFeed
-from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
-from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
 from spyglass.model import find_device, model_folder
 from spyglass.params.declared import AdapterGroup
@@ -87,6 +84,7 @@ class LLM:
         images: int | None = None,
         *,
         ops: Literal["auto", "reference"] | None = None,
+        numbers: NumbersMode | None = None,
         vision_graphs: Literal["auto", "on", "off"] | None = None,
         expand_weights: bool | None = None,
         max_step_tokens: int | None = None,
@@ -118,19 +116,13 @@ class LLM:
         files = {name: read_adapter(place, config) for name, place in places.items()}
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
-        self.loaded, self.ranks = load_ranks(path, config, place, options, progress=progress)
+        parts, self.numbers = load_checked(partial(load_parts, path, options, place, files, progress), options.numbers)
+        self.loaded, self.lora, engram_feed, self.ranks = parts.loaded, parts.lora, parts.engram, parts.ranks
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
         self.banned_tokens = banned_tokens(self.config, self.tokenizer, self._placeholder)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
-        self.lora = AdapterPool(self.loaded.model, slots=adapter_slots(self.loaded.model, self.ranks))
-        for name, file in files.items():  # before rows take what memory is left
-            self.lora.attach(name, file)
-        engram_feed = None
-        if self.config.text.engram is not None:
-            store = open_engram(path, self.config, placement=options.engram)
-            engram_feed = EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
         self.engine = Engine(
             self.loaded.model,
             self.config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import torch
 
 from spyglass.config.engine import EngineConfig
-from spyglass.config.model import ModelConfig
+from spyglass.config.read import read_model_config
 from spyglass.engine.fit import require_devices
 from spyglass.engine.ranks import Ranks
+from spyglass.errors import ConfigError
 from spyglass.model import LoadedModel, load_model
 from spyglass.params.shard import Shard, require_even
 from spyglass.params.table import param_table
 
 
 def load_ranks(
-    path: Path, config: ModelConfig, device: torch.device, options: EngineConfig, *, progress: bool
+    path: Path, options: EngineConfig, device: torch.device, *, progress: bool, without: Sequence[str] = ()
 ) -> tuple[LoadedModel, Ranks | None]:
     """The model, or this process's part of it and the ranks that have the others.
 
@@ -41,10 +43,15 @@ def load_ranks(
         "vision_graphs": options.vision_graphs,
         "expand": options.expand_weights,
         "load": options.load,
+        "without": tuple(without),
     }
     if size == 1:
         return load_model(**how, device=device, progress=progress), None
-    require_even(param_table(config), size)
+    if options.numbers == "strict":
+        raise ConfigError(
+            "numbers is 'strict', and those of a divided model are not compared; take 'off' or one process"
+        )
+    require_even(param_table(read_model_config(path)), size)
     require_devices(device, size)
     ranks = Ranks(size, device, how, threads=torch.get_num_threads())
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ from spyglass.engine.fit import free_memory
 from spyglass.engine.ranks import BEAT_S, COLLECTIVE_S, RankStart, answer_free
 from spyglass.errors import CapacityError
 from spyglass.lora.low_rank import AdapterFile
-from spyglass.lora.pool import ModelSlots
+from spyglass.lora.pool import ModelBanks
 from spyglass.model import LoadedModel, load_model
 from spyglass.parallel.channel import Receiver, Ring
 from spyglass.parallel.group import Group
@@ -40,7 +40,7 @@ class Rank:
     def __init__(self, loaded: LoadedModel, group: Group, reply: Callable[[Any], None]) -> None:
         self._model, self._config, self._device = loaded.model, loaded.config, loaded.device
         self._group, self._reply = group, reply
-        self._slots = ModelSlots(loaded.model)
+        self._banks = ModelBanks(loaded.model)
         self._memories: dict[int, PageMemory] = {}
         self._runners: dict[int, StepRunner] = {}
         self._last: StepResult | None = None
@@ -52,7 +52,7 @@ class Rank:
             "logits": self._logits,
             "encode": self._encode,
             "adapter": self._adapter,
-            "clear": self._slots.clear,
+            "clear": self._banks.clear,
             "free": lambda: self._reply(answer_free(lambda: free_memory(self._device))),
         }
         while True:
@@ -118,7 +118,7 @@ class Rank:
 
     def _adapter(self, slot: int, adapter: AdapterFile, factor: float) -> None:
         try:
-            self._slots.fill(slot, adapter, factor)
+            self._banks.fill(slot, adapter, factor)
         except CapacityError as error:
             self._reply(f"rank {self._group.rank}: {error}")
         else:

@@ -33,7 +33,7 @@ class Attached:
     counts: Mapping[AdapterGroup, int]
 
 
-class ModelSlots:
+class ModelBanks:
     """The banks of a model's modules, as far as this process has them: adapters by slot."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,8 +84,8 @@ class ModelSlots:
 class AdapterPool:
     """Adapters of one model. Its methods may be called from any thread."""
 
-    def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK, slots: ModelSlots | None = None) -> None:
-        self._slots = ModelSlots(model) if slots is None else slots
+    def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK, banks: ModelBanks | None = None) -> None:
+        self._banks = ModelBanks(model) if banks is None else banks
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
@@ -95,6 +95,10 @@ class AdapterPool:
     def names(self) -> tuple[str, ...]:
         """Names in the order they were attached."""
         return tuple(self._attached)
+
+    def slots(self) -> list[int]:
+        """The slots of all of them."""
+        return [self.use(name).slot for name in self.names]
 
     def use(self, name: str) -> AdapterHandle:
         """What a request with this adapter carries.
@@ -123,7 +127,7 @@ class AdapterPool:
             check_alpha(factor)
         except AdapterError as error:
             raise AdapterError(f"factor is no factor: {error}") from error
-        targets = self._slots.targets
+        targets = self._banks.targets
         check_fit(adapter, targets.params, targets.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
@@ -131,7 +135,7 @@ class AdapterPool:
                 raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
             use = AdapterHandle(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
             self._next_slot += 1
-            self._slots.fill(use.slot, adapter, factor)
+            self._banks.fill(use.slot, adapter, factor)
             self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
         return use
 
@@ -157,7 +161,7 @@ class AdapterPool:
     def free(self, use: AdapterHandle) -> None:
         """Free the memory of an unregistered adapter that no request uses."""
         with self._lock:
-            self._slots.clear(use.slot)
+            self._banks.clear(use.slot)
 
 
 def _shared(pair: LowRank, targets: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:

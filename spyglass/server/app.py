@@ -295,6 +295,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "max_length": served.max_length,
         "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
+        "numbers": "not compared" if llm.numbers is None else llm.numbers.as_json(),
     }
 
 

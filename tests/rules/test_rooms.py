@@ -35,10 +35,11 @@ ROOMS: dict[str, set[str]] = {
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
+    "numbers": {"config", "batch", "prompt", "engram", "quant", "ops", "runtime", "model"},
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
         "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora",
+        "lora", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
