@@ -17,7 +17,7 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache
-from spyglass.engine.cache.memory import PageMemory
+from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes

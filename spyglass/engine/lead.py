@@ -10,8 +10,7 @@ import torch
 
 from spyglass.batch.images import share_images
 from spyglass.batch.types import Batch, ImageBatch
-from spyglass.engine.cache.memory import PageMemory
-from spyglass.engine.cache.pages import Group
+from spyglass.engine.cache.pages import Group, PageMemory
 from spyglass.engine.ranks import Ranks
 from spyglass.errors import CapacityError
 from spyglass.lora.low_rank import AdapterFile

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from spyglass.batch.types import ImageBatch
-from spyglass.engine.cache.memory import PageMemory
+from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.fit import free_memory
 from spyglass.engine.ranks import BEAT_S, COLLECTIVE_S, RankStart, answer_free
 from spyglass.errors import CapacityError

@@ -15,7 +15,7 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
-from spyglass.engine.cache.memory import PageMemory
+from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.engine import Engine
 from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
 from spyglass.engine.lead import LeadMemory

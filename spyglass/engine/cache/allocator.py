@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
-from spyglass.engine.cache.memory import PageMemory
-from spyglass.engine.cache.pages import Group, PagePool, groups_of
+from spyglass.engine.cache.pages import Group, PageMemory, PagePool, groups_of
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
