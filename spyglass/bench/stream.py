@@ -36,6 +36,7 @@ from spyglass.prompt.tokens import Prompt
 from spyglass.server.app import create_app, served_by
 from spyglass.server.exchange import Call, Fetch
 from spyglass.server.protocols.endpoints import make_endpoints
+from spyglass.server.protocols.fields import Fields
 from spyglass.server.run import bind, make_server, serve
 
 _WORDS = ("The ", "picture ", "shows ", "a ", "small ", "red ", "boat, ", "and ", "behind ", "it ")
@@ -119,10 +120,14 @@ class _PlainReply:
         return 200, {}
 
 
+_FIELDS = Fields(read=frozenset({"max_tokens"}))
+
+
 @dataclass(frozen=True, slots=True)
 class _PlainEndpoint:
     prompt: Prompt
     path: str = _PLAIN
+    fields: Fields = _FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         params = SamplingParams(max_tokens=body["max_tokens"])

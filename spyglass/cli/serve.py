@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
+    app.state.service.workers.start()
     listening.listen()  # not before: nobody is to wait while a model is loaded
     port = 0 if config.uds else listening.getsockname()[1]
     print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
@@ -89,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
-    return 0
+    failure = None if llm.ranks is None else llm.ranks.failure
+    if failure is not None:
+        print(f"spyglass serve has ended: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
@@ -112,6 +116,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("vision", images),
+        ("numbers", "not compared (--numbers off)" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from spyglass.errors import CapacityError, PromptError
+from spyglass.errors import CapacityError, PromptError, is_recoverable
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
@@ -53,6 +53,10 @@ class PromptTokenizer:
         self.text_only = _without_added_tokens(self._full)
         self._longest = _longest_token(self._full, parsed)
 
+    def __reduce__(self) -> tuple[type[PromptTokenizer], tuple[str]]:
+        """For another process, which makes one of the same."""
+        return PromptTokenizer, (self._full.to_str(),)
+
     def refuse_unless_fits(self, texts: Iterable[str], most_tokens: int) -> None:
         """Refuse texts that are certain to make more than `most_tokens`, before that costs memory and time.
 
@@ -80,7 +84,7 @@ class PromptTokenizer:
             # `encode` would stop every other thread meanwhile
             ids: list[int] = self.text_only.encode_batch([text])[0].ids
         except BaseException as error:
-            if not is_panic(error):
+            if isinstance(error, Exception) or not is_recoverable(error):
                 raise
             raise PromptError("the tokenizer cannot read this text; send less of it at once") from None
         return ids
@@ -105,16 +109,11 @@ class PromptTokenizer:
         return text
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust has panicked, which it raises as what is no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
 def _build(text: str, name: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(text)
     except BaseException as error:  # the library raises bare Exception, whatever is wrong with the file
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_recoverable(error):
             raise
         raise PromptError(f"{name} is not a tokenizer file: {error}") from error
     tokenizer.no_truncation()

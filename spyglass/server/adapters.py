@@ -61,13 +61,13 @@ class AdapterRoutes:
     async def _load(self, request: Request) -> Response:
         given = await self._read(request, _LOAD)
         name = text_field(given, "lora_name", "")
-        folder = folder_below(self._root, text_field(given, "lora_path", ""))
+        folder = await asyncio.to_thread(folder_below, self._root, text_field(given, "lora_path", ""))
         async with self._turn:
             self._require_started()
             if name in (*self._reserved, *self._llm.adapters):
                 raise HTTPException(409, f"{name!r} is served already; unload it first, or choose another name")
             await asyncio.to_thread(self._llm.add_adapter, name, folder)
-            if (note := base_note(folder, self._llm.name)) is not None:
+            if (note := await asyncio.to_thread(base_note, folder, self._llm.name)) is not None:
                 _LOG.warning("%s", note)
             wrong = await self._readiness.try_adapter(name)
             if wrong is not None:

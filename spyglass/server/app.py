@@ -29,6 +29,7 @@ from spyglass.engine.shares import Client, Places
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
+from spyglass.server.about import about_routes
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
@@ -39,31 +40,47 @@ from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
+from spyglass.server.openapi import openapi_routes
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
-from spyglass.server.stream import RequestTimer, send_events, send_json, send_whole
-from spyglass.server.workers import ImageWorkers
+from spyglass.server.stream import RequestTimer, send_content, send_events, send_whole
+from spyglass.server.workers import Workers
 
 
 class Service:
     """One model behind HTTP: the engine's thread, and what all requests share."""
 
     def __init__(
-        self, llm: LLM, config: ServerConfig, worker: EngineWorker | None = None, keys: KeyRing | None = None
+        self,
+        llm: LLM,
+        config: ServerConfig,
+        worker: EngineWorker | None = None,
+        keys: KeyRing | None = None,
+        *,
+        own_protocols: bool = False,
     ) -> None:
         self.config = config
         self.keys = keys or KeyRing(read_api_keys(config.api_key, config.api_key_file))
         self.max_live = llm.options.max_sequences + config.max_waiting
         self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live, clients=self.keys.clients)
-        self.images = ImageWorkers()
-        self.served = replace(served_by(llm, config), unpack=self.images)
+        served = served_by(llm, config)
+        self.workers = Workers(served)
+        self.served = replace(served, unpack=self.workers.unpack)
         self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
+        self.parsers = Parsers(
+            config,
+            served.limits,
+            self.max_live,
+            llm.engine.prepare,
+            None if own_protocols else self.workers,
+            served.adapter_names,
+        )
         self.stopping = False
+        self.ranks = llm.ranks
         self.reading = Places(MAX_READING, self.keys.clients)  # bodies between their first byte and their last
         self.calls = Places(self.max_live, self.keys.clients)  # requests from their bodies to the ends of their answers
         self.held = MemoryBudget(config.max_held_bytes, self.keys.clients)  # bodies until they are parsed, then images
@@ -87,8 +104,10 @@ class Service:
             for task in tasks:
                 task.cancel()
             self.parsers.shutdown()
-            self.images.close()
+            await asyncio.to_thread(self.workers.close)
             await asyncio.to_thread(self.worker.stop)
+            if self.ranks is not None:  # here, as the signal that ends a server ends its process as soon as it is done
+                await asyncio.to_thread(self.ranks.close)
 
 
 class EndpointRoute:
@@ -152,7 +171,7 @@ class EndpointRoute:
         record.parse_s = time.monotonic() - scope["began"]
         record.ignored = call.ignored
         if isinstance(call, Immediate):
-            await send_json(call.status, call.body, send)
+            await send_content(call.status, call.content, send, {})
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures = call.images
@@ -192,7 +211,7 @@ def create_app(
 
     The engine of `llm` belongs to the application's thread while it runs: `LLM` itself must not be asked meanwhile.
     """
-    service = Service(llm, config, worker, keys)
+    service = Service(llm, config, worker, keys, own_protocols=endpoints is not None)
     protocols = make_endpoints(service.served) if endpoints is None else endpoints
     by_path = {endpoint.path: endpoint for endpoint in protocols}
     routes = [Route(path, EndpointRoute(service, endpoint), methods=["POST"]) for path, endpoint in by_path.items()]
@@ -202,6 +221,8 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
         *page_routes(service.served),
+        *about_routes(llm, service.served, service.started),
+        *openapi_routes(protocols),
         *_adapter_routes(llm, service),
     ]
     gate = Middleware(
@@ -274,6 +295,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "max_length": served.max_length,
         "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
+        "numbers": "not compared" if llm.numbers is None else llm.numbers.as_json(),
     }
 
 
@@ -308,7 +330,9 @@ async def _health(service: Service, request: Request) -> Response:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        await asyncio.to_thread(service.metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
 async def _models(service: Service, request: Request) -> Response:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from spyglass.engine.stats import EngineStats
+from spyglass.server.line_writer import LineWriter
 from spyglass.server.log import AUDIT, REQUESTS
 
 THROUGHPUT_SECONDS = 10.0
@@ -86,7 +87,7 @@ def set_up_logs(level: str, form: Literal["auto", "text", "json"] = "auto") -> N
 
     `form`: lines for people, JSON, or whichever suits what stderr is.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineWriter(sys.stderr)
     plain = sys.stderr.isatty() if form == "auto" else form == "text"
     handler.setFormatter(PlainLines() if plain else JsonLines())
     logging.captureWarnings(True)  # of the image library, about damaged files

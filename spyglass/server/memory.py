@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 
 from spyglass.engine.shares import ANYBODY, Client, Places
 from spyglass.errors import OverloadedError
+
+_TRIMMED, _TRIM_SECONDS = 32 << 20, 0.5
 
 
 class MemoryBudget:
@@ -16,6 +19,17 @@ class MemoryBudget:
     def __init__(self, most: int, clients: Sequence[Client] = ()) -> None:
         self.places = Places(most, clients)
         self.lock = threading.Lock()
+        self._unreturned = 0
+
+    def give_back(self, nbytes: int) -> None:
+        """Return to the system what the allocator keeps for later, when requests have given so much back. Any thread,
+        with the lock held."""
+        self._unreturned += nbytes
+        if self._unreturned >= _TRIMMED:
+            self._unreturned = 0
+            timer = threading.Timer(_TRIM_SECONDS, _trim)  # when what was counted is free
+            timer.daemon = True
+            timer.start()
 
     @property
     def total(self) -> int:
@@ -49,4 +63,11 @@ class Reservation:
         """Give everything back."""
         with self._all.lock:
             self._all.places.take(self._client, -self._mine)
+            self._all.give_back(self._mine)
             self._mine = 0
+
+
+def _trim() -> None:
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc's
+        library.malloc_trim(0)

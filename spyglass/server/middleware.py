@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spyglass.errors import is_recoverable
 from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Endpoint
 from spyglass.server.keys import KeyRing
@@ -18,7 +19,7 @@ from spyglass.server.log import REQUESTS, Record, log_request
 from spyglass.server.metrics import Metrics
 from spyglass.server.stream import send_json
 
-OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+OPEN_PATHS = ("/", "/playground/plan", "/docs", "/openapi.json", "/health")  # pages and the probe work without a key
 _HEADER_BYTES = 2000
 _LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -69,8 +70,8 @@ class RequestMiddleware:
         try:
             self._check(headers, scope, record)
             await self._app(scope, receive, send_named)
-        except Exception as error:
-            if record.status:  # too late for a body: a stream has its own way to tell
+        except BaseException as error:
+            if record.status or not is_recoverable(error):  # too late for a body: a stream has its own way to tell
                 raise
             await self._refuse(error, record, send_named)
         finally:
@@ -93,7 +94,7 @@ class RequestMiddleware:
         if self._stopping() and scope["path"] not in OPEN_PATHS:
             raise HTTPException(503, "the server is shutting down; send the request again", {"retry-after": "5"})
 
-    async def _refuse(self, error: Exception, record: Record, send: Send) -> None:
+    async def _refuse(self, error: BaseException, record: Record, send: Send) -> None:
         response = error_response(error)
         if not response.known:
             REQUESTS.error("request %s failed", record.request_id, exc_info=error)

@@ -27,8 +27,11 @@ from spyglass.prompt.chat import ImageRef
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
+from spyglass.server.protocols.fields import Fields
 from spyglass.server.run import bind, bind_unix, make_server, serve
 from spyglass.server.tls import Certificate
+
+NO_FIELDS = Fields(read=frozenset())
 
 
 @dataclass
@@ -64,6 +67,7 @@ class PlainEndpoint:
 
     served: Served
     path: str = "/plain"
+    fields: Fields = NO_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
         model = body.get("model", self.served.names[0])
