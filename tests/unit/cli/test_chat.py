@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -77,6 +78,14 @@ class Terminal:
     def press(self, key: bytes) -> None:
         os.write(self._own, key)
 
+    def interrupt(self, until: str) -> None:
+        """Press Ctrl+C until a text appears: one that comes just before a line is read is seen at the next."""
+        while True:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                self.until(until, seconds=2)
+                return
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -125,8 +134,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(terminal: Terminal) -> None:
     terminal.until(" ")
     terminal.process.send_signal(signal.SIGINT)
     assert "stopped; the conversation goes on" in terminal.until("\n> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("ends the chat)")
+    terminal.interrupt("ends the chat)")
     terminal.type("/set temperature 0")
     assert "triangle" in terminal.type("/clear") + terminal.type(f"'{SHAPES}' What shape is the red thing?")
     assert "/help" in terminal.type("/nothing")
