@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
-    return 0
+    failure = None if llm.ranks is None else llm.ranks.failure
+    if failure is not None:
+        print(f"spyglass serve has ended: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:

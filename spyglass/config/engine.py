@@ -101,7 +101,15 @@ class EngineConfig:
             "(or a preset's name in place of a folder) is enough"
         ),
     )
-    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)", high=1024))
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=about(
+            "processes among which the weights are divided: as many GPUs, or parts of the CPU's cores", high=64
+        ),
+    )
+    threads: int | None = field(
+        default=None, metadata=about("CPU threads of each process (default: what torch chooses)", high=1024)
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -72,6 +72,7 @@ class LLM:
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
         AdapterError: an adapter is damaged or does not fit the model, or its name is none.
+        RankError: a process of a divided model ended or failed.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class LLM:
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
         async_scheduling: Literal["auto", "on", "off"] | None = None,
+        tensor_parallel_size: int | None = None,
         threads: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None = None,
         progress: bool = False,
@@ -107,8 +109,6 @@ class LLM:
         self.options = options = read_engine_config(given)
         self._path = path = model_folder(path, options.load)
         self.name = model_name(path)
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"
         place = find_device(best if options.device == "auto" else options.device)
         config = read_model_config(path)
@@ -117,7 +117,7 @@ class LLM:
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         parts, self.numbers = load_checked(partial(load_parts, path, options, place, files, progress), options.numbers)
-        self.loaded, self.lora, engram_feed = parts.loaded, parts.lora, parts.engram
+        self.loaded, self.lora, engram_feed, self.ranks = parts.loaded, parts.lora, parts.engram, parts.ranks
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
@@ -126,7 +126,7 @@ class LLM:
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            with_room(options, self.loaded, engram_feed),
+            with_room(options, self.loaded, engram_feed, self.ranks),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self.banned_tokens,
@@ -135,9 +135,15 @@ class LLM:
             if token_bytes is None
             else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
+            ranks=self.ranks,
         )
         self._deltas: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter
+
+    def close(self) -> None:
+        """End the other processes of a divided model; it happens by itself when this one ends."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def generate(
         self,

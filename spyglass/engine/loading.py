@@ -11,12 +11,15 @@ from pathlib import Path
 import torch
 
 from spyglass.config.engine import EngineConfig, NumbersMode
+from spyglass.engine.lead import adapter_banks
+from spyglass.engine.load import load_ranks
+from spyglass.engine.ranks import Ranks
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.pool import AdapterPool
-from spyglass.model import LoadedModel, load_model
+from spyglass.model import LoadedModel
 from spyglass.numbers import WHOLE_PATH, NumbersReport, compare
 from spyglass.ops.table import OPS
 
@@ -28,6 +31,7 @@ class LoadedParts:
     loaded: LoadedModel
     lora: AdapterPool
     engram: EngramFeed | None
+    ranks: Ranks | None = None  # those that have the other parts of a divided model
     drawn: bool = False  # the weights are random: what they compute means nothing
 
 
@@ -40,26 +44,14 @@ def load_parts(
     without: Sequence[str] = (),
 ) -> LoadedParts:
     """Load all of it; ops in `without` run by their reference. Raises as `LLM`."""
-    loaded = load_model(
-        path,
-        device=device,
-        dtype=options.dtype,
-        numerics=options.numerics,
-        images=options.images > 0,
-        ops=options.ops,
-        vision_graphs=options.vision_graphs,
-        expand=options.expand_weights,
-        load=options.load,
-        without=without,
-        progress=progress,
-    )
-    lora, engram = AdapterPool(loaded.model), None
+    loaded, ranks = load_ranks(path, options, device, progress=progress, without=without)
+    lora, engram = AdapterPool(loaded.model, banks=adapter_banks(loaded.model, ranks)), None
     for name, file in adapters.items():  # before rows take what memory is left
         lora.attach(name, file)
     if loaded.config.text.engram is not None:
         store = open_engram(path, loaded.config, placement=options.engram)
         engram = EngramFeed(store, device=loaded.device, dtype=loaded.dtype)
-    return LoadedParts(loaded=loaded, lora=lora, engram=engram, drawn=options.load == "dummy")
+    return LoadedParts(loaded=loaded, lora=lora, engram=engram, ranks=ranks, drawn=options.load == "dummy")
 
 
 def load_checked(
@@ -67,11 +59,13 @@ def load_checked(
 ) -> tuple[LoadedParts, NumbersReport | None]:
     """Parts whose ops all agree with their references: `load(without)` is called again without those that do not.
 
+    A divided model is not compared: its ranks do nothing that is not a step.
+
     Raises:
         DeviceError: something differs, and the mode is "strict".
     """
     parts = load(())
-    if mode == "off" or parts.drawn:
+    if mode == "off" or parts.drawn or parts.ranks is not None:
         return parts, None
     report = compare(parts.loaded, parts.engram, parts.lora.slots())
     if not report.mismatches:
