@@ -27,6 +27,7 @@ from spyglass.engine.inputs import (
     naming,
     params_each,
 )
+from spyglass.engine.rehearsal import compile_ahead
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
@@ -128,6 +129,7 @@ class LLM:
         self.lora = AdapterPool(self.loaded.model)
         for name, file in files.items():  # before rows take what memory is left
             self.lora.attach(name, file)
+        compile_ahead(self.loaded, options, adapters=bool(files))
         engram_feed = None
         if self.config.text.engram is not None:
             store = open_engram(path, self.config, placement=options.engram)

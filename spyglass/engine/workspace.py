@@ -6,6 +6,7 @@ memory when it is first touched, so a large limit costs nothing by itself.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -64,7 +65,8 @@ def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
 def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> int:
     """The maximum of bytes that torch held on a GPU above what it holds now, while a full step with an image ran.
 
-    The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
+    The trial draws one token; what drawing takes for `max_sequences` answers at once is added, and what all captured
+    steps take, of which the two largest are tried: the first brings the memory that all share.
     """
     allocator = CacheAllocator(
         cache_plans(loaded.config.text),
@@ -82,7 +84,19 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
     before = torch.cuda.memory_allocated(loaded.device)
     engine.warm_up(options.max_step_tokens)
     drawing = options.max_sequences * loaded.config.text.vocab_size * _DRAWING
-    return torch.cuda.max_memory_allocated(loaded.device) - before + drawing
+    step = torch.cuda.max_memory_allocated(loaded.device) - before + drawing
+    return step + captured_bytes(engine, lambda: torch.cuda.mem_get_info(loaded.device)[0])
+
+
+def captured_bytes(engine: Engine, free: Callable[[], int]) -> int:
+    """What all captured steps of an engine will take, from what the two largest take of the `free` memory."""
+    if not engine.captures_ahead:
+        return 0
+    count, left = len(engine.step_shapes(adapters=True)), [free()]
+    for number in (1, 2):
+        engine.capture_steps(adapters=True, most=number)
+        left.append(free())
+    return left[0] - left[1] + (count - 1) * max(0, left[1] - left[2])
 
 
 def _tower_bytes(vision: VisionConfig, tokens: int) -> int:

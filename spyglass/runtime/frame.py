@@ -8,7 +8,7 @@ change no bit of the others, and its tensors lie at the same addresses in every 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,9 @@ Pages = Mapping[tuple[str, int], torch.Tensor]
 MAX_ROWS = 64  # of a step on a CPU that has a bucket: in larger ones the kernels take the time
 _MAX_ROWS_EACH = 8  # of one sequence: a token and drafts
 _VISIBLE_ROUNDING = 64  # compressed rows, on a CPU
-_MAX_FRAMES = 64
-_CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_CUDA_TOKENS = 2048  # the smallest bucket of context lengths, and then four times as much, and so on
+_MAX_FRAMES = 256
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_GPU_TOKENS = 2048  # the smallest bucket of context lengths, and then four times as much, and so on
 _ALIGNMENT = 64  # bytes; each tensor of a frame begins at a multiple
 
 
@@ -53,7 +53,7 @@ class FrameShape:
     adapters: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)  # a frame is its addresses
 class Frame:
     """A step in its buffers. `num_rows` of its rows and `num_logit_rows` of its logit rows are real, the first ones.
 
@@ -124,6 +124,8 @@ class Frames:
             exact = self._exact_shape(step, values)
             shape = self._bucket(step, exact)
             if shape is None:
+                if self._device.type != "cpu" and exact.rows <= GPU_ROWS[-1]:  # so that kernels meet few sizes
+                    exact = replace(exact, rows=next(rows for rows in GPU_ROWS if rows >= exact.rows))
                 return self._lay_out(values, exact, _Buffers(exact, self._fields(exact), self._device), pages)
         return self._reuse(values, shape, pages)
 
@@ -242,16 +244,16 @@ class Frames:
         )
 
     def _bucket(self, step: StepInput, exact: FrameShape) -> FrameShape | None:
-        """Room for many steps like this one: a few rows of each sequence, no images. None for any other.
+        """Room for many steps like this one: few rows, no images. None for any other.
 
-        Room costs time where rows are computed one after another, so on a CPU only bounds are rounded up, and either
-        no sequence closes a group or all may.
+        Room costs time where rows are computed one after another, so on a CPU only bounds are rounded up, either no
+        sequence closes a group or all may, and each has a few rows at most.
         """
-        few = exact.rows == exact.sequences or int((step.stop_S - step.start_S).max()) <= _MAX_ROWS_EACH
-        if exact.images or not few or exact.window_width > self._text.sliding_window:
+        if exact.images or exact.window_width > self._text.sliding_window:
             return None
-        if self._device.type != "cuda":
-            if exact.rows > MAX_ROWS:
+        if self._device.type == "cpu":
+            few = exact.rows == exact.sequences or int((step.stop_S - step.start_S).max()) <= _MAX_ROWS_EACH
+            if not few or exact.rows > MAX_ROWS:
                 return None
             return replace(
                 exact,
@@ -259,27 +261,46 @@ class Frames:
                 closing=tuple((ratio, count and exact.rows) for ratio, count in exact.closing),
                 visible=tuple((ratio, self._rounded(ratio, most)) for ratio, most in exact.visible),
             )
-        rows = next((rows for rows in _CUDA_ROWS if rows >= exact.rows), None)
-        if rows is None:
+        if exact.rows > GPU_ROWS[-1]:
             return None
-        tokens = _CUDA_TOKENS
-        while tokens < step.stop_S.max():
-            tokens *= 4
-        visible = {
-            ratio: min(tokens // ratio, self._topk.get(ratio, tokens))
-            if most <= self._topk.get(ratio, 0)
-            else tokens // ratio
-            for ratio, most in exact.visible
-        }
-        return replace(
-            exact,
+        tokens = self._levels(int(step.stop_S.max()))[-1]
+        rows = next(rows for rows in GPU_ROWS if rows >= exact.rows)
+        return self._gpu_shape(rows, tokens, dict(exact.table_widths), exact.adapters)
+
+    def gpu_buckets(
+        self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: Collection[bool]
+    ) -> list[FrameShape]:
+        """The buckets of all steps of at most `rows` rows of sequences up to `tokens` tokens, the largest first.
+
+        `table_widths` of the page tables by group; `adapters`: whether rows may have some.
+        """
+        sizes = [size for number, size in enumerate(GPU_ROWS) if number == 0 or GPU_ROWS[number - 1] < rows]
+        return [
+            self._gpu_shape(size, level, table_widths, some)
+            for level in reversed(self._levels(tokens))
+            for size in reversed(sizes)
+            for some in adapters
+        ]
+
+    def _levels(self, tokens: int) -> list[int]:
+        """Bounds of context lengths up to the one that holds `tokens`; the model's own limit is the last."""
+        levels = [_GPU_TOKENS]
+        while levels[-1] < tokens:
+            levels.append(4 * levels[-1])
+        return [min(level, max(tokens, self._text.max_position_embeddings)) for level in levels]
+
+    def _gpu_shape(self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: bool) -> FrameShape:
+        return FrameShape(
             rows=rows,
             sequences=rows,
             logit_rows=rows,
             window_width=self._text.sliding_window,
-            closing=tuple((ratio, rows) for ratio, _ in exact.closing),
-            visible=tuple(visible.items()),
-            table_widths=tuple((group, self._width(group, width, tokens)) for group, width in exact.table_widths),
+            closing=tuple((ratio, rows) for ratio in self._compressors),
+            visible=tuple((ratio, tokens // ratio) for ratio in self._compressors),
+            table_widths=tuple((group, self._width(group, width, tokens)) for group, width in table_widths.items()),
+            images=False,
+            image_rows=False,
+            adapters=adapters,
         )
 
     def _rounded(self, ratio: int, most: int) -> int:

@@ -15,7 +15,7 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import TextConfig
 from spyglass.ops.declare import Backend
 from spyglass.runtime.capture import Capture, Outputs
-from spyglass.runtime.frame import Frame, Frames, Pages
+from spyglass.runtime.frame import Frame, Frames, FrameShape, Pages
 from spyglass.runtime.step_input import StepInput
 
 EngramRows = Callable[[], Mapping[int, torch.Tensor]]
@@ -26,6 +26,9 @@ class ModelParts(Protocol):
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C], image by image."""
+
+    def capture_images(self) -> None:
+        """Capture the graphs of images, if there are any, before the first image comes."""
 
     def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
         """Residual streams [T, M, C]."""
@@ -91,7 +94,7 @@ class StepRunner:
         backend: Backend | None = None,
         capture: tuple[int, ...] = (),
     ) -> None:
-        self._model, self._banned_V, self._streams = model, banned_V, capture
+        self._model, self._text, self._banned_V, self._streams = model, text, banned_V, capture
         self._frames = Frames(text, page_rows, device)
         if backend is None:
             backend = model.capture_backend if _is_capturable(model) else "eager"
@@ -121,9 +124,11 @@ class StepRunner:
             amend(frame.batch)
         started = time.perf_counter()
         try:
-            run = partial(self._forward, frame, image_rows_IC, argmax)
+            # a GPU is ahead of the host, so that few launches behind a graph cost nothing: one graph serves both
+            within = argmax and self.capture.backend != "cuda_graph"
+            run = partial(self._forward, frame, image_rows_IC, within)
             if not (captures and frame.reused):
-                return self._result(frame, run())
+                return self._result(frame, run(), argmax)
 
             @contextmanager
             def padding() -> Iterator[None]:
@@ -136,15 +141,38 @@ class StepRunner:
                     if amend is not None:
                         amend(frame.batch)
 
-            model = self._model
-            assert _is_capturable(model), "only such a model has a back end"
-            addresses = tuple([tensor.data_ptr() for tensor in pages.values()])
-            self.capture.use((model.weights_version, addresses))
-            key = frame.shape, argmax, torch.get_num_threads()
+            self._use(pages)
+            key = frame, within, torch.get_num_threads()
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
-            return self._result(frame, tuple([output.clone() for output in outputs]))
+            return self._result(frame, tuple([output.clone() for output in outputs]), argmax)
         finally:
             self.seconds += time.perf_counter() - started
+
+    def shapes(self, rows: int, tokens: int, table_widths: Mapping[str, int], *, adapters: bool) -> list[FrameShape]:
+        """What is captured for steps of at most `rows` rows (`Frames.gpu_buckets`), the largest first."""
+        return self._frames.gpu_buckets(rows, tokens, table_widths, (True, False) if adapters else (False,))
+
+    def idle(self, shape: FrameShape, pages: Pages) -> Outputs:
+        """A step of padding rows, op by op: it changes nothing."""
+        return self._forward(self._padding(shape, pages), None, False)
+
+    def prepare(self, shape: FrameShape, pages: Pages) -> None:
+        """Capture steps of this shape for a GPU before the first one comes."""
+        self._use(pages)
+        frame = self._padding(shape, pages)
+        self.capture.prepare((frame, False, torch.get_num_threads()), partial(self._forward, frame, None, False))
+
+    def _padding(self, shape: FrameShape, pages: Pages) -> Frame:
+        frame, engram = self._frames.padding(shape, pages), self._text.engram
+        if engram is not None:
+            like = next(tensor for (kind, _), tensor in pages.items() if kind == "window")
+            frame.put_engram(dict.fromkeys(engram.layers, like.new_empty(0, engram.row_width)))
+        return frame
+
+    def _use(self, pages: Pages) -> None:
+        model = self._model
+        assert _is_capturable(model), "only such a model has a back end"
+        self.capture.use((model.weights_version, tuple([tensor.data_ptr() for tensor in pages.values()])))
 
     def _known(self, frame: Frame, pages: Pages) -> list[torch.Tensor]:
         """Every tensor that a captured step reads or writes and that outlives it."""
@@ -158,12 +186,15 @@ class StepRunner:
         found = model.argmax(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
         return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
-    def _result(self, frame: Frame, outputs: Outputs) -> StepResult:
+    def _result(self, frame: Frame, outputs: Outputs, argmax: bool) -> StepResult:
         rows, count = frame.num_logit_rows, 1 + len(self._streams)
+        found = outputs[count:]
+        if argmax and not found:
+            found = self._model.argmax(outputs[0], frame.batch.logit_rows_R, self._banned_V) or ()
         hidden_TC, *streams = (output[: frame.num_rows] for output in outputs[:count])
         return StepResult(
             hidden_TC=hidden_TC,
             logit_rows_R=frame.logit_rows_R,
             captured=dict(zip(self._streams, streams, strict=True)),
-            argmax=None if len(outputs) == count else (outputs[count][:rows], outputs[count + 1][:rows]),
+            argmax=(found[0][:rows], found[1][:rows]) if found else None,
         )

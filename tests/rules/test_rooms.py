@@ -57,7 +57,7 @@ ROOMS |= {
     "__init__": {"engine", "config", "lora", "train"},
     "__main__": {"cli"},
 }
-FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}
+FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "ops/launches.py", "cli/main.py", "cli/bench.py"}
 NO_TORCH = {"errors", "families", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 
