@@ -23,6 +23,7 @@ from spyglass.config.model import TextConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.warm_up import blank, largest_images, step_shapes
 from spyglass.model import LoadedModel, VisionLanguageModel
+from spyglass.ops.gpu import OF_AN_H200
 from spyglass.ops.launches import Kernel, compile_kernels, recorded
 from spyglass.prompt.tokens import TokenKind
 from spyglass.runtime.frame import GPU_ROWS
@@ -54,7 +55,7 @@ def compile_ahead(loaded: LoadedModel, options: EngineConfig, *, adapters: bool 
 
 
 def launched_kernels(
-    loaded: LoadedModel, options: EngineConfig, generation: int, processors: int | None = None, adapters: bool = False
+    loaded: LoadedModel, options: EngineConfig, generation: int, processors: int = OF_AN_H200, adapters: bool = False
 ) -> Counter[Kernel]:
     """What decode steps of every bucket, and prompts of lengths between which other kernels are chosen, launch."""
     model, text = loaded.model.on_meta(), loaded.config.text

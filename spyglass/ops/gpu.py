@@ -10,6 +10,9 @@ import torch
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
+OF_AN_H200 = 132  # streaming multiprocessors
+
+
 def generation() -> int:
     """Compute capability of the current GPU as one number, 90 for 9.0; from Triton's driver, which tests replace."""
     from triton.runtime import driver
@@ -40,7 +43,7 @@ def processors(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
     from triton.runtime import driver
 
-    return getattr(driver.active, "processors", None) or 132
+    return int(driver.active.processors) if hasattr(driver.active, "processors") else OF_AN_H200
 
 
 def usable(device_type: str, dtype: str) -> bool:

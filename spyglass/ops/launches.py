@@ -21,7 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from spyglass.ops.gpu import OF_AN_H200
+
 _MOST_PROCESSES = 16
+_CHILD = (
+    "import sys; sys.path[:] = sys.argv[2:]; from spyglass.ops.launches import compile_share; "
+    "sys.exit(compile_share(int(sys.argv[1])))"
+)
 _LOG = logging.getLogger(__name__)
 
 
@@ -41,7 +47,7 @@ class Kernel:
 class _StandIn:
     """As much of Triton's driver as compiling asks for. Each generation counts as a device, with a cache of its own."""
 
-    def __init__(self, generation: int, processors: int | None = None) -> None:
+    def __init__(self, generation: int, processors: int = OF_AN_H200) -> None:
         self.generation, self.processors = generation, processors
 
     def get_current_target(self) -> Any:
@@ -57,7 +63,7 @@ class _StandIn:
 
 
 @contextmanager
-def pretended(generation: int, processors: int | None = None) -> Iterator[None]:
+def pretended(generation: int, processors: int = OF_AN_H200) -> Iterator[None]:
     """Inside, Triton takes a GPU of compute capability `generation` (90 = 9.0) to be there, and can compile for it.
 
     Holds for the whole process: nothing else may launch meanwhile.
@@ -73,7 +79,7 @@ def pretended(generation: int, processors: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(generation: int, processors: int | None = None) -> Iterator[Counter[Kernel]]:
+def recorded(generation: int, processors: int = OF_AN_H200) -> Iterator[Counter[Kernel]]:
     """Inside, launches are counted by kernel instead of being made; see `pretended`."""
     from triton import knobs
 
@@ -99,21 +105,20 @@ def compile_kernels(kernels: Collection[Kernel], generation: int, processes: int
     """
     wanted = list(kernels)
     most = processes or min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     children = []
     for first in range(min(most, len(wanted))):
         with tempfile.TemporaryFile("w+") as share:
             json.dump([(one.module, one.name, one.specialisation) for one in wanted[first::most]], share)
             share.seek(0)
-            command = [sys.executable, "-m", "spyglass.ops.launches", str(generation)]
-            children.append(subprocess.Popen(command, stdin=share, stdout=subprocess.DEVNULL, env=environment))
+            command = [sys.executable, "-c", _CHILD, str(generation), *sys.path]
+            children.append(subprocess.Popen(command, stdin=share, stdout=subprocess.DEVNULL))
     failed = sum([child.wait() != 0 for child in children])
     if failed:
         _LOG.warning("%d of %d processes could not compile all their kernels", failed, len(children))
 
 
-def _compile_share(generation: int) -> int:
-    """The child of `compile_kernels`: kernels come on the standard input."""
+def compile_share(generation: int) -> int:
+    """What a process of `compile_kernels` does, and its exit code: kernels come on the standard input."""
     failed = 0
     with pretended(generation):
         for parts in json.load(sys.stdin):
@@ -121,10 +126,6 @@ def _compile_share(generation: int) -> int:
             try:
                 kernel.compile()
             except Exception as error:  # whatever a compiler raises; the others are still wanted
-                print(f"{kernel.module}.{kernel.name} cannot be compiled ahead: {error}", file=sys.stderr)
+                _LOG.warning("%s.%s cannot be compiled ahead: %s", kernel.module, kernel.name, error)
                 failed += 1
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(_compile_share(int(sys.argv[1])))
