@@ -14,11 +14,15 @@ from pathlib import Path
 
 import torch
 
-from spyglass.checkpoint.safetensors import TensorHeader, list_names, read_header
+from spyglass.checkpoint.match import MAX_STACKED_EXPERTS
+from spyglass.checkpoint.safetensors import MAX_TENSORS, TensorHeader, list_names, read_header
+from spyglass.config.model import ModelConfig
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.config import AdapterConfig, read_adapter_config
+from spyglass.lora.fit import PairShape, check_shapes_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.params.hf_names import STACKED, to_native
+from spyglass.params.table import most_tensors, param_table
 from spyglass.params.targets import group_of, why_refused
 
 TENSORS_NAME = "adapter_model.safetensors"
@@ -52,14 +56,14 @@ class _Found:
     strangers: list[str] = field(default_factory=list)
 
 
-def read_adapter(directory: str | Path) -> AdapterFile:
-    """Read a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`).
+def read_adapter(directory: str | Path, model: ModelConfig | None = None) -> AdapterFile:
+    """Read a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), for a `model` if it is known.
 
     Everything that headers can tell is checked before memory is taken for values.
 
     Raises:
-        AdapterError: the folder is no adapter, is damaged, asks for something that is not implemented, or has tensors
-            that belong to no module which takes an adapter ("k of N modules matched").
+        AdapterError: the folder is no adapter, is damaged, asks for something that is not implemented, has tensors
+            that belong to no module which takes an adapter ("k of N modules matched"), or does not fit the model.
     """
     directory = Path(directory)
     config = read_adapter_config(directory)
@@ -67,12 +71,14 @@ def read_adapter(directory: str | Path) -> AdapterFile:
     if not path.is_file():
         raise AdapterError(f"{directory} has no {TENSORS_NAME}; adapters in other files (.bin) are not read")
     try:
-        headers = read_header(path)
+        headers = read_header(path, MAX_TENSORS if model is None else most_tensors(model))
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
     pairs = _pairs(path, headers, config)
     for pair in pairs:
         _check_shapes(path, pair, config)
+    if model is not None:
+        _check_model(pairs, config, model)
     modules: dict[str, LowRank] = {}
     stacked: dict[str, int] = {}
     for pair in pairs:
@@ -164,6 +170,11 @@ def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:
     rank, rows, columns = config.rank_of(pair.name), pair.a.shape[0], pair.b.shape[1]
     if pair.parameter is not None:
         sound = rows == columns and rows % rank == 0 and pair.b.shape[0] % _STACK_PARTS[pair.parameter] == 0
+        if rows // rank > MAX_STACKED_EXPERTS:
+            raise AdapterError(
+                f"{path}: {pair.name} has {rows // rank:,} experts of rank {rank}; a model has {MAX_STACKED_EXPERTS:,} "
+                "at most"
+            )
     else:
         own_for_each_group = pair.native.endswith(".wo_a") and rows % rank == 0
         sound = columns == rank and (rows == rank or own_for_each_group)
@@ -172,6 +183,23 @@ def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:
             f"{path}: {pair.name} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, which is not the rank {rank} "
             "that adapter_config.json gives it (r, rank_pattern)"
         )
+
+
+def _check_model(pairs: list[_Pair], config: AdapterConfig, model: ModelConfig) -> None:
+    """Raises AdapterError: by its headers the adapter is for another model."""
+    shapes: dict[str, PairShape] = {}
+    stacked: dict[str, int] = {}
+    experts = model.text.n_routed_experts
+    for pair in pairs:
+        rank, (a_rows, inner), (outer, _) = config.rank_of(pair.name), pair.a.shape, pair.b.shape
+        if pair.parameter is None:
+            shapes[pair.native] = (a_rows, inner), (outer, rank)
+            continue
+        stacked[pair.native] = a_rows // rank
+        shape = (rank, inner), (outer // _STACK_PARTS[pair.parameter], rank)
+        matrices = [matrix for matrix, (stack, _, _) in STACKED.items() if stack == pair.parameter]
+        shapes |= {f"{pair.native}.{expert}.{matrix}": shape for expert in range(experts) for matrix in matrices}
+    check_shapes_fit(shapes, stacked, param_table(model), experts)
 
 
 def _parts(pair: _Pair, a: torch.Tensor, b: torch.Tensor, rank: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from spyglass.config.json_file import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import ConfigError, PromptError
+from spyglass.progress import Progress
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import ChatOptions, Effort, ImageRef, RenderedChat, SpecialPiece, encode_chat, render_chat
 from spyglass.prompt.data_url import is_data_url
@@ -155,7 +155,7 @@ def read_chats(
     except UnicodeDecodeError:
         raise PromptError(f'{path} is no text (UTF-8); it needs lines of the form {{"messages": [...]}}') from None
     chats, faults = [], []
-    for number, text in enumerate(tqdm(lines, desc="checking", unit="line", disable=None if progress else True), 1):
+    for number, text in enumerate(Progress(lines, total=len(lines), desc="checking", unit="line", show=progress), 1):
         if not text.strip():
             continue
         try:

@@ -26,7 +26,7 @@ from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats

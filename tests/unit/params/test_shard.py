@@ -85,8 +85,7 @@ def test_what_one_head_needs_is_cut_alike(preset: Preset) -> None:
     """Queries, sinks and both output maps of an output group are on one process; so are w1, w3 and w2."""
     params = table(preset)
     for names in (("attn.wq_b", "attn.attn_sink", "attn.wo_a", "attn.wo_b"),
-                  ("ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3"),
-                  ("attn.indexer.wq_b", "attn.indexer.weights_proj")):  # fmt: skip
+                  ("ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3")):  # fmt: skip
         found = [params[f"layers.1.{name}"].num_units for name in names if f"layers.1.{name}" in params]
         assert len(set(found)) <= 1
 
