@@ -48,7 +48,7 @@ def released(family: str) -> LoadedModel:
                     if param.kind == "index"  # its values are checked
                     else empty_packed(param.format, slot.shape, device)
                 )
-    report = LoadReport(counts={}, skipped={}, ignored_files=(), sparse_files=(), nbytes=0, seconds=0.0)
+    report = LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=0, seconds=0.0)
     return LoadedModel(
         model=model, config=config, device=device, dtype=torch.bfloat16, numerics="reference", report=report
     )

@@ -307,7 +307,7 @@ class Engine:
                 for shape in shapes:
                     self.step_runner.prepare(shape, self.allocator.pages)
             if most is None:
-                self.runner.capture_images()
+                self.step_runner.capture_images()
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self._device} has no memory left for {len(shapes)} captured steps; lower cache_bytes, max_sequences "

@@ -86,10 +86,6 @@ class Runner:
         """Whether the host must know all ids of a step before it runs."""
         return self._engram is not None
 
-    def capture_images(self) -> None:
-        """Capture what the model captures of its tower."""
-        self._model.capture_images()
-
     def run(
         self, chunks: Sequence[Chunk], resumable: Sequence[tuple[int, int]], before: RunningStep | None
     ) -> RunningStep:

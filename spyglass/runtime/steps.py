@@ -162,6 +162,10 @@ class StepRunner:
         frame = self._padding(shape, pages)
         self.capture.prepare((frame, False, torch.get_num_threads()), partial(self._forward, frame, None, False))
 
+    def capture_images(self) -> None:
+        """Capture what the model captures of its tower."""
+        self._model.capture_images()
+
     def _padding(self, shape: FrameShape, pages: Pages) -> Frame:
         frame, engram = self._frames.padding(shape, pages), self._text.engram
         if engram is not None:
