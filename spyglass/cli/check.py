@@ -275,7 +275,7 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     if tables:
         lines.append(
             f"engram tables: {shown_bytes(tables)}, left in their files (--engram mmap), or one copy in a machine's "
-            "memory (host), or divided between its GPUs (device)"
+            "memory (host), or beside the weights on its first GPU (device)"
         )
     where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
     lines += [f"{_times(fit)}{fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
