@@ -22,7 +22,7 @@ from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
-from spyglass.layers.build import BuildContext, held_tensors, weight_slots, without_memory
+from spyglass.layers.build import BuildContext, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.ops.declare import Backend
@@ -31,7 +31,6 @@ from spyglass.parallel.group import ALONE, Group
 from spyglass.params.shard import WHOLE, Shard, require_even
 from spyglass.params.table import most_tensors, param_table
 from spyglass.quant.packed import WeightSlot
-from spyglass.text.kinds import one_of_each
 from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
 from spyglass.text.v41 import V41Backbone
@@ -115,22 +114,6 @@ class VisionLanguageModel(nn.Module):
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """Every weight, adapters included."""
         return held_tensors(self)
-
-    def on_meta(self) -> VisionLanguageModel:
-        """A copy without memory and with one layer of each kind, to see what steps launch."""
-        graphs, self.vision_graphs = self.vision_graphs, None
-        try:
-            copied = without_memory(self, self.options.build)
-        finally:
-            self.vision_graphs = graphs
-        kept = one_of_each(self.text.layers, self.config.text.layers)
-        copied.text.layers = nn.ModuleList([copied.text.layers[index] for index in kept])
-        return copied
-
-    def capture_images(self) -> None:
-        """Capture the graphs of images, where they are used, before the first image comes."""
-        if self.vision_graphs is not None:
-            self.vision_graphs.prepare()
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C] of the activation dtype, picture by picture, cells in reading order.

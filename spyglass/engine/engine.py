@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,7 +22,7 @@ from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.drafts import Drafter
-from spyglass.engine.fit import free_memory, prefix_bytes
+from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.loop import StepLoop
 from spyglass.engine.ranks import Ranks
@@ -35,15 +33,12 @@ from spyglass.engine.sequence import Answer, Request, TokenSequence
 from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
-from spyglass.engine.warm_up import largest_prompts, step_shapes
+from spyglass.engine.warm_up import largest_prompts
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
-from spyglass.runtime.frame import FrameShape
 from spyglass.runtime.steps import ModelParts
-
-_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -280,42 +275,6 @@ class Engine:
             self.prefixes.clear()
             self.image_cache.clear()
             self._loop.counted = counted
-
-    @property
-    def captures_ahead(self) -> bool:
-        """Whether steps can be captured before they are needed; ranks of a divided model capture theirs together."""
-        return self.step_runner.capture.backend == "cuda_graph" and self._ranks is None
-
-    def step_shapes(self, *, adapters: bool = False) -> list[FrameShape]:
-        """What a GPU captures: all steps of few rows, the largest first; `adapters`: with some too."""
-        return step_shapes(self.step_runner, self.allocator, self.max_length, adapters=adapters)
-
-    def capture_steps(self, *, adapters: bool = False, most: int | None = None) -> None:
-        """Capture for a GPU all steps of few rows, and the tower; nothing runs and nothing changes.
-
-        `adapters`: steps with adapters too. `most`: only so many of the largest steps, and no tower.
-
-        Raises:
-            CapacityError: the device has no memory for the graphs.
-        """
-        if not self.captures_ahead:
-            return
-        started, before = time.perf_counter(), free_memory(self._device) or 0
-        shapes = self.step_shapes(adapters=adapters)[:most]
-        try:
-            with torch.inference_mode():
-                for shape in shapes:
-                    self.step_runner.prepare(shape, self.allocator.pages)
-            if most is None:
-                self.step_runner.capture_images()
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"{self._device} has no memory left for {len(shapes)} captured steps; lower cache_bytes, max_sequences "
-                "or max_length"
-            ) from error
-        taken = before - (free_memory(self._device) or 0)
-        seconds = time.perf_counter() - started
-        _LOG.info("captured %d steps in %.1f s, %.2f GB", self.step_runner.capture.captures, seconds, taken / 1e9)
 
     def _answer_limit(self, prompt: Prompt, params: SamplingParams) -> int:
         """Max tokens of the answer."""

@@ -1,7 +1,7 @@
-"""Every kernel that an engine will launch on its GPU, found on tensors without memory and compiled side by side.
+"""Every kernel that an engine will launch on its GPU, compiled side by side, and every step of few rows, captured.
 
 One after another Triton took 43 s for the 62 kernels of a short benchmark. What is found here is what the model itself
-launches, so no list of kernels has to be kept.
+launches on tensors without memory, so no list of kernels has to be kept.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
+from torch import nn
 
 from spyglass.batch.images import pack_images
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import TextConfig
 from spyglass.engine.cache.allocator import CacheAllocator
-from spyglass.engine.warm_up import blank, largest_images, step_shapes
+from spyglass.engine.engine import Engine
+from spyglass.engine.lead import LeadSteps
+from spyglass.engine.warm_up import blank, largest_images
+from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel, VisionLanguageModel
-from spyglass.ops.gpu import OF_AN_H200
-from spyglass.ops.launches import Kernel, compile_kernels, recorded
+from spyglass.ops.launches import OF_AN_H200, Kernel, compile_kernels, recorded
 from spyglass.prompt.tokens import TokenKind
-from spyglass.runtime.frame import GPU_ROWS
+from spyglass.runtime.ahead import capture_idle, gpu_buckets, run_idle
+from spyglass.runtime.frame import GPU_ROWS, FrameShape
 from spyglass.runtime.step_input import StepInput, sequence_input
 from spyglass.runtime.steps import StepRunner
+from spyglass.text.kinds import one_of_each, without_memory
 
 _META = torch.device("meta")
 _PAGES = 8
@@ -58,7 +63,7 @@ def launched_kernels(
     loaded: LoadedModel, options: EngineConfig, generation: int, processors: int = OF_AN_H200, adapters: bool = False
 ) -> Counter[Kernel]:
     """What decode steps of every bucket, and prompts of lengths between which other kernels are chosen, launch."""
-    model, text = loaded.model.on_meta(), loaded.config.text
+    model, text = _on_meta(loaded.model), loaded.config.text
     allocator = CacheAllocator(
         cache_plans(text),
         dtype=loaded.dtype,
@@ -73,7 +78,7 @@ def launched_kernels(
     longest = min(options.max_length or text.max_position_embeddings, text.max_position_embeddings)
     with torch.inference_mode(), recorded(generation, processors) as kernels:
         for shape in step_shapes(steps, allocator, longest, adapters=adapters):
-            hidden_TC = steps.idle(shape, pages)[0]
+            hidden_TC = run_idle(steps, text, shape, pages)[0]
             _end(model, hidden_TC, shape.logit_rows, banned_V)
         for start, tokens, pictures in _prompts(options.max_step_tokens, longest, model.vision is not None):
             step = prompt_step(start, tokens, allocator.page_rows, pictures=pictures, slot=int(adapters))
@@ -84,6 +89,56 @@ def launched_kernels(
                 pixels = [blank(plan).pixels]
                 model.encode_images(pack_images(pixels, [plan.vit_grid], model.vision.vision, device=_META))
     return kernels
+
+
+def step_shapes(steps: StepRunner, allocator: CacheAllocator, tokens: int, *, adapters: bool) -> list[FrameShape]:
+    """What a GPU captures of the steps of sequences up to `tokens` tokens, the largest first."""
+    widths = {group: table.shape[1] for group, table in allocator.table_rows(np.zeros(0, np.int64)).items()}
+    return gpu_buckets(steps.frames, allocator.step_tokens, tokens, widths, (True, False) if adapters else (False,))
+
+
+def captures_ahead(engine: Engine) -> bool:
+    """Whether steps can be captured before they are needed; ranks of a divided model capture theirs together."""
+    steps = engine.step_runner
+    return steps.capture.backend == "cuda_graph" and not isinstance(steps, LeadSteps)
+
+
+def capture_steps(
+    engine: Engine, model: VisionLanguageModel, *, adapters: bool = False, most: int | None = None
+) -> None:
+    """Capture for a GPU all steps of few rows, and the tower; nothing runs and nothing changes.
+
+    `adapters`: steps with adapters too. `most`: only so many of the largest steps, and no tower.
+
+    Raises:
+        CapacityError: the device has no memory for the graphs.
+    """
+    if not captures_ahead(engine):
+        return
+    started, steps, pages = time.perf_counter(), engine.step_runner, engine.allocator.pages
+    shapes = step_shapes(steps, engine.allocator, engine.max_length, adapters=adapters)[:most]
+    try:
+        with torch.inference_mode():
+            for shape in shapes:
+                capture_idle(steps, model.config.text, shape, pages)
+        if most is None and model.vision_graphs is not None:
+            model.vision_graphs.prepare()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the GPU has no memory left for {len(shapes)} captured steps; lower cache_bytes or max_length"
+        ) from error
+    _LOG.info("captured %d steps in %.1f s", steps.capture.captures, time.perf_counter() - started)
+
+
+def captured_bytes(engine: Engine, model: VisionLanguageModel, free: Callable[[], int]) -> int:
+    """What all captured steps of an engine will take, from what the two largest take of the `free` memory."""
+    if not captures_ahead(engine):
+        return 0
+    count, left = len(step_shapes(engine.step_runner, engine.allocator, engine.max_length, adapters=True)), [free()]
+    for number in (1, 2):
+        capture_steps(engine, model, adapters=True, most=number)
+        left.append(free())
+    return left[0] - left[1] + (count - 1) * max(0, left[1] - left[2])
 
 
 def prompt_step(
@@ -97,6 +152,14 @@ def prompt_step(
     }
     kinds = np.full(tokens, TokenKind.IMAGE if pictures else TokenKind.TEXT, np.int8)
     return sequence_input(np.zeros(tokens, np.int32), kinds, start, tables, [tokens - 1], slot=slot)
+
+
+def _on_meta(model: VisionLanguageModel) -> VisionLanguageModel:
+    """A copy without memory, and with one layer of each kind."""
+    copied = without_memory(model, model.options.build, model.vision_graphs)
+    kept = one_of_each(model.text.layers, model.config.text.layers)
+    copied.text.layers = nn.ModuleList([copied.text.layers[index] for index in kept])
+    return copied
 
 
 def _end(model: VisionLanguageModel, hidden_TC: torch.Tensor, rows: int, banned_V: torch.Tensor) -> None:

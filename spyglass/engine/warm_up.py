@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from spyglass.config.model import ModelConfig, VisionConfig
-from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.errors import PromptError
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.plan import plan_image
 from spyglass.prompt.tokens import ImagePlan, Patches, Prompt
-from spyglass.runtime.frame import FrameShape
-from spyglass.runtime.steps import StepRunner
 
 _LONGEST = 64  # in aligner cells; the longest blocks belong to images one pixel wide and 10 to 40 cells high
 
@@ -63,9 +60,3 @@ def largest_prompts(config: ModelConfig, *, pictures: bool, tokens: int) -> list
         block = len(prompt_from_parts([picture], config))
         prompts.append(prompt_from_parts([picture, text * max(1, tokens - block)], config))
     return prompts
-
-
-def step_shapes(steps: StepRunner, allocator: CacheAllocator, tokens: int, *, adapters: bool) -> list[FrameShape]:
-    """What a GPU captures of the steps of sequences up to `tokens` tokens, the largest first."""
-    widths = {group: table.shape[1] for group, table in allocator.table_rows(np.zeros(0, np.int64)).items()}
-    return steps.shapes(allocator.step_tokens, tokens, widths, adapters=adapters)

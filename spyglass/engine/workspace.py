@@ -6,7 +6,6 @@ memory when it is first touched, so a large limit costs nothing by itself.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +20,7 @@ from spyglass.engine.engine import Engine
 from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.ranks import Ranks
+from spyglass.engine.rehearsal import captured_bytes
 from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
@@ -106,18 +106,7 @@ def measured_step(
     engine.warm_up(options.max_step_tokens)
     drawing = options.max_sequences * loaded.config.text.vocab_size * _DRAWING
     step = torch.cuda.max_memory_allocated(loaded.device) - before + drawing
-    return step + captured_bytes(engine, lambda: torch.cuda.mem_get_info(loaded.device)[0])
-
-
-def captured_bytes(engine: Engine, free: Callable[[], int]) -> int:
-    """What all captured steps of an engine will take, from what the two largest take of the `free` memory."""
-    if not engine.captures_ahead:
-        return 0
-    count, left = len(engine.step_shapes(adapters=True)), [free()]
-    for number in (1, 2):
-        engine.capture_steps(adapters=True, most=number)
-        left.append(free())
-    return left[0] - left[1] + (count - 1) * max(0, left[1] - left[2])
+    return step + captured_bytes(engine, loaded.model, lambda: torch.cuda.mem_get_info(loaded.device)[0])
 
 
 def _tower_bytes(vision: VisionConfig, tokens: int) -> int:

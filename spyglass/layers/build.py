@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from spyglass.ops.declare import Ops
 from spyglass.parallel.group import ALONE, Group
@@ -19,7 +17,6 @@ from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
 
 RunPart = Callable[..., Any]
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 def run_part(part: torch.nn.Module, *inputs: Any) -> Any:
@@ -106,24 +103,6 @@ def held_tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
                     continue
                 tensors = (held.data, held.scale) if isinstance(held, Packed) else (held,)
                 yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
-class _WithoutMemory(TorchFunctionMode):
-    """Inside, a deep copy of a tensor has its shape and no memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        memo[id(tensor)] = out = torch.empty_like(tensor, device="meta")
-        return out
-
-
-def without_memory(module: _Module, build: BuildContext) -> _Module:
-    """A copy of a module that was built with `build`, on the device "meta": it can be run to see what it launches."""
-    with torch.no_grad(), _WithoutMemory():
-        same = {id(shared): shared for shared in (build.ops, build.params)}
-        return copy.deepcopy(module, {**same, id(build.device): torch.device("meta")})
 
 
 def weight_slots(root: torch.nn.Module) -> list[WeightSlot]:

@@ -10,9 +10,6 @@ import torch
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
-OF_AN_H200 = 132  # streaming multiprocessors
-
-
 def generation() -> int:
     """Compute capability of the current GPU as one number, 90 for 9.0; from Triton's driver, which tests replace."""
     from triton.runtime import driver
@@ -38,12 +35,12 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`; where tensors have none those of the GPU stood in for, or of an H200."""
+    """Streaming multiprocessors of `device`; where tensors have none, of the GPU stood in for."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     from triton.runtime import driver
 
-    return int(driver.active.processors) if hasattr(driver.active, "processors") else OF_AN_H200
+    return int(driver.active.processors)
 
 
 def usable(device_type: str, dtype: str) -> bool:

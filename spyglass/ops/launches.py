@@ -21,8 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from spyglass.ops.gpu import OF_AN_H200
-
+OF_AN_H200 = 132  # streaming multiprocessors
 _MOST_PROCESSES = 16
 _CHILD = (
     "import sys; sys.path[:] = sys.argv[2:]; from spyglass.ops.launches import compile_share; "

@@ -39,8 +39,7 @@ class CapturedGraph(Protocol):
 class Capture:
     """The graphs of one driver, least recently used first. Not for two threads at once.
 
-    `replays` counts runs that came from a graph, `captures` graphs that were made, `eager` keys that cannot be
-    captured, by reason.
+    `replays` counts runs from a graph, `captures` graphs that were made, `eager` keys that cannot be, by reason.
     """
 
     def __init__(self, backend: Backend, device: torch.device | str = "cpu", *, max_graphs: int | None = None) -> None:

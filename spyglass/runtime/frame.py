@@ -8,7 +8,7 @@ change no bit of the others, and its tensors lie at the same addresses in every 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,8 +48,8 @@ class FrameShape:
     closing: tuple[tuple[int, int], ...]
     visible: tuple[tuple[int, int], ...]
     table_widths: tuple[tuple[str, int], ...]
-    images: bool
-    image_rows: bool
+    images: bool = False
+    image_rows: bool = False
     adapters: bool
 
 
@@ -246,10 +246,9 @@ class Frames:
     def _bucket(self, step: StepInput, exact: FrameShape) -> FrameShape | None:
         """Room for many steps like this one: few rows, no images. None for any other.
 
-        Room costs time where rows are computed one after another, so on a CPU only bounds are rounded up, either no
-        sequence closes a group or all may, and each has a few rows at most.
+        On a CPU room costs time: only bounds are rounded up, sequences have few rows, and none or all may close a group.
         """
-        if exact.images or exact.window_width > self._text.sliding_window:
+        if exact.images or exact.window_width > self._text.sliding_window or exact.rows > GPU_ROWS[-1]:
             return None
         if self._device.type == "cpu":
             few = exact.rows == exact.sequences or int((step.stop_S - step.start_S).max()) <= _MAX_ROWS_EACH
@@ -261,35 +260,16 @@ class Frames:
                 closing=tuple((ratio, count and exact.rows) for ratio, count in exact.closing),
                 visible=tuple((ratio, self._rounded(ratio, most)) for ratio, most in exact.visible),
             )
-        if exact.rows > GPU_ROWS[-1]:
-            return None
-        tokens = self._levels(int(step.stop_S.max()))[-1]
         rows = next(rows for rows in GPU_ROWS if rows >= exact.rows)
-        return self._gpu_shape(rows, tokens, dict(exact.table_widths), exact.adapters)
+        return self.gpu_shape(rows, self.levels(int(step.stop_S.max()))[-1], dict(exact.table_widths), exact.adapters)
 
-    def gpu_buckets(
-        self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: Collection[bool]
-    ) -> list[FrameShape]:
-        """The buckets of all steps of at most `rows` rows of sequences up to `tokens` tokens, the largest first.
-
-        `table_widths` of the page tables by group; `adapters`: whether rows may have some.
-        """
-        sizes = [size for number, size in enumerate(GPU_ROWS) if number == 0 or GPU_ROWS[number - 1] < rows]
-        return [
-            self._gpu_shape(size, level, table_widths, some)
-            for level in reversed(self._levels(tokens))
-            for size in reversed(sizes)
-            for some in adapters
-        ]
-
-    def _levels(self, tokens: int) -> list[int]:
+    def levels(self, tokens: int) -> list[int]:
         """Bounds of context lengths up to the one that holds `tokens`; the model's own limit is the last."""
-        levels = [_GPU_TOKENS]
-        while levels[-1] < tokens:
-            levels.append(4 * levels[-1])
-        return [min(level, max(tokens, self._text.max_position_embeddings)) for level in levels]
+        last = (((tokens - 1) // _GPU_TOKENS).bit_length() + 1) // 2
+        return [min(_GPU_TOKENS * 4**n, max(tokens, self._text.max_position_embeddings)) for n in range(last + 1)]
 
-    def _gpu_shape(self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: bool) -> FrameShape:
+    def gpu_shape(self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: bool) -> FrameShape:
+        """The bucket of `rows` rows of sequences up to `tokens` tokens."""
         return FrameShape(
             rows=rows,
             sequences=rows,
@@ -298,8 +278,6 @@ class Frames:
             closing=tuple((ratio, rows) for ratio in self._compressors),
             visible=tuple((ratio, tokens // ratio) for ratio in self._compressors),
             table_widths=tuple((group, self._width(group, width, tokens)) for group, width in table_widths.items()),
-            images=False,
-            image_rows=False,
             adapters=adapters,
         )
 

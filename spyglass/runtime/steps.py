@@ -15,7 +15,7 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.model import TextConfig
 from spyglass.ops.declare import Backend
 from spyglass.runtime.capture import Capture, Outputs
-from spyglass.runtime.frame import Frame, Frames, FrameShape, Pages
+from spyglass.runtime.frame import Frame, Frames, Pages
 from spyglass.runtime.step_input import StepInput
 
 EngramRows = Callable[[], Mapping[int, torch.Tensor]]
@@ -26,9 +26,6 @@ class ModelParts(Protocol):
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C], image by image."""
-
-    def capture_images(self) -> None:
-        """Capture the graphs of images, if there are any, before the first image comes."""
 
     def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
         """Residual streams [T, M, C]."""
@@ -94,8 +91,8 @@ class StepRunner:
         backend: Backend | None = None,
         capture: tuple[int, ...] = (),
     ) -> None:
-        self._model, self._text, self._banned_V, self._streams = model, text, banned_V, capture
-        self._frames = Frames(text, page_rows, device)
+        self.model, self._banned_V, self._streams = model, banned_V, capture
+        self.frames = Frames(text, page_rows, device)
         if backend is None:
             backend = model.capture_backend if _is_capturable(model) else "eager"
         self.capture = Capture(backend, device)
@@ -117,92 +114,65 @@ class StepRunner:
         comes back is memory of its own.
         """
         captures = self.capture.backend != "eager" and not torch.is_grad_enabled()
-        frame = self._frames.fill(step, pages) if captures else self._frames.exact(step, pages)
+        frame = self.frames.fill(step, pages) if captures else self.frames.exact(step, pages)
         if engram_rows is not None:
             frame.put_engram(engram_rows())
         if amend is not None:
             amend(frame.batch)
         started = time.perf_counter()
         try:
-            # a GPU is ahead of the host, so that few launches behind a graph cost nothing: one graph serves both
-            within = argmax and self.capture.backend != "cuda_graph"
-            run = partial(self._forward, frame, image_rows_IC, within)
+            within = argmax and self.capture.backend != "cuda_graph"  # launches behind a graph cost a GPU nothing
+            run = partial(self.forward, frame, image_rows_IC, within)
             if not (captures and frame.reused):
                 return self._result(frame, run(), argmax)
 
             @contextmanager
             def padding() -> Iterator[None]:
                 """Inside, the frame holds padding rows alone, so that a run changes nothing."""
-                self._frames.padding(frame.shape, pages)
+                self.frames.padding(frame.shape, pages)
                 try:
                     yield
                 finally:
-                    self._frames.fill(step, pages, frame.shape)
+                    self.frames.fill(step, pages, frame.shape)
                     if amend is not None:
                         amend(frame.batch)
 
-            self._use(pages)
+            self.use(pages)
             key = frame, within, torch.get_num_threads()
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
             return self._result(frame, tuple([output.clone() for output in outputs]), argmax)
         finally:
             self.seconds += time.perf_counter() - started
 
-    def shapes(self, rows: int, tokens: int, table_widths: Mapping[str, int], *, adapters: bool) -> list[FrameShape]:
-        """What is captured for steps of at most `rows` rows (`Frames.gpu_buckets`), the largest first."""
-        return self._frames.gpu_buckets(rows, tokens, table_widths, (True, False) if adapters else (False,))
-
-    def idle(self, shape: FrameShape, pages: Pages) -> Outputs:
-        """A step of padding rows, op by op: it changes nothing."""
-        return self._forward(self._padding(shape, pages), None, False)
-
-    def prepare(self, shape: FrameShape, pages: Pages) -> None:
-        """Capture steps of this shape for a GPU before the first one comes."""
-        self._use(pages)
-        frame = self._padding(shape, pages)
-        self.capture.prepare((frame, False, torch.get_num_threads()), partial(self._forward, frame, None, False))
-
-    def capture_images(self) -> None:
-        """Capture what the model captures of its tower."""
-        self._model.capture_images()
-
-    def _padding(self, shape: FrameShape, pages: Pages) -> Frame:
-        frame, engram = self._frames.padding(shape, pages), self._text.engram
-        if engram is not None:
-            like = next(tensor for (kind, _), tensor in pages.items() if kind == "window")
-            frame.put_engram(dict.fromkeys(engram.layers, like.new_empty(0, engram.row_width)))
-        return frame
-
-    def _use(self, pages: Pages) -> None:
-        model = self._model
-        assert _is_capturable(model), "only such a model has a back end"
-        self.capture.use((model.weights_version, tuple([tensor.data_ptr() for tensor in pages.values()])))
+    def use(self, pages: Pages) -> None:
+        """What was captured with other weights or pages is forgotten."""
+        assert _is_capturable(self.model), "only such a model has a back end"
+        self.capture.use((self.model.weights_version, tuple([tensor.data_ptr() for tensor in pages.values()])))
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of some rows (int64) of the hidden states of the last step."""
-        return self._model.logits(hidden_TC, rows_R)
+        return self.model.logits(hidden_TC, rows_R)
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C], image by image."""
-        return self._model.encode_images(images)
+        return self.model.encode_images(images)
 
     def _known(self, frame: Frame, pages: Pages) -> list[torch.Tensor]:
         """Every tensor that a captured step reads or writes and that outlives it."""
-        assert _is_capturable(self._model)
+        assert _is_capturable(self.model)
         batch = frame.batch
-        return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self._model.held_tensors()]
+        return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self.model.held_tensors()]
 
-    def _forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
-        model, batch = self._model, replace(frame.batch, capture=self._streams)
+    def forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
+        model, batch = self.model, replace(frame.batch, capture=self._streams)
         hidden_TC, captured = model.text(model.embed(batch, image_rows_IC), batch, frame.cache)
         found = model.argmax(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
         return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
     def _result(self, frame: Frame, outputs: Outputs, argmax: bool) -> StepResult:
         rows, count = frame.num_logit_rows, 1 + len(self._streams)
-        found = outputs[count:]
-        if argmax and not found:
-            found = self._model.argmax(outputs[0], frame.batch.logit_rows_R, self._banned_V) or ()
+        behind = argmax and len(outputs) == count
+        found = self.model.argmax(outputs[0], frame.batch.logit_rows_R, self._banned_V) if behind else outputs[count:]
         hidden_TC, *streams = (output[: frame.num_rows] for output in outputs[:count])
         return StepResult(
             hidden_TC=hidden_TC,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from spyglass.engine.llm import LLM
+from spyglass.engine.rehearsal import capture_steps, captures_ahead
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.warm_up import blank, largest_images, noise
 from spyglass.engine.worker import EngineWorker
@@ -40,7 +41,7 @@ class Readiness:
     def __init__(self, llm: LLM, worker: EngineWorker, stopping: Callable[[], bool], info: Mapping[str, Any]) -> None:
         self._llm, self._worker, self._stopping, self._info = llm, worker, stopping, info
         self._trials = _trials(llm)
-        self._graphs = llm.engine.captures_ahead
+        self._graphs = captures_ahead(llm.engine)
         self._seen = dict.fromkeys(((_GRAPHS,) if self._graphs else ()) + tuple(self._trials), _STARTING)
 
     async def try_all(self) -> None:
@@ -98,7 +99,8 @@ class Readiness:
         return 200 if state == "ok" else 503, {"status": state, **self._info, "features": dict(self._seen)}
 
     async def _capture(self) -> str:
-        capture = partial(self._llm.engine.capture_steps, adapters=bool(self._llm.adapters))
+        llm = self._llm
+        capture = partial(capture_steps, llm.engine, llm.loaded.model, adapters=bool(llm.adapters))
         try:
             await self._worker.between_steps(capture)
         except SpyglassError as error:

@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
         "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora", "numbers",
+        "lora", "text", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",

@@ -19,6 +19,7 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import CapacityError, OverloadedError, PromptError
+from spyglass.model import VisionLanguageModel
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, plain, running, wait_for
@@ -253,13 +254,13 @@ def test_a_gpu_captures_its_steps_before_it_is_ready(
 ) -> None:
     captured: list[bool] = []
 
-    def capture(self: Engine, *, adapters: bool) -> None:
+    def capture(engine: Engine, model: VisionLanguageModel, *, adapters: bool) -> None:
         captured.append(adapters)
         if error is not None:
             raise error
 
-    monkeypatch.setattr(Engine, "captures_ahead", True)
-    monkeypatch.setattr(Engine, "capture_steps", capture)
+    monkeypatch.setattr("spyglass.server.readiness.captures_ahead", lambda engine: True)
+    monkeypatch.setattr("spyglass.server.readiness.capture_steps", capture)
     with held(llm, ScriptedEngine()) as server:
         wait_for(lambda: health(server)[1]["status"] != "starting")
         status, body = health(server)

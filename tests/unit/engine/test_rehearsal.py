@@ -13,13 +13,14 @@ import torch
 from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.cache.allocator import CacheAllocator
-from spyglass.engine.rehearsal import engram_rows, launched_kernels, prompt_step
-from spyglass.engine.warm_up import step_shapes
+from spyglass.engine.rehearsal import captured_bytes, engram_rows, launched_kernels, prompt_step, step_shapes
 from spyglass.ops.launches import recorded
 from spyglass.runtime import capture as capture_file
+from spyglass.runtime.ahead import capture_idle
 from spyglass.runtime.capture import Outputs, Run
 from spyglass.runtime.step_input import StepInput, join_inputs
 from spyglass.runtime.steps import StepRunner
+from tests.engine_parts import make_engine, make_model
 from tests.released_models import released
 
 pytest.importorskip("triton", reason="the development set-up installs Triton")
@@ -84,7 +85,7 @@ def test_nothing_is_compiled_or_captured_after_the_start(family: str, monkeypatc
     with torch.inference_mode(), recorded(90) as launched:
         shapes = step_shapes(steps, allocator, longest, adapters=False)
         for shape in shapes:
-            steps.prepare(shape, pages)
+            capture_idle(steps, text, shape, pages)
         assert steps.capture.captures == len(shapes) and not steps.capture.eager
         replayed = 0
         for _ in range(30):
@@ -108,3 +109,15 @@ def ringed(step: StepInput, widths: dict[str, int]) -> StepInput:
         group: np.zeros((rows, width), np.int32) for group, width in widths.items() if not group.startswith("pool")
     }
     return replace(step, table_SP={**step.table_SP, **rings})
+
+
+def test_captured_steps_are_set_aside_from_what_the_two_largest_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first brings the memory that all share; on a CPU nothing is captured ahead, and nothing taken."""
+    left = iter([10_000, 7_000, 6_900])
+    model = make_model(seed=1)
+    engine = make_engine(model, model.config)
+    assert captured_bytes(engine, model, lambda: next(left)) == 0
+    monkeypatch.setattr("spyglass.engine.rehearsal.captures_ahead", lambda engine: True)
+    shapes = step_shapes(engine.step_runner, engine.allocator, engine.max_length, adapters=True)
+    assert captured_bytes(engine, model, lambda: next(left)) == 3_000 + (len(shapes) - 1) * 100
+    assert len(shapes) == 2 * 7 * 2, "with and without adapters, 1 to 64 rows, 4,096 tokens in two levels"

@@ -12,7 +12,7 @@ import torch
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.warm_up import largest_images
-from spyglass.engine.workspace import captured_bytes, estimated_step, with_room
+from spyglass.engine.workspace import estimated_step, with_room
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE
 from spyglass.prompt.build import prompt_from_parts
@@ -107,23 +107,3 @@ def test_the_tower_never_gets_more_than_a_steps_worth_of_pictures_at_once() -> N
         engine.step()
     assert watched.pictures == 6 and sum(calls) == 6 * 25
     assert max(calls) <= 32
-
-
-def test_captured_steps_are_set_aside_from_what_the_two_largest_take() -> None:
-    """The first brings the memory that all share; where it cannot be told, or nothing is captured, nothing is taken."""
-    left = iter([10_000, 7_000, 6_900])
-    tried: list[int | None] = []
-
-    class Capturing:
-        captures_ahead = True
-
-        def step_shapes(self, *, adapters: bool) -> list[int]:
-            return list(range(54))
-
-        def capture_steps(self, *, adapters: bool, most: int | None = None) -> None:
-            tried.append(most)
-
-    assert captured_bytes(Capturing(), lambda: next(left)) == 3_000 + 53 * 100  # type: ignore[arg-type]
-    assert tried == [1, 2]
-    engine = make_engine(small_v41_model(seed=1), step=32)
-    assert captured_bytes(engine, lambda: 5) == 0
