@@ -33,6 +33,10 @@ class DeviceError(SpyglassError):
     """A device, dtype or op implementation that was asked for cannot run here."""
 
 
+class RankError(SpyglassError):
+    """One of the processes that have the parts of a model has ended, hangs or failed: none of them can go on."""
+
+
 class NotServedError(SpyglassError):
     """A request names a model or adapter that is not served here."""
 
@@ -43,3 +47,9 @@ class OverloadedError(SpyglassError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether an error concerns the work alone that raised it: any `Exception`, and the panic of a library written in
+    Rust, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

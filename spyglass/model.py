@@ -6,7 +6,7 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,9 @@ from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
-from spyglass.params.table import param_table
+from spyglass.parallel.group import ALONE, Group
+from spyglass.params.shard import WHOLE, Shard, require_even
+from spyglass.params.table import most_tensors, param_table
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
@@ -84,15 +86,25 @@ class VisionLanguageModel(nn.Module):
                     self.learned[name] = PlainTensor(build, name, build.dtype)
         self._streams = text.hc_mult
         self._dtype = build.dtype
+        self._group, self._head_rows = build.group, build.rows("head")
+        ranks = [replace(build, shard=Shard(rank, build.shard.size)) for rank in range(build.shard.size)]
+        self._head_widths = [len(rank.rows("head")) for rank in ranks]
 
     def slots(self) -> list[WeightSlot]:
         """Every place that a checkpoint tensor fills."""
         return [slot for part in self.children() for slot in weight_slots(part)]
 
     @property
+    def vision_state(self) -> Literal["yes", "no", "off"]:
+        """Whether images are taken; "off" where the checkpoint has a tower that was not loaded."""
+        if self.config.vision is None:
+            return "no"
+        return "off" if self.vision is None else "yes"
+
+    @property
     def capture_backend(self) -> Backend:
-        """What captures the steps of this model."""
-        return self.options.build.ops.capture_backend
+        """What captures the steps of this model; "eager" where it holds what processes do together and cannot."""
+        return self.options.build.ops.capture_backend if self._group.capturable else "eager"
 
     @property
     def weights_version(self) -> int:
@@ -153,8 +165,7 @@ class VisionLanguageModel(nn.Module):
 
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of the given rows (int64) of the backbone's hidden states."""
-        out: torch.Tensor = self.head(hidden_TC.index_select(0, rows_R))
-        return out
+        return self._group.join(self.head(hidden_TC.index_select(0, rows_R)), self._head_widths)
 
     def argmax(
         self, hidden_TC: torch.Tensor, rows_R: torch.Tensor, banned_V: torch.Tensor
@@ -165,7 +176,11 @@ class VisionLanguageModel(nn.Module):
         """
         if not self.options.build.ops.can("linear_argmax", "saves_logits"):
             return None
-        return self.head.argmax(hidden_TC.index_select(0, rows_R), banned_V)
+        held = self._head_rows
+        if len(held) < len(banned_V):
+            banned_V = banned_V[held.start : held.stop]
+        ids_R, values_R = self.head.argmax(hidden_TC.index_select(0, rows_R), banned_V)
+        return self._group.largest(ids_R + held.start if held.start else ids_R, values_R)
 
     def forward(self, batch: Batch, cache: CacheView, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
         """Logits fp32 [R, V] of `batch.logit_rows_R`: the parts in order, for callers that need nothing in between."""
@@ -212,19 +227,23 @@ def load_model(
     vision_graphs: Literal["auto", "on", "off"] = "auto",
     expand: bool = False,
     load: Literal["files", "dummy"] = "files",
+    without: Collection[str] = (),
     progress: bool = True,
+    shard: Shard = WHOLE,
+    group: Group = ALONE,
 ) -> LoadedModel:
-    """Read a checkpoint folder into a model.
+    """Read a checkpoint folder into a model, or into the part of it that `shard` is; `group` has the other parts.
 
     `dtype` of activations: "auto" is bfloat16, as released. `numerics`: "auto" is "reference" when any matrix is stored
     as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
     takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
     `vision_graphs`: pictures through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
     packed weights while loading (more memory, sometimes faster). `load`: "dummy" draws the weights instead of reading
-    them, in the formats config.json promises. `progress` shows a bar on a terminal.
+    them, in the formats config.json promises. `without`: ops that are to run by their
+    reference. `progress` shows a bar on a terminal.
 
     Raises:
-        ConfigError: config.json is missing, malformed or of an unknown family.
+        ConfigError: config.json is missing, malformed or of an unknown family, or the model cannot be divided so.
         CheckpointError: the files do not hold what the configuration promises, or are damaged.
         DeviceError: an unknown or absent device, dtype or op choice, or graphs where there can be none.
     """
@@ -236,22 +255,29 @@ def load_model(
         raise DeviceError(f"vision_graphs={vision_graphs!r} is not known; use 'auto', 'on' or 'off'")
     place = find_device(device)
     config = read_model_config(path)
-    checkpoint = open_checkpoint(os.fspath(path)) if load == "files" else None
+    require_even(param_table(config), shard.size)
+    checkpoint = open_checkpoint(os.fspath(path), most_tensors(config)) if load == "files" else None
     dtype_name = "bfloat16" if dtype == "auto" else dtype
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
     build = BuildContext(
-        ops=bind_ops(place.type, dtype_name, ops), device=place, dtype=DTYPES[dtype_name], expand=expand
+        ops=bind_ops(place.type, dtype_name, ops, without),
+        device=place,
+        dtype=DTYPES[dtype_name],
+        expand=expand,
+        shard=shard,
+        group=group,
     )
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
     options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)
     model.eval()
     if checkpoint is None:
-        report = load_dummy(model.slots(), model.params, place, progress=progress)
+        held = {name: shard.held(param) for name, param in model.params.items()}
+        report = load_dummy(model.slots(), held, place, progress=progress)
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
-        report = load_into(model.slots(), checkpoint, skip=skip, progress=progress)
+        report = load_into(model.slots(), checkpoint, skip=skip, progress=progress, shard=shard, params=model.params)
     return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)
 
 

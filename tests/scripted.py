@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from spyglass.engine.request import Delta, FinishReason, RequestOutput, SamplingParams, Usage
 from spyglass.engine.sequence import Request
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.stats import EngineStats
 from spyglass.errors import PromptError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -54,7 +55,7 @@ class ScriptedEngine:
         """As `Engine`."""
         return Request(prompt=prompt, params=params)
 
-    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
         prompt, params = request.prompt, request.params
         if 66 in prompt.ids_T:
             raise PromptError("66 is refused")

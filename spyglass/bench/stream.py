@@ -27,6 +27,7 @@ from spyglass.config.shipped import default_model
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, Usage
 from spyglass.engine.sequence import Request
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
@@ -35,6 +36,7 @@ from spyglass.prompt.tokens import Prompt
 from spyglass.server.app import create_app, served_by
 from spyglass.server.exchange import Call, Fetch
 from spyglass.server.protocols.endpoints import make_endpoints
+from spyglass.server.protocols.fields import Fields
 from spyglass.server.run import bind, make_server, serve
 
 _WORDS = ("The ", "picture ", "shows ", "a ", "small ", "red ", "boat, ", "and ", "behind ", "it ")
@@ -62,7 +64,7 @@ class InstantEngine:
         """As `Engine`."""
         return Request(prompt=prompt, params=params)
 
-    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
         """As `Engine`."""
         self._next += 1
         self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0
@@ -118,10 +120,14 @@ class _PlainReply:
         return 200, {}
 
 
+_FIELDS = Fields(read=frozenset({"max_tokens"}))
+
+
 @dataclass(frozen=True, slots=True)
 class _PlainEndpoint:
     prompt: Prompt
     path: str = _PLAIN
+    fields: Fields = _FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         params = SamplingParams(max_tokens=body["max_tokens"])

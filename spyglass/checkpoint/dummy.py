@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from spyglass.checkpoint.load import LoadReport
 from spyglass.checkpoint.random import FP4_SPREAD, new_checkpoint, random_tensor
@@ -24,6 +23,7 @@ from spyglass.config.presets import PRESETS
 from spyglass.config.shipped import find_model
 from spyglass.errors import CheckpointError
 from spyglass.params.table import Param
+from spyglass.progress import Progress
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import TORCH_DTYPES, Packed, WeightSlot, empty_packed
 
@@ -69,19 +69,17 @@ def load_dummy(
     banks = _Banks(device)
     known = list(slots)
     total = sum(math.prod(slot.shape) for slot in known)
-    with tqdm(total=total, unit="", unit_scale=True, desc="drawing", disable=None if progress else True) as bar:
+    with Progress(total=total, unit="", unit_scale=True, desc="drawing", show=progress) as bar:
         for slot in known:
             if slot.name not in specs:
                 raise CheckpointError(f"no weight called {slot.name} belongs to this configuration")
             packed = _drawn(slot, specs[slot.name], banks, device)
             if slot.name.endswith("gate.bias") and gate_skew:
-                packed.data.add_(torch.randn_like(packed.data) * gate_skew)
+                packed.data.add_(torch.randn(packed.shape, generator=_seeded(slot.name)) * gate_skew)
             slot.put(packed)
             nbytes += packed.data.nbytes + (0 if packed.scale is None else packed.scale.nbytes)
             bar.update(math.prod(slot.shape))
-    return LoadReport(
-        counts={}, skipped={}, ignored_files=(), sparse_files=(), nbytes=nbytes, seconds=time.perf_counter() - started
-    )
+    return LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=nbytes, seconds=time.perf_counter() - started)
 
 
 def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -> Packed:
@@ -93,12 +91,16 @@ def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -
     return packed
 
 
+def _seeded(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """What is drawn depends on the name alone: processes that divide a model must have the same of what all have."""
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
 class _Banks:
     """One bank of random numbers per storage dtype, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._generator = torch.Generator(device).manual_seed(0)
         self._drawn: dict[str, torch.Tensor] = {}
 
     def fill(self, name: str, packed: Packed) -> None:
@@ -115,17 +117,17 @@ class _Banks:
         exponent = round(-math.log2(code_spread * math.sqrt(inputs)))
         assert packed.scale is not None
         if packed.scale.dtype == torch.uint8:
-            packed.scale.random_(exponent + 126, exponent + 128, generator=self._generator)
+            packed.scale.random_(exponent + 126, exponent + 128, generator=_seeded(name, self._device))
         else:
             packed.scale.fill_(2.0**exponent)
 
     def _bank(self, format: Format) -> torch.Tensor:
         if format.weight_dtype not in self._drawn:
-            dtype = TORCH_DTYPES[format.weight_dtype]
+            dtype, generator = TORCH_DTYPES[format.weight_dtype], _seeded(format.weight_dtype, self._device)
             if format.name == "fp4":
-                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=self._generator)
+                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=generator)
             else:
-                bank = torch.randn(_BANK, device=self._device, generator=self._generator).to(dtype)
+                bank = torch.randn(_BANK, device=self._device, generator=generator).to(dtype)
             self._drawn[format.weight_dtype] = bank
         return self._drawn[format.weight_dtype]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from spyglass.checkpoint.match import PARTS, Match, Part, match, part_of
+from spyglass.checkpoint.match import PARTS, Match, Part, Wanted, match, part_of
+from spyglass.checkpoint.origin import mixed_revisions
 from spyglass.checkpoint.safetensors import Checkpoint, list_names, open_checkpoint
 from spyglass.checkpoint.stream import stream
+from spyglass.checkpoint.zeros import zero_stretches
 from spyglass.errors import CheckpointError
+from spyglass.params.shard import WHOLE, Shard
+from spyglass.params.table import ParamTable
+from spyglass.progress import Progress
 from spyglass.quant.formats import Format
 from spyglass.quant.pack import E8M0_NAN
 from spyglass.quant.packed import Packed, WeightSlot
@@ -30,15 +35,11 @@ class PartCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part.
-
-    `sparse_files` are mostly holes on disk, which read as zeros (`Checkpoint.sparse_files`).
-    """
+    """What a load did. `skipped`: native names of the tensors left unread on purpose, by part."""
 
     counts: dict[Part, PartCount]
     skipped: dict[Part, tuple[str, ...]]
     ignored_files: tuple[str, ...]
-    sparse_files: tuple[str, ...]
     nbytes: int
     seconds: float
 
@@ -61,15 +62,21 @@ def load_into(
     *,
     skip: Iterable[Part] = ("draft",),
     progress: bool = True,
+    shard: Shard = WHOLE,
+    params: ParamTable | None = None,
 ) -> LoadReport:
     """Fill every slot, reading each needed tensor once, in the order of the files.
+
+    Slots of one of several processes are of the shapes that `shard` has of `params`; the checkpoint is checked against
+    the whole, and of each tensor only that part is read.
 
     `skip` names parts that stay unread (`draft` unless asked for; `vision` when images are not wanted); engram tables
     never enter a module and stay where they are. `progress` shows a bar when standard error is a terminal.
 
     Raises:
-        CheckpointError: tensors are missing, left over or misshapen (nothing is read then), a file cannot be read, or a
-            scale, norm, bias or other plain tensor holds NaN or infinity.
+        CheckpointError: tensors are missing, left over or misshapen or long stretches of a file are zeros (nothing is
+            read then), a file cannot be read, or a scale, norm, bias or other plain tensor holds NaN or infinity.
+        ConfigError: a packed tensor cannot be divided among so many processes.
     """
     started = time.perf_counter()
     if not isinstance(checkpoint, Checkpoint):
@@ -78,25 +85,35 @@ def load_into(
     for slot in slots:
         assert slot.name not in by_name, f"two slots are called {slot.name}"
         by_name[slot.name] = slot
-    matched = match(checkpoint, by_name, skip=frozenset({*skip, "engram"}))
+    wanted: dict[str, Wanted] = dict(by_name)
+    if params is not None and shard.size > 1:
+        wanted = {name: one for name, one in params.items() if name in by_name or one.split == "experts"}
+    matched = match(checkpoint, wanted, skip=frozenset({*skip, "engram"}))
     matched.refuse_faults(checkpoint.directory)
-    nbytes = sum(source.nbytes for source in matched.sources.values())
+    sources = matched.sources
+    if params is not None and shard.size > 1:
+        sources = {name: source.held(name, params[name], shard) for name, source in sources.items() if name in by_name}
+    if shard.rank == 0:  # which looks for all
+        if empty := zero_stretches(checkpoint):
+            raise CheckpointError("\n".join(map(str, empty)))
+        for line in mixed_revisions(checkpoint):
+            logging.getLogger(__name__).warning("%s: %s", checkpoint.directory, line)
+    nbytes = sum(source.nbytes for source in sources.values())
 
     def place(name: str, format: Format) -> Packed | None:
         offer = by_name[name].place
         return None if offer is None else offer(format)
 
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="loading", disable=None if progress else True) as bar:
-        for name, packed in stream(matched.sources, place):
+    with Progress(total=nbytes, unit="B", unit_scale=True, desc="loading", show=progress) as bar:
+        for name, packed in stream(sources, place):
             slot = by_name[name]
             _refuse_non_numbers(name, packed, slot.kind)
             slot.put(Packed(packed.format, packed.data, packed.scale, slot.shape))
-            bar.update(matched.sources[name].nbytes)
+            bar.update(sources[name].nbytes)
     return LoadReport(
         counts=_counts(matched),
         skipped={part: tuple(names) for part, names in matched.skipped.items()},
         ignored_files=checkpoint.ignored_files,
-        sparse_files=checkpoint.sparse_files(),
         nbytes=nbytes,
         seconds=time.perf_counter() - started,
     )

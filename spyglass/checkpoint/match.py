@@ -6,14 +6,15 @@ everything else that does not fit is a fault. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from spyglass.checkpoint.safetensors import Checkpoint, TensorHeader, list_names
 from spyglass.errors import CheckpointError
 from spyglass.params.hf_names import StackedPart, from_stacked, to_native
-from spyglass.params.table import TABLE_ROWS, component_of
+from spyglass.params.shard import Shard
+from spyglass.params.table import TABLE_ROWS, Param, component_of
 from spyglass.quant.formats import BF16, F32, FP4, I64, Format, fp8
 
 Part = Literal["text", "vision", "draft", "engram"]
@@ -48,12 +49,23 @@ class Source:
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
+    def held(self, name: str, param: Param, shard: Shard) -> Source:
+        """The bytes of that part of entry `name` which one of several processes has.
+
+        Raises:
+            ConfigError: its format cannot be cut there.
+        """
+        weight, *scales = shard.stored_cuts(name, param, self.format)
+        scale = None if self.scale is None else self.scale.narrow(scales[0])
+        return Source(self.format, self.weight.narrow(weight), scale)
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """The outcome. Names are native; `left_over` names are as found on disk.
 
     `at_init`: optional entries the checkpoint lacks. `skipped`: tensors left unread on purpose, by part.
+    `wants_vision`: the model has a tower.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
@@ -63,12 +75,32 @@ class Match:
     left_over: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)
+    wants_vision: bool = True
 
     def faults(self) -> list[str]:
         """One line per kind of fault, each listing names; empty when the checkpoint fits."""
+        whole = any(map(_in_tower, self.missing)) and not any(map(_in_tower, self.sources))
+        stripped = _of_tower(self.missing) if whole else []
+        without = [] if self.wants_vision else _of_tower(map(to_native, self.left_over))
         kinds = (
-            ("missing", self.missing, "tensors"),
-            ("left over", self.left_over, "tensors that the model has no place for"),
+            (
+                "missing is the whole vision tower, which config.json describes; fetch the whole checkpoint, or load "
+                "it without images (--images 0)",
+                stripped,
+                "tensors",
+            ),
+            ("missing", [name for name in self.missing if name not in stripped], "tensors"),
+            (
+                "left over from a vision model, while config.json describes no tower; take the config.json of these "
+                "files, or load them without images (--images 0)",
+                without,
+                "tensors",
+            ),
+            (
+                "left over",
+                [] if without == self.left_over else self.left_over,
+                "tensors that the model has no place for",
+            ),
             ("misshapen", self.misshapen, "tensors"),
             ("mixed", self.mixed, "expert matrices that differ in format from the first of their layer"),
         )
@@ -85,6 +117,15 @@ class Match:
             raise CheckpointError(f"{where} does not hold what its configuration promises:\n  " + "\n  ".join(faults))
 
 
+def _of_tower(names: Iterable[str]) -> list[str]:
+    """Those of native names that only a model with a vision tower has."""
+    return [name for name in names if _in_tower(name) or name.endswith(".ffn.gate.bias_vl")]
+
+
+def _in_tower(name: str) -> bool:
+    return part_of(name) == "vision"
+
+
 def part_of(name: str) -> Part:
     """Which of the counted parts a native name belongs to; engram tables are a part of their own."""
     group = component_of(name)
@@ -98,7 +139,7 @@ def match(
 
     `skip`: parts that are left unread; with "vision" that includes the tower's router biases of the text layers.
     """
-    result = Match()
+    result = Match(wants_vision=any(part_of(name) == "vision" for name in wanted))
     found = native_tensors(checkpoint)
     for name, entry in wanted.items():
         if part_of(name) in skip:

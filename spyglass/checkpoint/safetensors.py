@@ -8,21 +8,27 @@ overlapping or padded file is refused by name instead of turning into zeros.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spyglass.errors import CheckpointError
+from spyglass.params.shard import Cut
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+MAX_TENSORS = 400_000  # of a checkpoint whose configuration is not known; the largest release has 150,000
+_BYTES_EACH = 512  # of a header, for each of the tensors that there may be
+_MARKS_EACH = {b'"': 16, b",": 16, b"[": 4, b"{": 4}  # the same for the marks that JSON is made of
 MAX_NAMES_SHOWN = 20
 MAX_DIMENSIONS = 8
+_MAX_NAME = 10_000
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -46,7 +52,10 @@ _SHARD_NAME = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved)."""
+    """One tensor on disk. `start`, `nbytes`: bytes of `file`. The shape is the stored one (packed FP4 is halved).
+
+    A part of a tensor's columns lies in a piece per row: `pitch` bytes from the beginning of one to that of the next.
+    """
 
     name: str
     dtype: str
@@ -54,6 +63,20 @@ class TensorHeader:
     file: Path
     start: int
     nbytes: int
+    pitch: int = 0
+
+    def narrow(self, cut: Cut | None) -> TensorHeader:
+        """Some of its rows or columns, None = all; each of a whole tensor."""
+        if cut is None:
+            return self
+        assert not self.pitch and len(self.shape) <= 2
+        shape, whole = list(self.shape), self.shape[cut.axis]
+        shape[cut.axis] = cut.stop - cut.start
+        row_bytes = self.nbytes // self.shape[0]
+        step = row_bytes if cut.axis == 0 else row_bytes // whole
+        pitch = row_bytes if cut.axis == 1 and shape[1] < whole else 0
+        nbytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        return replace(self, shape=tuple(shape), start=self.start + cut.start * step, nbytes=nbytes, pitch=pitch)
 
 
 def list_names(names: list[str]) -> str:
@@ -62,13 +85,15 @@ def list_names(names: list[str]) -> str:
     return shown if len(names) <= MAX_NAMES_SHOWN else f"{shown} and {len(names) - MAX_NAMES_SHOWN} more"
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
+def read_header(file: Path, most_tensors: int = MAX_TENSORS) -> dict[str, TensorHeader]:
     """Headers of one file by tensor name, all of them consistent with the file's size.
 
     Raises:
-        CheckpointError: the file is missing, truncated, too long, not safetensors, or describes impossible tensors.
+        CheckpointError: the file is missing, truncated, too long, not safetensors, or describes impossible tensors, or
+            has far more in its header than so many tensors need; that is found before anything is made of it.
     """
     size, raw = _read_raw_header(file)
+    _refuse_large(file, raw, most_tensors)
     entries = _parse_json(file, raw)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -101,6 +126,18 @@ def _read_raw_header(file: Path) -> tuple[int, bytes]:
     return status.st_size, raw
 
 
+def _refuse_large(file: Path, raw: bytes, most_tensors: int) -> None:
+    """Raises CheckpointError: what lists tensors has far more than these need. Counts bytes, which costs no memory."""
+    most_tensors = min(most_tensors, MAX_TENSORS)
+    if len(raw) > (1 << 20) + _BYTES_EACH * most_tensors or any(
+        raw.count(mark) > each * most_tensors for mark, each in _MARKS_EACH.items()
+    ):
+        raise CheckpointError(
+            f"{file} lists far more than the {most_tensors:,} tensors that this model can have; use the config.json "
+            "that belongs to these files, or download them again"
+        )
+
+
 def _parse_json(file: Path, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -126,6 +163,8 @@ def _is_count(value: Any) -> bool:
 
 def _tensor_header(file: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
     """One entry, its dtype, shape and byte range agreeing with one another."""
+    if len(name) > _MAX_NAME:
+        raise CheckpointError(f"{file}: a tensor has a name of {len(name):,} characters, {name[:80]!r}...")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file}: tensor {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -187,8 +226,10 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, most_tensors: int = MAX_TENSORS) -> Checkpoint:
     """Read and check the index and all headers of a checkpoint folder; tensors stay on disk.
+
+    `most_tensors` (`params.table.most_tensors`) bounds what its headers may list.
 
     Raises:
         CheckpointError: the folder, a shard or a tensor is missing, index and files disagree, or a file is damaged;
@@ -204,14 +245,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     index = directory / INDEX_NAME
-    weight_map = _read_index(index) if os.path.lexists(index) else None
+    weight_map = _read_index(index, most_tensors) if os.path.lexists(index) else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _files_without_index(directory, present)
-    if weight_map is not None and not set(names) <= set(present):
+    if absent := sorted(set(names) - set(present)):
+        others = sorted(set(present) - set(names))
+        beside = f"; files that it does not name are {list_names(others)}" if others else ""
         raise CheckpointError(
-            f"{directory}: the index does not match the files: {INDEX_NAME} names {list_names(names)}; the folder "
-            f"has {list_names(present) or 'no safetensors file'}; fetch the missing shards or the index of these files"
+            f"{directory}: the index does not match the files: {len(absent)} of the {len(names)} that {INDEX_NAME} "
+            f"names are missing: "
+            f"{list_names(absent)}{beside}; fetch them, or the index of the files that are there"
         )
-    headers = _read_headers([directory / name for name in names])
+    headers = _read_headers([directory / name for name in names], most_tensors)
     tensors: dict[str, TensorHeader] = {}
     for header in headers:
         twice = sorted(header.keys() & tensors.keys())
@@ -228,25 +272,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def _read_headers(files: list[Path]) -> list[dict[str, TensorHeader]]:
-    headers, faults = [], []
+def _read_headers(files: list[Path], most_tensors: int) -> list[dict[str, TensorHeader]]:
+    headers, faults, found = [], [], 0
     for file in files:
         try:
-            headers.append(read_header(file))
+            headers.append(read_header(file, most_tensors))
+            found += len(headers[-1])
         except CheckpointError as error:
             faults.append(str(error))
+        if found > most_tensors or len(faults) > MAX_NAMES_SHOWN:
+            faults.append(f"{file}: not read any further, with {found:,} tensors and {len(faults)} faults so far")
+            break
     if faults:
         raise CheckpointError("\n".join(faults))
     return headers
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _read_index(index: Path, most_tensors: int) -> dict[str, str]:
     """`weight_map` of the index: tensor name to file name in the same folder."""
     try:
         status = os.stat(index)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
             raise CheckpointError(f"{index} is not a file of at most {MAX_HEADER_BYTES} bytes")
-        content = _parse_json(index, index.read_bytes())
+        raw = index.read_bytes()
+        _refuse_large(index, raw, most_tensors)
+        content = _parse_json(index, raw)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
     weight_map = content.get("weight_map")

@@ -137,16 +137,19 @@ class _Files:
         return targets
 
     def _read(self, header: TensorHeader, view: memoryview) -> None:
-        done = 0
+        piece = header.nbytes // header.shape[0] if header.pitch else header.nbytes
         try:
             descriptor = self._open(header.file)
-            while done < header.nbytes:
-                count = os.preadv(descriptor, [view[done : done + READ_BYTES]], header.start + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{header.file} ended inside {header.name!r}; it was changed while being read"
-                    )
-                done += count
+            for number, first in enumerate(range(0, header.nbytes, piece)):
+                start, done = header.start + number * header.pitch - first, first
+                while done < first + piece:
+                    stop = min(done + READ_BYTES, first + piece)
+                    count = os.preadv(descriptor, [view[done:stop]], start + done)
+                    if count == 0:
+                        raise CheckpointError(
+                            f"{header.file} ended inside {header.name!r}; it was changed while being read"
+                        )
+                    done += count
         except OSError as error:
             raise CheckpointError(f"{header.file} cannot be read: {error.strerror}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spyglass.errors import ConfigError
+from spyglass.progress import Progress
 
 if TYPE_CHECKING:
     from spyglass.engine import LLM
@@ -35,8 +36,6 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
     Raises:
         PromptError: the file of requests, or what stands in the file of answers, is not what it should be.
     """
-    from tqdm import tqdm
-
     from spyglass.config.server import ServerConfig
     from spyglass.server.app import served_by
     from spyglass.server.batch import answered, batch_lines, check_batch, run_batch
@@ -49,7 +48,7 @@ def run_file(llm: LLM, batch: Path, output: Path) -> int:
         print(f"spyglass: {faults}", file=sys.stderr)
     with (
         open(output, "a", encoding="utf-8") as out,
-        tqdm(total=total, initial=len(done), unit="request", disable=not sys.stderr.isatty()) as bar,
+        Progress(total=total, initial=len(done), unit="request", desc="answering") as bar,
     ):
         left = (line for line in batch_lines(batch, urls) if line.custom_id not in done)
         good, bad = run_batch(llm, endpoints, left, out, lambda fine: bar.update())

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "cache": "the first token of a prompt that was there before, beside a new one",
     "serve": "a server under load, beside the engine alone",
     "stream": "the server's own work for each streamed token, beside fixed events",
+    "reading": "requests read in a process of their own, beside the same in this one",
     "ops": "each op, beside its reference",
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the image tower on a GPU",

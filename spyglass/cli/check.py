@@ -9,21 +9,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spyglass.cli.options import note_bases
+from spyglass.cli.options import add_model, note_bases, required_model
+from spyglass.progress import shown_bytes
 
 if TYPE_CHECKING:
     from spyglass.config import ModelConfig
 
 HELP = (
     "Say from headers alone whether a checkpoint would load, what would run, and where it fits. The exit code is 0 if "
-    "its files are sound, 1 if not."
+    "its files are sound (and its numbers, if they are compared), 1 if not."
 )
 WOULD_NOT_LOAD = 1
+_AGREE = {"agree": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("directory", help="checkpoint folder or shipped model")
+    add_model(parser, default=False)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--lora",
@@ -31,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="an adapter that would be served with it, by folder or shipped name: judged and counted too",
+    )
+    parser.add_argument(
+        "--numbers",
+        action="store_true",
+        help="also load the model and compare each op with its reference, on this machine and its default device",
     )
     parser.add_argument("--plan", action="store_true", help="print only what fits where")
 
@@ -40,32 +47,45 @@ def run(args: argparse.Namespace) -> int:
     from spyglass.config.shipped import find_model
     from spyglass.errors import SpyglassError
 
-    directory = str(find_model(args.directory))
+    directory = str(find_model(required_model(args, "check")))
     report: dict[str, Any] = {"directory": directory, "would_load": False, "faults": []}
     try:
         note_bases({name: name for name in args.lora}, Path(directory))
         _examine(directory, report, args.lora)
+        if args.numbers and not report["faults"]:
+            report["numbers"] = _compare_numbers(directory, args.lora)
     except SpyglassError as error:
         report["faults"].append(str(error))
     report["would_load"] = not report["faults"]
     print(json.dumps(report, indent=2) if args.json else _as_text(report, plan_only=args.plan))
-    return 0 if report["would_load"] else WOULD_NOT_LOAD
+    return 0 if report["would_load"] and report.get("numbers", _AGREE)["agree"] else WOULD_NOT_LOAD
+
+
+def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
+    """What the comparison of ops with their references found; loads the model."""
+    from spyglass.engine.llm import LLM
+
+    llm = LLM(directory, numbers="on", adapters={f"adapter{n}": place for n, place in enumerate(adapters)})
+    assert llm.numbers is not None
+    return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
 def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
     """Fill the report as far as the folder allows."""
     from spyglass.checkpoint.match import match
+    from spyglass.checkpoint.origin import mixed_revisions
     from spyglass.checkpoint.safetensors import open_checkpoint
+    from spyglass.checkpoint.zeros import zero_stretches
     from spyglass.config import read_model_config
     from spyglass.ops.build import why_not
     from spyglass.params.hf_names import to_native
-    from spyglass.params.table import COMPONENTS, component_of, draft_kind, param_table
+    from spyglass.params.table import COMPONENTS, component_of, draft_kind, most_tensors, param_table
     from spyglass.plan import plan_memory, this_machine
 
     config = read_model_config(directory)
     report["family"] = config.family
     report["model"] = _describe_model(config)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, most_tensors(config))
     matched = match(checkpoint, param_table(config))
     groups: dict[str, dict[str, int]] = {group: {"tensors": 0, "bytes": 0} for group in COMPONENTS}
     for name, header in checkpoint.tensors.items():
@@ -82,7 +102,10 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> Non
     report["ignored_files"] = list(checkpoint.ignored_files)
     report["sparse_files"] = list(checkpoint.sparse_files())
     report["tokenizer"], tokenizer_faults = _examine_tokenizer(directory, config)
-    report["faults"] = matched.faults() + tokenizer_faults + _engram_faults(Path(directory), config)
+    report["mixed_revisions"] = mixed_revisions(checkpoint)
+    stretches = zero_stretches(checkpoint)
+    unfilled = [str(one) for one in stretches if not (one.whole and one.file.name in report["sparse_files"])]
+    report["faults"] = matched.faults() + unfilled + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
     report["no_cpu_kernels"] = why_not()
@@ -99,13 +122,9 @@ def _adapter_bytes(model: Path, adapter: str, config: ModelConfig) -> int:
         AdapterError: it is damaged, or does not fit the model.
     """
     from spyglass.config.shipped import find_adapter
-    from spyglass.lora.fit import check_fit
     from spyglass.lora.peft import read_adapter
-    from spyglass.params.table import param_table
 
-    file = read_adapter(find_adapter(adapter, model))
-    check_fit(file, param_table(config), config.text.n_routed_experts)
-    return file.bank_bytes()
+    return read_adapter(find_adapter(adapter, model), config).bank_bytes()
 
 
 def _examine_tokenizer(directory: str, config: ModelConfig) -> tuple[bool, list[str]]:
@@ -188,6 +207,8 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
         lines += _memory_lines(report["memory"])
+    if "numbers" in report:
+        lines.append(f"numbers: {report['numbers']['text']}")
     lines += [f"fault: {fault}" for fault in report["faults"]]
     lines.append(_last_line(report))
     return "\n".join(lines)
@@ -196,7 +217,8 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
 def _last_line(report: dict[str, Any]) -> str:
     if not report["would_load"]:
         return "would load: NO"
-    return "would load: yes" + ("" if report["fits_here"] else ", but not into this machine's free memory")
+    hollow = ", once its files hold values" if report["sparse_files"] else ""
+    return f"would load: yes{hollow}" + ("" if report["fits_here"] else ", but not into this machine's free memory")
 
 
 def _model_lines(report: dict[str, Any]) -> list[str]:
@@ -212,15 +234,16 @@ def _model_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _tensor_lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"tensors: {report['tensors']:,}, {_size(report['bytes'])} in {report['files']} files"]
+    lines = [f"tensors: {report['tensors']:,}, {shown_bytes(report['bytes'])} in {report['files']} files"]
     for group, entry in report["groups"].items():
         kind = f" ({report['draft']}, not loaded)" if group == "draft" and report["draft"] else ""
-        lines.append(f"  {group:<8} {entry['tensors']:>7,}  {_size(entry['bytes']):>10}{kind}")
+        lines.append(f"  {group:<8} {entry['tensors']:>7,}  {shown_bytes(entry['bytes']):>10}{kind}")
     lines.append("formats: " + ", ".join(f"{count:,} {name}" for name, count in sorted(report["formats"].items())))
     remarks = (
         ("left at init", report["left_at_init"]),
         ("files the index does not name", report["ignored_files"]),
         ("files that are mostly holes (headers only, or an unfinished download)", report["sparse_files"]),
+        ("parts of more than one release", report["mixed_revisions"]),
     )
     return lines + [f"{what}: {_few(names)}" for what, names in remarks if names]
 
@@ -243,16 +266,16 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     tables = memory["weights"]["engram"]["stored"]
     rows = memory["cache"]["bfloat16"]
     lines = [
-        f"weights: {_size(stored)} as stored, {_size(expanded)} widened to bfloat16; a step of 2,048 tokens about "
-        f"{_size(memory['step_bytes'])}",
+        f"weights: {shown_bytes(stored)} as stored, {shown_bytes(expanded)} widened to bfloat16; a step of 2,048 "
+        f"tokens about {shown_bytes(memory['step_bytes'])}",
         f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
     ]
     if memory["adapter_bytes"]:
-        lines.append(f"adapters: {_size(memory['adapter_bytes'])} beside the weights, the same on every device")
+        lines.append(f"adapters: {shown_bytes(memory['adapter_bytes'])} beside the weights, the same on every device")
     if tables:
         lines.append(
-            f"engram tables: {_size(tables)}, left in their files (--engram mmap), or one copy in a machine's memory "
-            "(host), or divided between its GPUs (device)"
+            f"engram tables: {shown_bytes(tables)}, left in their files (--engram mmap), or one copy in a machine's "
+            "memory (host), or beside the weights on its first GPU (device)"
         )
     where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
     lines += [f"{_times(fit)}{fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
@@ -282,7 +305,7 @@ def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
 
 
 def _verdict(fit: dict[str, Any]) -> str:
-    sizes = f"{_size(fit['weights'])} of weights, {_size(fit['usable'])} usable"
+    sizes = f"{shown_bytes(fit['weights'])} of weights, {shown_bytes(fit['usable'])} usable"
     return (
         f"fits, with room for {_tokens(fit['context'])} tokens ({sizes})"
         if fit["context"]
@@ -296,9 +319,3 @@ def _tokens(count: int) -> str:
 
 def _few(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _size(nbytes: int) -> str:
-    if nbytes >= 10**9:
-        return f"{nbytes / 1e9:,.2f} GB"
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.1f} kB"

@@ -14,13 +14,14 @@ from spyglass.cli.options import (
     adapters_of,
     add_engine_options,
     add_lora_option,
+    add_model,
     engine_config,
     model_folder,
     note_bases,
+    stated_model,
 )
 from spyglass.config.engine import EngineConfig
 from spyglass.config.fields import integer
-from spyglass.config.shipped import default_model
 from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ _VARIANTS = ("roman", "negative", "french")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass eval [options] [model]"
-    parser.add_argument("model", nargs="?", help=f"checkpoint folder or shipped model (default: {default_model()})")
+    parser.usage = "spyglass eval [options] [MODEL]"
+    add_model(parser)
     add_lora_option(parser)
     parser.add_argument("--num", type=integer, metavar="N", default=200, help="questions to ask (default: 200)")
     parser.add_argument(
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, print the table, write the sheet; the result is the exit code."""
-    folder = model_folder(args.model, "spyglass eval MODEL")
+    folder = model_folder(stated_model(args))
     engine_config(args)
     for name in ("num", "batch"):
         if getattr(args, name) < 1:

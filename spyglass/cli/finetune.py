@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from spyglass.cli.options import add_model, required_model
 from spyglass.config.fields import integer, number
 from spyglass.config.options import choices_of
 from spyglass.config.training import TrainConfig
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: one per `TrainConfig` field."""
     parser.usage = "spyglass finetune MODEL --data FILE --output DIR [options]"
     parser.epilog = "The manual, with examples, is docs/training.md."
-    parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder or shipped model")
+    add_model(parser, default=False)
     parser.add_argument(
         "--data",
         metavar="FILE",
@@ -39,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
-    config = TrainConfig(**{item.name: getattr(args, item.name) for item in fields(TrainConfig)})
+    stated = {item.name: getattr(args, item.name) for item in fields(TrainConfig)}
+    config = TrainConfig(**{**stated, "model": Path(required_model(args, "finetune"))})
     from spyglass.cli.main import INTERRUPTED
-    from spyglass.parallel import end_worker, init_workers, leave_workers
+    from spyglass.parallel.fsdp import end_worker, init_workers, leave_workers
     from spyglass.train.finetune import chosen_device, finetune
 
     processes = init_workers(chosen_device(config))

@@ -11,12 +11,13 @@ from typing import Any
 from PIL import Image
 
 from spyglass.cli.inspection_sheet import Inspection, draw_inspection
+from spyglass.cli.options import MODEL_FORMS, model_folder
 from spyglass.config import ModelConfig, VisionConfig, read_model_config
 from spyglass.config.fields import integer
 from spyglass.config.presets import config_of
-from spyglass.config.shipped import find_model
+from spyglass.config.shipped import default_model
 from spyglass.errors import PromptError
-from spyglass.families import FAMILIES, V4
+from spyglass.families import FAMILIES
 from spyglass.prompt import (
     CHAT_RULES,
     REFERENCE_RULES,
@@ -41,13 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("photo", type=Path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, GIF, BMP, TIFF)")
     which = parser.add_mutually_exclusive_group()
+    which.add_argument("--family", choices=tuple(_FAMILIES), help="plan for the released model of this family")
     which.add_argument(
-        "--family",
-        choices=tuple(_FAMILIES),
-        default=V4.short_name,
-        help=f"released model to plan for (default {V4.short_name})",
+        "-m", "--model", metavar="MODEL", help=f"plan for this one: {MODEL_FORMS} (default: {default_model()})"
     )
-    which.add_argument("--model", type=Path, metavar="DIR", help="plan for this checkpoint folder instead")
     parser.add_argument(
         "--start",
         type=integer,
@@ -102,9 +100,9 @@ class _Seen:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    if args.model is None:
+    if args.family:
         return config_of(_FAMILIES[args.family].presets[-1])
-    return read_model_config(find_model(args.model))
+    return read_model_config(model_folder(args.model))
 
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:

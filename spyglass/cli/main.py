@@ -12,16 +12,18 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from spyglass import __version__
+from spyglass.cli.config_file import add_config_option, read_config_file
 from spyglass.errors import ConfigError, SpyglassError
 
 VERBS = {
     "run": "ask a checkpoint about images, or just talk to it; the answer streams to the terminal",
+    "chat": "talk to a model in the terminal, with images, commands and history",
     "serve": "answer OpenAI and Anthropic clients over HTTP, with a page to try it in a browser",
     "eval": "ask a model fresh questions about simple images; accuracy kind by kind",
     "finetune": "train an adapter on chats with images, on the packed weights as they are",
@@ -29,10 +31,16 @@ VERBS = {
     "inspect": "draw what the model sees of an image: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
+    "pull": "download a model of the Hugging Face hub, or what is newer of it",
+    "list": "show the models that are here: those that come along and those downloaded",
+    "show": "say what a model is: size, layers, images, formats, adapters, licence",
+    "rm": "delete a downloaded model",
+    "completion": "print what makes a shell complete verbs, options and models: bash, zsh or fish",
     "bench": "measure one part beside its baseline: image, load, model, serve, and others",
 }
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
+_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--?[A-Za-z][\w-]*)")
 _OPTION_WITHOUT_VALUE = re.compile(r"(--?[A-Za-z][\w-]*)=")
 
 
@@ -56,7 +64,7 @@ def overview() -> str:
         f"usage: spyglass <verb> [options]\n\n"
         f"Spyglass {__version__} runs the DeepSeek-V4 family of vision models.\n\n"
         f"verbs:\n{verbs}\n\n"
-        f"`spyglass <verb> --help` lists a verb's options."
+        f"`spyglass <verb> --help` lists a verb's options, `spyglass --version` says the version."
     )
 
 
@@ -66,11 +74,47 @@ def load_verb(name: str) -> Verb:
     return module  # type: ignore[return-value]  # modules cannot be checked against a Protocol when named by a string
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser that asks "did you mean" of an option it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the message."""
+        unknown = _UNKNOWN_OPTION.match(message)
+        super().error(message + (did_you_mean(unknown[1], self._option_string_actions) if unknown else ""))
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that it resembles, if one does."""
+    import difflib
+
+    near = difflib.get_close_matches(text[:100], list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def build_parser(name: str, verb: Verb) -> argparse.ArgumentParser:
     """The argument parser of one verb; options may not be abbreviated, so that adding one never changes another."""
-    parser = argparse.ArgumentParser(prog=f"spyglass {name}", description=verb.HELP, allow_abbrev=False)
+    parser = Parser(prog=f"spyglass {name}", description=verb.HELP, allow_abbrev=False)
     verb.add_arguments(parser)
+    if not _hands_on(parser):
+        add_config_option(parser)
     return parser
+
+
+def _hands_on(parser: argparse.ArgumentParser) -> bool:
+    """Whether the rest of the line goes to somebody else's parser."""
+    return any(action.nargs == argparse.REMAINDER for action in parser._actions)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Options and other arguments in any order, unless `--` ends the options or a rest is handed on as it is.
+
+    Raises:
+        ConfigError: a file of options cannot be used.
+    """
+    if _hands_on(parser):
+        return parser.parse_args(arguments)
+    read_config_file(parser, arguments)
+    return parser.parse_args(arguments) if "--" in arguments else parser.parse_intermixed_args(arguments)
 
 
 def refuse_empty(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -110,7 +154,7 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
     parser = build_parser(name, verb)
     try:
         refuse_empty(parser, arguments)
-        return verb.run(parser.parse_args(arguments))
+        return verb.run(parse(parser, arguments))
     except SpyglassError as error:
         print(f"spyglass: error: {error}", file=sys.stderr)
         return USER_FAULT
@@ -122,11 +166,12 @@ def dispatch(arguments: Sequence[str]) -> int:
         print(overview())
         return 0 if arguments else USER_FAULT
     name, *rest = arguments
-    if name == "--version":
+    if name in ("-V", "--version"):
         print(f"spyglass {__version__}")
         return 0
     if name not in VERBS:
-        print(f"spyglass: error: unknown verb {name!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
+        known = f"unknown verb {name!r}; the verbs are {', '.join(VERBS)}"
+        print(f"spyglass: error: {known}{did_you_mean(name, VERBS)}", file=sys.stderr)
         return USER_FAULT
     return run_verb(name, rest)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spyglass.cli.options import note_bases
+from spyglass.cli.options import add_model, note_bases, required_model
+from spyglass.progress import Progress
 
 HELP = "Write a checkpoint with an adapter merged into its weights, and say what the stored format loses of it."
 
@@ -14,7 +15,7 @@ _STORED = {"bf16": "matrices in bfloat16", "same": "each matrix in the format it
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", help="checkpoint folder or shipped model")
+    add_model(parser, default=False)
     parser.add_argument("--lora", metavar="DIR", required=True, help="PEFT folder, or the name of a shipped adapter")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
     parser.add_argument(
@@ -29,16 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, say what was merged."""
-    from tqdm import tqdm
-
+    from spyglass.config import read_model_config
     from spyglass.config.shipped import find_adapter, find_model
     from spyglass.lora.merge import merge_adapter
     from spyglass.lora.peft import read_adapter
 
-    model = find_model(args.model)
+    model = find_model(required_model(args, "merge"))
     note_bases({"merged": args.lora}, model)
-    adapter = read_adapter(find_adapter(args.lora, model))
-    with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
+    adapter = read_adapter(find_adapter(args.lora, model), read_model_config(model))
+    with Progress(unit="B", unit_scale=True, desc="writing") as bar:
         report = merge_adapter(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
     print(report)
     if len(report.groups) > 1:

@@ -6,6 +6,7 @@ import argparse
 
 from spyglass.config.fields import integer
 from spyglass.config.presets import PRESETS
+from spyglass.progress import Progress
 
 HELP = "Write a seeded random checkpoint in the official file layout, tokenizer included."
 
@@ -36,11 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, say what was written."""
-    from tqdm import tqdm
-
     from spyglass.checkpoint.random import new_checkpoint
 
-    with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
+    with Progress(unit="B", unit_scale=True, desc="writing") as bar:
         layout = new_checkpoint(
             args.directory,
             args.preset,

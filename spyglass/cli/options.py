@@ -4,32 +4,90 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from spyglass.config.engine import EngineConfig, read_engine_config
-from spyglass.config.fields import integer
+from spyglass.config.fields import integer, number
+from spyglass.config.hub import read_hub_id
 from spyglass.config.options import choices_of
 from spyglass.config.server import ServerConfig, read_server_config
-from spyglass.config.shipped import base_note, default_model, find_adapter, find_model, shipped_adapters, shipped_models
+from spyglass.config.shipped import (
+    base_note,
+    default_model,
+    find_adapter,
+    find_model,
+    model_name,
+    shipped_adapters,
+    shipped_models,
+)
 from spyglass.errors import ConfigError
 from spyglass.lora.use import adapter_name
 
+# what vLLM calls an option that is a field here; the table of docs/cli.md is held to it by a test
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_length": ("--max-model-len",),
+    "max_sequences": ("--max-num-seqs",),
+    "max_step_tokens": ("--max-num-batched-tokens",),
+    "model_name": ("--served-model-name",),
+    "tensor_parallel_size": ("-tp",),
+}
+MODEL_FORMS = "checkpoint folder, shipped model or hub id (ORG/NAME[@revision])"
 ADAPTER = "lora"  # what the one adapter of a command line is called
 
 
-def model_folder(stated: str | None, option: str = "--model DIR") -> Path:
-    """The folder of a model named by path or by its shipped name, or of the default one.
+def add_model(parser: argparse.ArgumentParser, *, default: bool = True) -> None:
+    """The model of a verb: its first argument, or `--model`. With `default` it may be left out."""
+    told = MODEL_FORMS + (f" (default: {default_model()})" if default else "")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=told)
+    add_model_option(parser)
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """The other way to name the model; `stated_model` reads both."""
+    parser.add_argument("-m", "--model", dest="model_option", metavar="MODEL", help=f"the same: {MODEL_FORMS}")
+
+
+def stated_model(args: argparse.Namespace) -> str | None:
+    """The model that a command line names, None if it names none.
 
     Raises:
-        ConfigError: none was named, and the default one is not there; `option` is how to name one.
+        ConfigError: it names two.
+    """
+    placed, option = args.model, args.model_option
+    if placed is not None and option is not None:
+        raise ConfigError(f"the model is named twice, {placed!r} and --model {option!r}; leave one out")
+    return option if placed is None else placed
+
+
+def required_model(args: argparse.Namespace, verb: str) -> str:
+    """The model that a command line names.
+
+    Raises:
+        ConfigError: it names none or two.
+    """
+    if (stated := stated_model(args)) is None:
+        raise ConfigError(f"no model is named; say `spyglass {verb} MODEL`: {MODEL_FORMS}")
+    return stated
+
+
+def model_folder(stated: str | None) -> Path:
+    """The folder of a model named by path, by its shipped name or by its hub id, or of the default one.
+
+    Raises:
+        ConfigError: none was named, and the default one is not there; the hub's model cannot be had.
     """
     folder = find_model(default_model() if stated is None else stated)
     if stated is None and not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder} here; name a checkpoint folder with {option}")
+        raise ConfigError(f"there is no folder {folder} here; name a model with --model: {MODEL_FORMS}")
     return folder
+
+
+def names_model(text: str) -> bool:
+    """Whether a text can only be meant as a model: a shipped name, a hub id, or a checkpoint's folder."""
+    return text in shipped_models() or read_hub_id(text) is not None or (Path(text) / "config.json").is_file()
 
 
 def add_lora_option(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +114,7 @@ def note_bases(adapters: Mapping[str, str], model: Path) -> None:
         AdapterError: as `find_adapter`.
     """
     for place in adapters.values():
-        if (note := base_note(find_adapter(place, model), model.resolve().name)) is not None:
+        if (note := base_note(find_adapter(place, model), model_name(model))) is not None:
             print(f"spyglass: warning: {note}", file=sys.stderr, flush=True)
 
 
@@ -117,17 +175,18 @@ def stated(args: argparse.Namespace, kind: type[EngineConfig] | type[ServerConfi
 def _add(group: argparse._ArgumentGroup, kind: type[EngineConfig] | type[ServerConfig]) -> None:
     types, choices = get_type_hints(kind), choices_of(kind)
     for item in fields(kind):
-        option = "--" + item.name.replace("_", "-")
+        names = ("--" + item.name.replace("_", "-"), *ALIASES.get(item.name, ()))
         text = item.metadata["help"]
         if type(item.default) is int:
             text += f" (default: {item.default})"
         if types[item.name] is bool:
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif item.name in choices:
-            group.add_argument(option, choices=choices[item.name], help=text)
+            group.add_argument(*names, choices=choices[item.name], help=text)
         elif types[item.name] == tuple[str, ...]:
-            group.add_argument(option, action="append", metavar="TEXT", help=text)
+            group.add_argument(*names, action="append", metavar="TEXT", help=text)
         else:
-            is_text = types[item.name] is str
-            metavar = item.name.rpartition("_")[2].upper() if is_text else "N"
-            group.add_argument(option, type=str if is_text else integer, metavar=metavar, help=text)
+            kinds: dict[Any, Callable[[str], Any]] = {str: str, float | None: number}
+            read = kinds.get(types[item.name], integer)
+            metavar = item.name.rpartition("_")[2].upper() if read is str else "X" if read is number else "N"
+            group.add_argument(*names, type=read, metavar=metavar, help=text)

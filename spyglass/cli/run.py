@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.batch import output_path, run_file
+from spyglass.cli.chat_session import Chat
 from spyglass.cli.options import (
     ADAPTER,
+    MODEL_FORMS,
     adapters_by_name,
     add_engine_options,
+    add_model_option,
     engine_config,
     model_folder,
+    names_model,
     note_bases,
+    stated_model,
     told_adapters,
 )
-from spyglass.cli.reasoning import Unfolded, answer_of
+from spyglass.cli.talk import Talk
 from spyglass.config.engine import EngineConfig
 from spyglass.config.fields import integer, number
-from spyglass.config.shipped import default_model
+from spyglass.config.shipped import default_model, model_name
 from spyglass.errors import ConfigError, PromptError
+from spyglass.progress import tell
 
 if TYPE_CHECKING:
-    from spyglass.engine import LLM, RequestOutput, SamplingParams
+    from spyglass.engine import LLM
 
 HELP = "Ask a checkpoint about images, or talk to it: with a question once, without one as a chat."
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
@@ -36,11 +41,29 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.usage = "spyglass run [options] [question]"  # all of them would hide the error they are printed above
-    parser.add_argument("question", nargs="?", help="left out: standard input, or a chat on a terminal")
-    parser.add_argument(
-        "--model", metavar="DIR", help=f"checkpoint folder or shipped model (default: {default_model()})"
+    parser.usage = (
+        "spyglass run [options] [MODEL] [QUESTION]"  # all of them would hide the error they are printed above
     )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL QUESTION",
+        help=f"one argument is the question, without any it is standard input, or a chat on a terminal; before it may "
+        f"stand a model: {MODEL_FORMS} (default: {default_model()})",
+    )
+    add_model_option(parser)
+    parser.set_defaults(model=None)
+    parser.add_argument(
+        "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
+    )
+    add_talk_options(parser)
+
+
+def add_talk_options(parser: argparse.ArgumentParser) -> None:
+    """What may be said of a conversation, and of the engine beneath it."""
     parser.add_argument(
         "--image",
         metavar="PHOTO",
@@ -69,46 +92,96 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=integer, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--thinking", choices=("on", "off"), default="off", help="reason before answering")
     parser.add_argument("--effort", metavar="LEVEL", help="how much to reason, with --thinking on: low, high, max")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the answer alone, no numbers and remarks")
     parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
-    parser.add_argument(
-        "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
-    )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
-    folder = model_folder(args.model)
+    placed, args.question = _model_and_question(args.words, args.model_option)
+    args.model = placed or args.model  # of a file of options
+    folder = model_folder(stated_model(args))
     _check(args, folder)
     output = None if args.batch is None else output_path(args.batch, args.output)
-    questions = [] if args.batch else _questions(args.question)
-    from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
-    from spyglass.engine import LLM, SamplingParams
-    from spyglass.params.targets import describe_counts
-
-    stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    params = SamplingParams(**stated)
-    engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
-    adapters = _adapters(args, folder)
-    note_bases(adapters, folder)
-    llm = LLM(folder, adapters=adapters, progress=True, **engine)
-    for name, place in adapters.items():
-        _note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
-    if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
-        _note(f"{folder} has random weights: its words are noise")
-    if llm.loaded.report.sparse_files:
-        _note(f"{folder} has files that are mostly holes (headers only, or an unfinished download): they read as zeros")
+    question = None if args.batch else _question(args.question)
+    llm = _load(args, folder)
     if output is not None:
         return run_file(llm, args.batch, output)
-    if args.question and os.path.isfile(args.question):
-        _note(f"the question is the name of a file; to show it as an image: --image {args.question}")
-    talk = Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream)
-    for turn, question in enumerate(questions):
-        talk.ask(question, args.image if turn == 0 else ())
+    talk = _talk(args, llm)
+    if question is None:
+        Chat(talk, quiet=args.quiet).run(args.image)
+        return 0
+    if args.question and os.path.isfile(args.question) and not args.quiet:
+        tell(f"the question is the name of a file; to show it as an image: --image {args.question}")
+    talk.ask(question, args.image)
     return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """`spyglass chat`: the same without a question."""
+    args.question = args.batch = args.output = None
+    folder = model_folder(stated_model(args))
+    _check(args, folder)
+    Chat(_talk(args, _load(args, folder)), quiet=args.quiet).run(args.image)
+    return 0
+
+
+def _load(args: argparse.Namespace, folder: Path) -> LLM:
+    """The model with its adapters, and remarks on both."""
+    from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
+    from spyglass.engine import LLM
+    from spyglass.params.targets import describe_counts
+
+    engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
+    adapters = _adapters(args, folder)
+    if not args.quiet:
+        note_bases(adapters, folder)
+    llm = LLM(folder, adapters=adapters, progress=not args.quiet, **engine)
+    if args.quiet:
+        return llm
+    for name, place in adapters.items():
+        tell(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
+    if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
+        tell(f"{folder} has random weights: its words are noise")
+    return llm
+
+
+def _talk(args: argparse.Namespace, llm: LLM) -> Talk:
+    from spyglass.engine import SamplingParams
+
+    stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    return Talk(
+        llm,
+        SamplingParams(**stated),
+        thinking=args.thinking == "on",
+        effort=args.effort,
+        stream=not args.no_stream,
+        note=_say_nothing if args.quiet else tell,
+    )
+
+
+def _say_nothing(text: str) -> None:
+    """What `--quiet` tells."""
+
+
+def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple[str | None, str | None]:
+    """What the arguments without an option are.
+
+    Raises:
+        ConfigError: there are too many, or the only one names a model, which is never meant as a question.
+    """
+    if len(words) > 2 or (len(words) == 2 and model_option is not None):
+        raise ConfigError(f'{words[-1]!r} is one argument too many; quote the question: "{" ".join(words)}"')
+    if len(words) == 2:
+        return words[0], words[1]
+    question = words[0] if words else None
+    if question is not None and model_option is None and names_model(question):
+        raise ConfigError(
+            f"{question!r} names a model, and stands where the question is; say `spyglass chat {question}` to talk to "
+            f'it, or `spyglass run {question} "your question"`'
+        )
+    return None, question
 
 
 def _check(args: argparse.Namespace, folder: Path) -> None:
@@ -150,82 +223,17 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _adapters(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Adapters by name: those that lines of a batch choose from, or the one of a question."""
     if args.batch is not None:
-        return adapters_by_name(args.lora, (folder.resolve().name,))
+        return adapters_by_name(args.lora, (model_name(folder),))
     if len(args.lora) > 1:
         raise ConfigError(f"--lora is given {len(args.lora)} times; a question uses one adapter")
     return {ADAPTER: args.lora[0]} if args.lora else {}
 
 
-class Talk:
-    """A conversation so far, and how it is answered."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, *, thinking: bool, effort: Any, stream: bool) -> None:
-        self._llm, self._params = llm, params
-        self._thinking, self._effort, self._stream = thinking, effort, stream
-        self._messages: list[dict[str, Any]] = []
-
-    def ask(self, question: str, images: Sequence[Path]) -> None:
-        """Put a question, print the answer and its numbers."""
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-        started = time.perf_counter()
-        adapter = ADAPTER if ADAPTER in self._llm.adapters else None
-        deltas = self._llm.stream(
-            self._messages, self._params, thinking=self._thinking, effort=self._effort, adapter=adapter
-        )
-        times: list[float] = []
-        output, unfolded = None, Unfolded(reasoning=self._thinking, terminal=sys.stdout.isatty())
-        for delta in deltas:
-            times.append(time.perf_counter())
-            output = delta.output
-            if self._stream:
-                print(unfolded.push(delta.text), end="", flush=True)
-        assert output is not None
-        print(("" if self._stream else unfolded.push(output.text)) + unfolded.finish(), flush=True)
-        if output.error is not None:
-            _note(output.error)
-        elif unfolded.unanswered:
-            more = "; raise --max-tokens for an answer" if output.finish_reason == "length" else ""
-            _note(f"it was still reasoning when it ended ({output.finish_reason}){more}")
-        _note(_numbers(output, len(images), started, times))
-        answer = answer_of(output.text) if self._thinking else output.text  # the next prompt takes no reasoning
-        self._messages.append({"role": "assistant", "content": answer})
-
-
-def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
-    usage = output.usage
-    shown = f" ({usage.image_tokens} of images)" if images else ""
-    told = f"prompt {usage.prompt_tokens} tokens{shown}, first token after {times[0] - started:.2f} s"
-    told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
-    if len(times) > 1:
-        told += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
-    return told
-
-
-def _questions(stated: str | None) -> Iterable[str]:
-    """The one question that was given, or all of standard input, or line by line from a terminal."""
-    if stated is not None:
-        return [stated]
-    if sys.stdin.isatty():
-        return _lines()
+def _question(stated: str | None) -> str | None:
+    """The question that was given, or all of standard input; None on a terminal, where a chat begins."""
+    if stated is not None or sys.stdin.isatty():
+        return stated
     text = sys.stdin.read().strip()
     if not text:
         raise PromptError("there is no question: give one as an argument or on standard input")
-    return [text]
-
-
-def _lines() -> Iterator[str]:
-    _note("empty line or end of input ends the chat")
-    while question := _line():
-        yield question
-
-
-def _line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
-
-
-def _note(text: str) -> None:
-    print(f"spyglass: {text}", file=sys.stderr, flush=True)
+    return text

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from spyglass.config.fields import integer
+from spyglass.config.fields import integer, number
 from spyglass.errors import ConfigError
 
 PREFIX = "SPYGLASS_"
@@ -47,8 +47,11 @@ def check_options(options: Any) -> None:
             raise ConfigError(f"{name} is {value!r}, expected {' or '.join(choices[name])}")
         if hint is bool and not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}, expected True or False")
+        high = item.metadata.get("high")
+        if hint == float | None and None not in (value, high) and not (_is_number(value) and 0 < value <= high):
+            raise ConfigError(f"{name} is {value!r}, expected a number above 0, at most {high}")
         if hint is int or (hint == int | None and value is not None):
-            require_count(name, value, low=item.metadata["low"], high=item.metadata["high"])
+            require_count(name, value, low=item.metadata["low"], high=high)
         if hint == tuple[str, ...] and not (
             isinstance(value, tuple) and all(isinstance(text, str) and text.strip() for text in value)
         ):
@@ -91,6 +94,10 @@ def require_count(name: str, value: object, *, low: int, high: int | None = None
         raise ConfigError(f"{name} is {value!r}, expected an integer {span}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _parse(variable: str, text: str, kind: object) -> object:
     """The value of a variable's text; text fields pass as they are and are checked with the rest."""
     if kind is bool:
@@ -102,6 +109,11 @@ def _parse(variable: str, text: str, kind: object) -> object:
             return integer(text)
         except ValueError:
             raise ConfigError(f"environment variable {variable} is {text!r}, expected an integer") from None
+    if kind == float | None:
+        try:
+            return number(text)
+        except ValueError:
+            raise ConfigError(f"environment variable {variable} is {text!r}, expected a number") from None
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(","))
     return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spyglass.config.contradictions import refuse_contradictions
 from spyglass.config.fields import Fields
 from spyglass.config.model import (
     CandidatePlan,
@@ -35,6 +36,7 @@ MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 17  # of all layers together
 MAX_SINKHORN_ROUNDS = 1000
 MAX_WINDOW = 1 << 20
+MAX_IMAGE_TOKENS = 1 << 16
 SMALLEST_BLOCK = 9  # 3 leading pads, START, a 2x2 body, END: the least that one image can take (spec v4 9.5)
 
 # Our name -> the reference code's name (spec v4 1.4); names that agree are not listed.
@@ -123,7 +125,7 @@ def _model(fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: Weigh
     text = read_text(fields, wiring, defaults)
     extra = len(fields.integers("compress_ratios")) - len(ratios)
     vocab = text.vocab_size
-    return ModelConfig(
+    config = ModelConfig(
         family=V4.name,
         text=text,
         vision=_vision(fields),
@@ -136,8 +138,11 @@ def _model(fields: Fields, yarn: YarnScaling, defaults: Defaults, weights: Weigh
         image_token_id=fields.optional_integer("image_token_id", high=vocab - 1, limit="vocab_size"),
         num_draft_layers=fields.integer("num_nextn_predict_layers", default=extra, low=0),
         draft={key: value for key, value in fields.values.items() if key.startswith(DRAFT_PREFIX)},
-        informational={key: value for key, value in fields.unseen().items() if not key.startswith(DRAFT_PREFIX)},
+        informational={},
     )
+    refuse_contradictions(fields, text)
+    unread = {key: value for key, value in fields.unseen().items() if not key.startswith(DRAFT_PREFIX)}
+    return replace(config, informational=unread)
 
 
 def refuse_other_mathematics(fields: Fields) -> None:
@@ -317,7 +322,7 @@ def read_vision(tower: Fields, family: Family, *, smallest: int) -> VisionConfig
         patch_size=tower.integer("patch_size"),
         rope_theta=tower.number("rope_theta", above=1),
         downsample_ratio=tower.integer("downsample_ratio"),
-        max_tokens=tower.integer("max_image_tokens", low=smallest),
+        max_tokens=tower.integer("max_image_tokens", low=smallest, high=MAX_IMAGE_TOKENS),
         min_pixels=tower.integer("min_pixels", low=0),
         max_wh_ratio=tower.optional_number("max_wh_ratio", low=1),
         layout=family.image_layout,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spyglass.config import read_v4
+from spyglass.config.contradictions import refuse_contradictions, refuse_repeated, refuse_vision_contradictions
 from spyglass.config.fields import Fields
 from spyglass.config.model import (
     CandidatePlan,
@@ -27,6 +28,7 @@ from spyglass.families import V41
 from spyglass.quant.formats import FakeQuant
 
 RATIOS = (0, 1, 2)
+MAX_ENGRAM_HEADS = 1024  # each has a prime of its own, searched for when tables open
 SMALLEST_SPAN = 4  # START, one image cell, NEWLINE, END
 REFERENCE_EPS = 1e-20
 
@@ -58,7 +60,15 @@ def read_official(fields: Fields) -> ModelConfig:
         section.optional_choice("model_type", (f"{V41.name}_vision",))
         vision = read_v4.read_vision(section, V41, smallest=SMALLEST_SPAN)
     fields.fixed("tie_word_embeddings", False)
-    return _model(fields, text, yarn, vision, read_v4.official_weights(fields, None), OFFICIAL)
+    config = _model(fields, text, yarn, vision, read_v4.official_weights(fields, None), OFFICIAL)
+    refuse_contradictions(fields, config.text)
+    refuse_repeated(fields, text)
+    if vision is None:
+        fields.fixed("vision_n_layers", 0)
+    else:
+        refuse_vision_contradictions(section, vision, config.text)
+        refuse_repeated(fields, section, {name: ours for ours, name in read_v4.VISION_NAMES.items()})
+    return config
 
 
 def read_reference(fields: Fields) -> ModelConfig:
@@ -148,6 +158,7 @@ def _model(
         draft={key: value for key, value in text.values.items() if key.startswith(read_v4.DRAFT_PREFIX)},
         informational={},
     )
+    refuse_contradictions(text, backbone)
     rest = fields.unseen() if fields is text else {**fields.unseen(), **text.unseen()}
     named = {key: value for key, value in rest.items() if not key.startswith(read_v4.DRAFT_PREFIX)}
     return replace(config, informational=named)
@@ -162,8 +173,8 @@ def _layers(
     engram: EngramConfig | None,
 ) -> tuple[LayerPlan, ...]:
     """Each layer's role (spec v41 3.1): a ratio above 0 reads the nearest KV and index source at or below it."""
-    near = RopeSpec(theta=text.number("rope_theta", low=1), dim=rope_dim, yarn=None)
-    far = RopeSpec(theta=text.number("compress_rope_theta", low=1), dim=rope_dim, yarn=yarn)
+    near = RopeSpec(theta=text.number("rope_theta", above=1), dim=rope_dim, yarn=None)
+    far = RopeSpec(theta=text.number("compress_rope_theta", above=1), dim=rope_dim, yarn=yarn)
     kv_from = _sources(text, "kv_source_layer_ids", ratios)
     index_from = _sources(text, "index_source_layer_ids", ratios)
     for layer, source in kv_from.items():
@@ -255,7 +266,7 @@ def _engram(text: Fields, num_layers: int) -> EngramConfig | None:
         num_rows=num_rows,
         max_ngram=text.integer("engram_max_ngram_size", low=2, high=16),
         prime_above=text.integer("engram_vocab_size", low=2),
-        num_heads=text.integer("engram_n_heads"),
+        num_heads=text.integer("engram_n_heads", high=MAX_ENGRAM_HEADS),
         head_dim=text.integer("engram_head_dim"),
         pad_token_id=text.integer("engram_pad_token_id", low=0, high=vocab - 1),
         num_classes=text.integer("engram_compressed_vocab_size", high=vocab),

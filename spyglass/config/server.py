@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from spyglass.config.keys import read_api_keys
 from spyglass.config.options import SERVER_PREFIX, about, check_options, read_options
 from spyglass.errors import ConfigError
 
@@ -29,10 +30,16 @@ class ServerConfig:
     api_key: tuple[str, ...] = field(
         default=(),
         metadata=about(
-            "key that clients must send; may be given repeatedly. Other users of the machine see a command line: "
-            "SPYGLASS_SERVER_API_KEY=key1,key2 is safer"
+            "key that clients must send: KEY, or 'NAME=KEY share=N requests=N tokens=N images=N', the numbers being a "
+            "share of a busy server and rates a minute; may be given repeatedly. Other users of the machine see a "
+            "command line: SPYGLASS_SERVER_API_KEY=key1,key2 or --api-key-file are safer"
         ),
     )
+    api_key_file: str = field(default="", metadata=about("file with such keys, one a line; KEY may be sha256:HEX"))
+    tls_cert: str = field(
+        default="", metadata=about("serve https: file with the certificate and its chain (PEM); read again on change")
+    )
+    tls_key: str = field(default="", metadata=about("file with the certificate's private key (PEM), not encrypted"))
     model_name: tuple[str, ...] = field(
         default=(), metadata=about("what clients call the model (default: its folder's name); may be given repeatedly")
     )
@@ -73,9 +80,20 @@ class ServerConfig:
         metadata=about("refuse request fields that are not known, instead of ignoring them and naming them"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=about("how much to log"))
+    log_format: Literal["auto", "text", "json"] = field(
+        default="auto",
+        metadata=about("text for people, json for programs, auto: text where standard error is a terminal"),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in ("api_key_file", "tls_cert", "tls_key"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected a path")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError(f"tls_cert is {self.tls_cert!r} with tls_key {self.tls_key!r}; give both or neither")
+        object.__setattr__(self, "api_key", tuple(map(str, read_api_keys(self.api_key))))  # hashed from here on
+        read_api_keys(self.api_key, self.api_key_file)
         if self.allow_adapter_loading != bool(self.adapter_root) or not Path(self.adapter_root).is_dir():
             raise ConfigError(
                 f"allow_adapter_loading is {self.allow_adapter_loading} with adapter_root {self.adapter_root!r}; "

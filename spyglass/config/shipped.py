@@ -1,6 +1,7 @@
-"""Models that come with the package, found by name: folders `spyglass/models/<name>`, their adapters in `adapters/`.
+"""Which folder a model's name means: a folder, a model that comes with the package, or one of the hub.
 
-A folder that exists is taken as it is; a name is looked up only when there is no such folder.
+A folder that exists is taken as it is; a name is looked up only when there is no such folder. What comes with the
+package lies in `spyglass/models/<name>`, its adapters in `adapters/`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spyglass.config.hub import fetch, hub_name, read_hub_id
 from spyglass.config.json_file import read_json_object
 from spyglass.errors import AdapterError, ConfigError
 
@@ -26,18 +28,29 @@ def default_model(root: Path = SHIPPED) -> str:
 
 
 def find_model(name_or_path: str | os.PathLike[str], root: Path = SHIPPED) -> Path:
-    """The folder of a shipped model by its name; anything else is a path and comes back as it is.
+    """The folder of a shipped model by its name, or of a hub's model by its id, which is downloaded if it is not there
+    yet; anything else is a path and comes back as it is.
 
     Raises:
-        ConfigError: the text is empty, which as a path would be the folder one stands in.
+        ConfigError: the text is empty, which as a path would be the folder one stands in, or the hub's model cannot be
+            had.
     """
-    if not os.fspath(name_or_path):
+    text = os.fspath(name_or_path)
+    if not text:
         raise ConfigError(
             f"the model's name is empty; give a checkpoint folder{_or(shipped_models(root))} ('.' is the folder here)"
         )
-    if not os.path.isdir(name_or_path) and os.fspath(name_or_path) in shipped_models(root):
-        return root / name_or_path
-    return Path(name_or_path)
+    if not os.path.lexists(text):
+        if text in shipped_models(root):
+            return root / text
+        if (hub := read_hub_id(text)) is not None:
+            return fetch(hub)
+    return Path(text)
+
+
+def model_name(folder: Path) -> str:
+    """What the model in a folder is called: `ORG/NAME` of one from the hub, else the folder's name."""
+    return hub_name(folder) or folder.resolve().name
 
 
 def shipped_adapters(model: Path) -> tuple[str, ...]:
@@ -87,7 +100,7 @@ def base_note(adapter: Path, model_name: str) -> str | None:
     if not isinstance(stated, str) or not stated:
         return None
     base = stated.rstrip("/").rpartition("/")[2]
-    if base.lower() == model_name.lower():
+    if base.lower() == model_name.rpartition("/")[2].lower():
         return None
     note = f"the adapter {adapter.name} was made for {base!r}, this is {model_name!r}"
     return f"{note}; unless they are the same model, what it answers means nothing"

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from spyglass.config.engine import EngineConfig
-from spyglass.errors import CapacityError
+from spyglass.config.model import ModelConfig
+from spyglass.errors import CapacityError, DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
 from spyglass.plan import host_memory, require_room
 
+PREFIX_SHARE = 8  # of free memory, what the prefix cache may take
 _UNKNOWN_SHARE = 1 << 30
 
 
@@ -25,10 +27,15 @@ def free_memory(device: torch.device) -> int | None:
     return memory.free if memory.total else None
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, in use or not; 0 on a system that does not tell."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory().total
+
+
 def prefix_bytes(device: torch.device) -> int:
     """What the prefix cache may take unless somebody says: an eighth of what is free, 1 GiB where nobody knows."""
     free = free_memory(device)
-    return _UNKNOWN_SHARE if free is None else free // 8
+    return _UNKNOWN_SHARE if free is None else free // PREFIX_SHARE
 
 
 def require_fit(path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int = 0) -> None:
@@ -41,17 +48,35 @@ def require_fit(path: str | os.PathLike[str], device: torch.device, options: Eng
     if free is None:
         return
     beside = options.engram == "device" or (options.engram == "host" and device.type == "cpu")
-    require_room(path, free, images=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters)
+    require_room(
+        path,
+        free,
+        images=options.images > 0,
+        expand=options.expand_weights,
+        tables=beside,
+        adapters=adapters,
+        ranks=options.tensor_parallel_size,
+        own_memory=device.type == "cuda",
+    )
 
 
-def read_fitting(folder: Path, device: torch.device) -> AdapterFile:
-    """Read an adapter that is to go beside a model that is loaded.
+def require_devices(device: torch.device, size: int) -> None:
+    """Raises DeviceError unless there is a GPU for each of so many processes, from `device` on; a CPU has room."""
+    count = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else size
+    if count < size:
+        raise DeviceError(
+            f"tensor_parallel_size is {size}, and torch sees {count} GPUs from {device} on; take as many, or device=cpu"
+        )
+
+
+def read_fitting(folder: Path, model: ModelConfig, device: torch.device) -> AdapterFile:
+    """Read an adapter that is to go beside a `model` that is loaded.
 
     Raises:
         AdapterError: as `read_adapter`.
         CapacityError: it is larger than the free memory.
     """
-    file, free = read_adapter(folder), free_memory(device)
+    file, free = read_adapter(folder, model), free_memory(device)
     if free is not None and file.bank_bytes() > free:
         raise CapacityError(
             f"the adapter in {folder} takes {file.bank_bytes() / 1e9:.2f} GB and {free / 1e9:.2f} GB are free beside "

@@ -27,6 +27,7 @@ from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.stats import Counters
 from spyglass.engine.structured.grammar import GrammarMasks
+from spyglass.errors import is_recoverable
 
 _FAILED = "the model failed in a step of this request"
 _LOG = logging.getLogger(__name__)
@@ -263,7 +264,9 @@ class StepLoop:
         sequence.resolve(token)
         try:
             text = answer.push(token, logprob)
-        except Exception as error:
+        except BaseException as error:
+            if not is_recoverable(error):
+                raise
             _LOG.exception("request %d is over", sequence.request_id)
             text = answer.finish(
                 "abort", flush=False, error=f"the engine failed on this answer ({type(error).__name__})"

@@ -13,12 +13,21 @@ the quantum comes behind the others, unless it would not fit there; then it goes
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
 preempted: it goes back into the queue and is run again later, with all it has drawn.
 
-Laws, for at most half as many running requests as a step has tokens:
+Clients. Where requests of several clients are here (`shares`), the prompts of the one that has used least of late are
+served as if they were alone, and those of the others share what is left of the step. Each client is due its share of
+those that run, one at least: when rows or memory are short, the head of one that has fewer takes the place of the
+youngest of one that has more, and who must be preempted is that youngest. Between clients that have what they are due,
+age decides as it does within one. No request can be displaced by one that it displaced, since its client would have to
+have less than it is due. A request that fills the memory alone is not displaced.
+
+Laws, for at most half as many running requests as a step has tokens; the first two for one client, or for the prompts
+of the client whose turn it is:
 - every answer under way, and every prompt whose next piece is within the quantum (text always is), gets tokens in one
   of any two steps running; so a text prompt waits at most one step for its turn once it is admitted;
 - of the others, the one that waited longest gets its piece in one of any two steps, so each gets its turn;
-- the oldest always runs and is never preempted, since a request alone fits, or it is refused when it comes: so the
-  oldest always finishes, and by induction so does everyone.
+- the oldest that runs is never preempted for memory, since a request alone fits, or it is refused when it comes; and
+  of one client the oldest always runs: so it always finishes, and by induction so does everyone. Of several clients
+  the turn goes round, since use counts against whoever has it.
 
 Whoever these laws fail, by an internal error, is named in a `StuckError`: the step loop must never spin on nothing.
 """
@@ -26,6 +35,7 @@ Whoever these laws fail, by an internal error, is named in a `StuckError`: the s
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +43,7 @@ import numpy as np
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.shares import Client, RecentUse, due_rows
 from spyglass.errors import CapacityError, SpyglassError
 
 GROWTH = 64  # tokens; steps that all can take before memory may be short again
@@ -58,6 +69,7 @@ class Scheduler:
         self.running: list[TokenSequence] = []
         self._changed = False  # somebody came or went; until then the memory for others only shrinks
         self._jumped = False  # a long piece went first in the last step
+        self._use = RecentUse()
         self.preemptions = 0
 
     @property
@@ -106,8 +118,11 @@ class Scheduler:
             ready = [sequence for sequence in ready if sequence.row is not None]
         if not chunks and (ready or (self.waiting and not self.running)):
             raise StuckError(ready or [self.waiting[0]], "no step can be made for this request")
+        used = Counter[Client]()
         for chunk in chunks:
             chunk.sequence.served = self._step
+            used[chunk.sequence.client] += chunk.stop - chunk.start
+        self._use.count(used)
         return chunks
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -125,26 +140,58 @@ class Scheduler:
         if not self._changed:
             return
         self._changed = False
-        while self.waiting and self._admit_head(self.waiting[0]):
+        while any(self._admit_head(head) for head in self._heads()):
             pass
-        for sequence in self.waiting[1 : 1 + _PASSING]:
-            if self._fits(sequence):
+        heads = self._heads()
+        for sequence in [s for s in self.waiting if s not in heads][:_PASSING]:
+            if self._fits(sequence, self.running):
                 self._start(sequence)
 
+    def _heads(self) -> list[TokenSequence]:
+        """The first of each client's queue; whose client has least, of rows and then of recent use, comes first."""
+        heads: dict[Client, TokenSequence] = {}
+        for sequence in self.waiting:
+            heads.setdefault(sequence.client, sequence)
+        if len(heads) == 1:
+            return list(heads.values())
+        rows = Counter(sequence.client for sequence in self.running)
+        return [heads[c] for c in sorted(heads, key=lambda c: (rows[c] / c.share, self._use.of(c), _age(heads[c])))]
+
     def _admit_head(self, head: TokenSequence) -> bool:
-        """Admit the first of the queue, if it fits once all younger ones have given way; whether it did."""
-        older = sum(s.request_id < head.request_id for s in self.running)
-        if not self._fits(head, beside=older):
+        """Admit the first of a queue, if it fits once all have given way that must; whether it did."""
+        guests = self._guests(head)
+        if not self._fits(head, [s for s in self.running if s not in guests]):
             return False
-        while not self._fits(head):
-            assert self.running[-1].request_id > head.request_id, "only guests give way, or two would in turn for ever"
-            self.preempt()
+        for guest in guests:
+            if self._fits(head, self.running):
+                break
+            self.preempt(guest)
         self._start(head)
         return True
 
-    def _fits(self, sequence: TokenSequence, beside: int | None = None) -> bool:
-        """Whether there are a row and memory for it beside so many of the oldest that run (None = all of them)."""
-        others = self.running[:beside]
+    def _guests(self, head: TokenSequence) -> list[TokenSequence]:
+        """Who of those that run gives way to the first of a queue, in this order."""
+        younger = [s for s in reversed(self.running) if s.request_id > head.request_id]
+        over = self._over_due(head.client)
+        if over is None:
+            return [s for s in younger if s.client == head.client]
+        return over + [s for s in younger if s not in over]
+
+    def _over_due(self, client: Client | None = None) -> list[TokenSequence] | None:
+        """Who runs beyond the rows that its client is due, youngest first; None if `client` has what it is due."""
+        rows = Counter(s.client for s in self.running)
+        due = due_rows([s.client for s in (*self.running, *self.waiting)], len(self.running))
+        if client is not None and rows[client] >= due[client]:
+            return None
+        over = []
+        for sequence in reversed(self.running):
+            if rows[sequence.client] > due[sequence.client]:
+                rows[sequence.client] -= 1
+                over.append(sequence)
+        return over
+
+    def _fits(self, sequence: TokenSequence, others: Sequence[TokenSequence]) -> bool:
+        """Whether there are a row and memory for it if of all that run only `others` did."""
         lengths = [s.length + GROWTH for s in (*others, sequence)]
         rows = self.allocator.num_free_rows + len(self.running) - len(others)
         return rows > 0 and (not others or self.allocator.has_room(lengths))
@@ -160,37 +207,48 @@ class Scheduler:
         if len(ready) <= self._step_tokens and all(s.pending == 1 for s in ready):
             self._jumped = False
             return [Chunk.of(s, s.length) for s in ready]
-        prompts = sum(s.pending > 1 for s in ready)
-        quantum = max(1, self._step_tokens // (2 * max(1, prompts)))
-        left = self._step_tokens
+        turns = sorted({s.client for s in ready if s.pending > 1}, key=lambda c: (self._use.of(c), c.name))
         stops: dict[int, int] = {}
-        for sequence in self._line(ready, quantum):
+        left = self._step_tokens
+        for turn, client in enumerate(turns or [None]):
+            theirs = [s for s in ready if (s.client == client if s.pending > 1 else turn == 0)]
+            left = self._share_among(theirs, left, stops, is_first=turn == 0)
+        return [Chunk.of(s, stop) for s in ready if (stop := stops[s.request_id]) > s.computed]
+
+    def _share_among(self, ready: Sequence[TokenSequence], left: int, stops: dict[int, int], *, is_first: bool) -> int:
+        """Give `left` tokens to these, noting where each stops; how many are left then."""
+        prompts = sum(s.pending > 1 for s in ready)
+        quantum = max(1, left // (2 * max(1, prompts)))
+        for sequence in self._line(ready, quantum, left, is_first=is_first):
             want = max(min(quantum, sequence.pending), sequence.next_piece())
             stop = sequence.last_cut(sequence.computed + min(want, left))
             stops[sequence.request_id] = stop
             left -= stop - sequence.computed
-        chunks = []
         for sequence in ready:
             before = stops[sequence.request_id]
             stop = sequence.last_cut(min(before + left, sequence.length)) if left else before
             left -= stop - before
-            if stop > sequence.computed:
-                chunks.append(Chunk.of(sequence, stop))
-        return chunks
+            stops[sequence.request_id] = stop
+        return left
 
-    def _line(self, ready: Sequence[TokenSequence], quantum: int) -> list[TokenSequence]:
+    def _line(self, ready: Sequence[TokenSequence], quantum: int, left: int, *, is_first: bool) -> list[TokenSequence]:
         """The order in which they take their quantum or their next piece."""
         easy: list[TokenSequence] = []
         hard: list[TokenSequence] = []
         for sequence in sorted(ready, key=lambda s: (s.served, s.pending > 1, s.request_id)):
             (easy if sequence.next_piece() <= quantum else hard).append(sequence)
         taken = sum(min(quantum, sequence.pending) for sequence in easy)
-        crowded = bool(hard) and taken + hard[0].next_piece() > self._step_tokens
+        if not is_first:
+            return easy + hard
+        crowded = bool(hard) and taken + hard[0].next_piece() > left
         self._jumped = crowded and not self._jumped
         return [hard[0], *easy, *hard[1:]] if self._jumped else easy + hard
 
     def _with_memory(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Take the pages of the chunks, oldest first; what is left of the chunks after preemptions."""
+        """Take the pages of the chunks, oldest first; what is left of the chunks after preemptions.
+
+        Who gives way is the youngest of a client that has more rows than it is due, else the youngest of all.
+        """
         if self._reserve(chunks):
             return chunks
         for chunk in chunks:
@@ -198,7 +256,7 @@ class Scheduler:
                 if not self._prefixes.evict_one():
                     if len(self.running) == 1:
                         raise StuckError(self.running, "the memory of this request was promised and is not there")
-                    self.preempt()
+                    self.preempt(next(iter(self._over_due() or ()), None))
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from spyglass.engine.detokenize import Detokenizer, DetokenizerState
 from spyglass.engine.request import FinishReason, SamplingParams, TokenLogprob
 from spyglass.engine.sampler import UsedTokens
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.engine.structured.grammar import Matcher
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt, TokenKind
@@ -185,8 +186,10 @@ class TokenSequence:
         *,
         seed: int = 0,
         adapter: AdapterHandle = NO_ADAPTER,
+        client: Client = ANYBODY,
         sink: torch.Tensor | None = None,
     ) -> None:
+        self.client = client
         self.request_id, self.prompt, self.params, self.answer = request_id, request.prompt, request.params, answer
         self.seed, self.adapter, self.sink = seed, adapter, sink
         self.is_greedy = answer.matcher is None and request.params.is_greedy

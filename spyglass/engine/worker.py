@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from spyglass.engine.request import Delta
+from spyglass.engine.request import SHUTTING_DOWN, Delta
 from spyglass.engine.sequence import Request
+from spyglass.engine.shares import ANYBODY, Client, Places
 from spyglass.engine.stats import EngineStats
-from spyglass.errors import CapacityError, OverloadedError, SpyglassError
+from spyglass.errors import CapacityError, OverloadedError, RankError, SpyglassError, is_recoverable
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
-SHUTTING_DOWN = "the server is shutting down"
 _POLL_S = 0.02
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class EngineParts(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
-    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER) -> int:
+    def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
         """Queue a prepared request; returns its id."""
 
     def step(self) -> list[Delta]:
@@ -50,8 +50,8 @@ class EngineParts(Protocol):
 class ResponseStream:
     """The answers of one call as they come. Belongs to the event loop that made it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
-        self.loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, answers: int, client: Client) -> None:
+        self.loop, self.client = loop, client
         self.requests: list[int] = []  # the thread's: ids of answers that have not ended
         self._open = answers
         self._decided = False
@@ -115,16 +115,17 @@ class WorkerStats:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end."""
+    """Runs an engine in a thread of its own. Answers beyond `max_live` are refused until others end; where there are
+    several `clients`, no one of them can take all of these places (`Places`)."""
 
-    def __init__(self, engine: EngineParts, *, max_live: int) -> None:
-        self._engine, self._max_live = engine, max_live
+    def __init__(self, engine: EngineParts, *, max_live: int, clients: Sequence[Client] = ()) -> None:
+        self._engine, self._places = engine, Places(max_live, clients)
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
-        self._live = 0
         self._accepting, self._running = True, True
         self._streams: dict[int, tuple[ResponseStream, int]] = {}
         self._failed_steps = self._failures = 0
+        self._ending = "the engine has stopped"
         self._began: float | None = None
         self._pace_s = 1.0  # between the ends of two answers, lately
         self._last_end = time.monotonic()
@@ -134,17 +135,19 @@ class EngineWorker:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request], adapter: AdapterHandle = NO_ADAPTER) -> ResponseStream:
+    def submit(
+        self, requests: Sequence[Request], adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY
+    ) -> ResponseStream:
         """Queue one call, an answer for each of `requests`. Called in the event loop that will read the answers.
 
         Raises:
             OverloadedError: as many answers as may be are queued or running.
             CapacityError: the call wants more answers than may ever be.
         """
-        stream = ResponseStream(asyncio.get_running_loop(), len(requests))
+        stream = ResponseStream(asyncio.get_running_loop(), len(requests), client)
         with self._changed:
-            self._require_capacity(len(requests))
-            self._live += len(requests)
+            self._require_capacity(len(requests), client)
+            self._places.take(client, len(requests))
             self._command(partial(self._admit, stream, requests, adapter))
         return stream
 
@@ -174,7 +177,7 @@ class EngineWorker:
         """How the thread is doing. Any thread."""
         began = self._began
         return WorkerStats(
-            live=self._live,
+            live=self._places.num_taken,
             engine=self._engine.stats(),
             failed_steps=self._failed_steps,
             failing=self._failures >= _GIVE_UP_AFTER,
@@ -185,7 +188,7 @@ class EngineWorker:
         """Take nothing new, let answers end for `grace_s` seconds, then end the rest with an error that says so."""
         self._accepting = False
         until = time.monotonic() + grace_s
-        while self._live and time.monotonic() < until:
+        while self._places.num_taken and self._running and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         with self._changed:
             self._command(partial(self._end_all, SHUTTING_DOWN))
@@ -197,16 +200,15 @@ class EngineWorker:
             self._changed.notify()
         self._thread.join(wait_s)
 
-    def _require_capacity(self, answers: int) -> None:
-        if answers > self._max_live:
-            raise CapacityError(
-                f"the request wants {answers} answers, {self._max_live} may be under way; ask for fewer"
-            )
+    def _require_capacity(self, answers: int, client: Client) -> None:
+        if answers > (most := self._places.most_of(client)):
+            raise CapacityError(f"the request wants {answers} answers, {most} may be under way; ask for fewer")
         if not self._accepting:
             raise OverloadedError("the server is shutting down; send the request to another one", 5.0)
-        if self._live + answers > self._max_live:
+        if not self._places.has_room(client, answers):
             raise OverloadedError(
-                f"{self._live} answers are under way and waiting, {self._max_live} may be; send it again later",
+                f"{self._places.num_taken} answers are under way and waiting, {self._places.most} may be; "
+                "send it again later",
                 max(1.0, self._pace_s * answers),
             )
 
@@ -226,6 +228,9 @@ class EngineWorker:
                     command()
                 if self._running and self._engine.has_work:
                     self._step()
+        except RankError as error:
+            self._failures, self._ending = _GIVE_UP_AFTER, str(error)
+            self._end_all(self._ending)
         except Exception:
             _LOG.exception("the engine's thread has ended")
             self._failures = _GIVE_UP_AFTER
@@ -239,7 +244,7 @@ class EngineWorker:
             commands, self._commands = self._commands, []
         for command in commands:
             command()
-        error = SpyglassError("the engine has stopped; start the server again")
+        error = SpyglassError(f"{self._ending}; start the server again")
         for stream, _ in self._streams.values():
             self._call(stream.loop, partial(stream.decide, error))
 
@@ -247,7 +252,9 @@ class EngineWorker:
         self._began = time.monotonic()
         try:
             deltas = self._engine.step()
-        except Exception:
+        except BaseException as error:
+            if isinstance(error, RankError) or not is_recoverable(error):  # after the first there is no other step
+                raise
             _LOG.exception("a step failed; its requests are over, the others go on")
             self._failed_steps += 1
             self._failures += 1
@@ -264,12 +271,12 @@ class EngineWorker:
         refusal: Exception | None = None
         try:
             for index, request in enumerate(requests):
-                request_id = self._engine.submit(request, adapter=adapter)
+                request_id = self._engine.submit(request, adapter=adapter, client=stream.client)
                 stream.requests.append(request_id)
                 self._streams[request_id] = stream, index
         except Exception as error:  # any error goes to the client, so that no call waits for ever
             refusal = error
-            self._forget(len(requests) - len(stream.requests))
+            self._forget(stream, len(requests) - len(stream.requests))
             self._end(stream)
         self._call(stream.loop, partial(stream.decide, refusal))
 
@@ -284,7 +291,7 @@ class EngineWorker:
             if delta.finish_reason is not None:
                 del self._streams[delta.request_id]
                 stream.requests.remove(delta.request_id)
-                self._forget(1)
+                self._forget(stream, 1)
             outputs.setdefault(stream.loop, []).append((stream, index, delta))
         for loop, items in outputs.items():
             if not self._call(loop, partial(_hand_over, items)):
@@ -296,7 +303,7 @@ class EngineWorker:
         for request in stream.requests:
             self._engine.abort(request)
             del self._streams[request]
-        self._forget(len(stream.requests))
+        self._forget(stream, len(stream.requests))
         stream.requests.clear()
 
     def _end_all(self, why: str) -> None:
@@ -304,15 +311,15 @@ class EngineWorker:
         deltas = [self._engine.abort(request) for request in list(self._streams)]
         self._deliver([_with_error(delta, why) for delta in deltas if delta is not None])
 
-    def _forget(self, answers: int) -> None:
-        """So many answers have ended."""
+    def _forget(self, stream: ResponseStream, answers: int) -> None:
+        """So many answers of a call have ended."""
         if not answers:
             return
         now = time.monotonic()
         self._pace_s += 0.2 * (min((now - self._last_end) / answers, 30.0) - self._pace_s)
         self._last_end = now
         with self._changed:
-            self._live -= answers
+            self._places.take(stream.client, -answers)
 
     def _call(self, loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> bool:
         """Have an event loop do something; whether it still runs."""

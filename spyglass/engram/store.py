@@ -21,7 +21,7 @@ from spyglass.config.model import EngramConfig, ModelConfig
 from spyglass.engram.hashing import HashConstants, hash_constants, row_ids
 from spyglass.engram.vocabulary import read_classes
 from spyglass.errors import CheckpointError
-from spyglass.params.table import TABLE_ROWS
+from spyglass.params.table import TABLE_ROWS, most_tensors
 from spyglass.quant.formats import BF16, F32, Format
 
 Placement = Literal["mmap", "host", "device"]
@@ -99,7 +99,7 @@ def open_engram(
     assert engram is not None, "only for models with engram layers"
     constants = hash_constants(engram)
     if tensors is None:
-        tensors = native_tensors(open_checkpoint(folder))
+        tensors = native_tensors(open_checkpoint(folder, most_tensors(config)))
     tables = open_tables(tensors, engram, placement)
     classes = read_classes(folder, engram, config.text.vocab_size)
     return EngramStore(config=engram, classes_V=classes, constants=constants, tables=tables, placement=placement)

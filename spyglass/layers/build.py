@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from spyglass.ops.declare import Ops
-from spyglass.params.table import ParamTable
+from spyglass.parallel.group import ALONE, Group
+from spyglass.params.shard import WHOLE, Shard
+from spyglass.params.table import Param, ParamTable
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
@@ -37,7 +39,8 @@ class WeightsVersion:
 class BuildContext:
     """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
 
-    `params`: where modules find the shapes of their parameters; a model puts in the table of its configuration.
+    `params`: the parameters of the whole model; a model puts in the table of its configuration. This process has
+    `shard` of them and meets the others in `group`.
     """
 
     ops: Ops
@@ -46,6 +49,17 @@ class BuildContext:
     expand: bool = False
     params: ParamTable = field(default_factory=dict)
     version: WeightsVersion = field(default_factory=WeightsVersion)
+    shard: Shard = WHOLE
+    group: Group = ALONE
+
+    def param(self, name: str) -> Param:
+        """A parameter with the shape that this process has of it."""
+        return self.shard.held(self.params[name])
+
+    def rows(self, name: str) -> range:
+        """Which rows of a parameter this process has."""
+        cut = self.shard.cut(self.params[name])
+        return range(self.params[name].shape[0]) if cut is None else range(cut.start, cut.stop)
 
     def hold(self, name: str, weight: Packed) -> Packed:
         """The weight as the model keeps it: on the device, packed as found unless `expand` asks for plain numbers.

@@ -17,7 +17,7 @@ class Embedding(nn.Module):
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.name = name
-        self.shape = build.params[name].shape
+        self.shape, self._rows = build.param(name).shape, build.rows(name)
         self.weight_VC: torch.Tensor | None = None
         self._build = build
 
@@ -31,7 +31,13 @@ class Embedding(nn.Module):
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows [T, C] in the activation dtype; a negative id gives the row of id 0, which the caller overwrites."""
         assert self.weight_VC is not None
-        return self.weight_VC.index_select(0, ids_T.clamp(min=0)).to(self._build.dtype)
+        build, ids_T = self._build, ids_T.clamp(min=0)
+        if build.group.size == 1:
+            return self.weight_VC.index_select(0, ids_T).to(build.dtype)
+        row_T = ids_T - self._rows.start
+        absent_T1 = ((row_T < 0) | (row_T >= len(self._rows)))[:, None]
+        found_TC = self.weight_VC.index_select(0, row_T.clamp(0, len(self._rows) - 1)).to(build.dtype)
+        return build.group.sum(found_TC.masked_fill(absent_T1, 0.0))  # one summand is not 0
 
 
 class PlainTensor(nn.Module):
@@ -44,7 +50,7 @@ class PlainTensor(nn.Module):
         super().__init__()
         self.name = name
         self.value: torch.Tensor | None = None
-        self._param = build.params[name]
+        self._param = build.param(name)
         self._dtype = dtype
         self._device = build.device
 

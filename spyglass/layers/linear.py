@@ -37,7 +37,8 @@ class Linear(nn.Module):
 
     `name` is the native name without `.weight`; there is a bias if the parameter table has `{name}.bias`. `rounding`
     is what the model does to the input when the stored weight is FP8 or FP4; a bf16 weight has no rounding. `fp32_out`:
-    the product leaves in fp32 instead of the activation dtype (compressors, the head).
+    the product leaves in fp32 instead of the activation dtype (compressors, the head); so does that of the columns that
+    one of several processes has, which is a summand of the output.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
-        self.out_features, self.in_features = build.params[name].shape
+        param = build.param(name)
+        self.out_features, self.in_features = param.shape
         self.groups = 1
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
@@ -55,7 +57,8 @@ class Linear(nn.Module):
         self._product = build.ops.linear_block
         self._wanted_rounding = rounding
         self._rounding: FakeQuant | None = None
-        self._out_dtype = torch.float32 if fp32_out else build.dtype
+        is_part = param.split == "columns" and build.group.size > 1
+        self._out_dtype = torch.float32 if fp32_out or is_part else build.dtype
 
     def slots(self) -> list[WeightSlot]:
         """The matrix and the bias, if there is one."""
@@ -118,8 +121,9 @@ class GroupedLinear(nn.Module):
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.name = name
-        self.out_features, self.in_features = build.params[name].shape
-        self.groups = build.params[name].groups
+        param = build.param(name)
+        self.out_features, self.in_features = param.shape
+        self.groups = param.groups
         self.adapter: Adapter | None = None
         self.weight: Packed | None = None
         self.build = build
@@ -147,7 +151,9 @@ class ExpertsAdapter(Protocol):
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
+    """The routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
+
+    Of all `num_experts` these are those that this process has, `held`; the sums of all processes make the whole.
 
     `name` is the native name up to the expert's number; `limit` and `rounding` as in `ops.experts_grouped`.
     """
@@ -156,6 +162,7 @@ class Experts(nn.Module):
         super().__init__()
         self.name = name
         self.num_experts = build.params[f"{name}.0.w1"].num_experts
+        self.held = range(*build.shard.span(self.num_experts))
         self.limit = limit
         self.stacks: dict[str, Packed] = {}
         self.adapter: ExpertsAdapter | None = None
@@ -174,7 +181,7 @@ class Experts(nn.Module):
                 partial(self._put, name, expert),
                 place=partial(self._place, name, expert, shape),
             )
-            for expert in range(self.num_experts)
+            for expert in self.held
             for name, shape in shapes.items()
         ]
 
@@ -183,8 +190,8 @@ class Experts(nn.Module):
         if self.build.device.type != "cpu" or self.build.expand:
             return None
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(format, (self.num_experts, *shape))
-        return self.stacks[name][expert]
+            self.stacks[name] = empty_packed(format, (len(self.held), *shape))
+        return self.stacks[name][expert - self.held.start]
 
     def _put(self, name: str, expert: int, weight: Packed) -> None:
         full_name = f"{self.name}.{expert}.{name}"
@@ -200,9 +207,9 @@ class Experts(nn.Module):
         if self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
             held = tile(held)
         if name not in self.stacks:
-            empty = empty_packed(held.format, (self.num_experts, *held.shape), self.build.device)
+            empty = empty_packed(held.format, (len(self.held), *held.shape), self.build.device)
             self.stacks[name] = replace(empty, tiled=held.tiled)
-        stack = self.stacks[name][expert]
+        stack = self.stacks[name][expert - self.held.start]
         if stack.data.data_ptr() == held.data.data_ptr():
             return  # it was read into its place
         stack.data.copy_(held.data)
@@ -222,7 +229,7 @@ class Experts(nn.Module):
         weights_TK: torch.Tensor,
         slot_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Weighted sum of the chosen experts, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
+        """Weighted sum of the chosen experts that are held, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
 
         `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
         in the step.
@@ -230,6 +237,9 @@ class Experts(nn.Module):
         adapters = None if self.adapter is None or slot_T is None else self.adapter()
         more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
         w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
+        if len(self.held) < self.num_experts:  # the op counts from the first of the stack; -1 = no part in anything
+            is_held_TK = (ids_TK >= self.held.start) & (ids_TK < self.held.stop)
+            ids_TK = torch.where(is_held_TK, ids_TK - self.held.start, -1)
         return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more)
 
     def _rounding(self) -> FakeQuant | None:

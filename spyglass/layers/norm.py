@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     def __init__(self, build: BuildContext, name: str, eps: float) -> None:
         super().__init__()
         self.name = name
-        self.shape = build.params[f"{name}.weight"].shape
+        self.shape = build.param(f"{name}.weight").shape
         self.eps = eps
         self.weight_D: torch.Tensor | None = None
         self._device = build.device

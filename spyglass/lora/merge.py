@@ -31,7 +31,7 @@ from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.hf_names import to_native
-from spyglass.params.table import Param, draft_kind, draft_params, param_table
+from spyglass.params.table import Param, draft_kind, draft_params, most_tensors, param_table
 from spyglass.params.targets import GROUPS, group_of
 from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, Format
@@ -116,10 +116,11 @@ def merge_adapter(
         CheckpointError: the model is damaged, or the folder cannot be written.
     """
     model, output = Path(model), Path(output)
-    adapter = adapter if isinstance(adapter, AdapterFile) else read_adapter(adapter)
+    config = read_model_config(model)
+    adapter = adapter if isinstance(adapter, AdapterFile) else read_adapter(adapter, config)
     if os.path.lexists(output / "config.json"):
         raise CheckpointError(f"{output} already holds a checkpoint; choose another folder or remove it")
-    config, checkpoint = read_model_config(model), open_checkpoint(model)
+    checkpoint = open_checkpoint(model, most_tensors(config))
     specs = specs_of(config, checkpoint)
     check_fit(adapter, specs, config.text.n_routed_experts)
     matched = match(checkpoint, specs, skip=frozenset())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
-from spyglass.lora.bank import Dropout, ExpertsBank, LinearBank
+from spyglass.lora.bank import MATRICES, Dropout, ExpertsBank, LinearBank
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.table import Param
 
@@ -17,7 +17,7 @@ from spyglass.params.table import Param
 class LoraTargets:
     """`linears` by module name, `experts` by the name of their layer's experts (`layers.3.ffn.experts`).
 
-    `params`: what takes an adapter, each expert's matrix by itself.
+    `params`: what takes an adapter, each expert's matrix by itself, whole even where this process has a part of it.
     """
 
     params: dict[str, Param] = field(default_factory=dict)
@@ -74,6 +74,6 @@ def find_targets(model: nn.Module) -> LoraTargets:
                 targets.linears[module.name], targets.params[module.name] = module, param
         elif isinstance(module, Experts):
             targets.experts[module.name] = module
-            for slot in module.slots():
-                targets.params[slot.name] = module.build.params[slot.name]
+            names = (f"{module.name}.{n}.{matrix}" for n in range(module.num_experts) for matrix in MATRICES)
+            targets.params.update({name: module.build.params[name] for name in names})
     return targets

@@ -4,7 +4,8 @@ A shape is a list of axes; an axis is a product of the sizes of `params.table`, 
 `docs/shapes.md`. `needs` names what a layer or a model must have for the parameter to exist.
 
 Tensor parallelism cuts what has a `split`: output rows, input columns, or whole experts. `unit` is what stays together:
-the heads of one output group, so that `wq_b`, `attn_sink`, `wo_a` and `wo_b` are cut alike.
+the heads of one output group, so that `wq_b`, `attn_sink`, `wo_a` and `wo_b` are cut alike. Indexers are whole in every
+process: all of them must choose the same rows, and so none has to wait for a sum of scores.
 """
 
 from __future__ import annotations
@@ -98,10 +99,9 @@ LAYER = (
     *_compressor(f"{_INDEXER}.compressor", _HF_INDEXER, "I", "key_", "indexer"),
     Declared(f"{_INDEXER}.wk", f"{_INDEXER}.wk", "I D", needs="latent_keys", adapter="indexer"),
     _norm(f"{_INDEXER}.k_norm", f"{_INDEXER}.k_norm", "I", "latent_keys"),
-    Declared(f"{_INDEXER}.wq_b", f"{_HF_INDEXER}.q_b_proj", "N*I Q", "dense", needs="indexer", adapter="indexer",
-             split="rows", unit="I"),
+    Declared(f"{_INDEXER}.wq_b", f"{_HF_INDEXER}.q_b_proj", "N*I Q", "dense", needs="indexer", adapter="indexer"),
     Declared(f"{_INDEXER}.weights_proj", f"{_HF_INDEXER}.scorer.weights_proj", "N C", needs="indexer",
-             adapter="indexer", split="rows"),
+             adapter="indexer"),
     Declared("engram.embed", "engram.embed", "entries entry", "table", "table", "engram", split="rows"),
     Declared("engram.wkv", "engram.wkv", "M1*C lookup", "dense", needs="engram", adapter="engram"),
     _vector("engram.q_weight", "engram.q_weight", "M C", needs="engram"),

@@ -8,10 +8,10 @@ together along the axis, are the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spyglass.errors import ConfigError
-from spyglass.params.table import Param
+from spyglass.params.table import Param, ParamTable
 from spyglass.quant.formats import Format
 
 
@@ -42,6 +42,16 @@ class Shard:
         first, end = self.span(param.num_units)
         return Cut(0 if param.split == "rows" else 1, first * param.unit, end * param.unit)
 
+    def held(self, param: Param) -> Param:
+        """A parameter as this process has it: with the shape and the groups of its part."""
+        cut = None if self.size == 1 else self.cut(param)
+        if cut is None:
+            return param
+        shape, count = list(param.shape), cut.stop - cut.start
+        groups = param.groups * count // shape[cut.axis] if param.groups > 1 else 1
+        shape[cut.axis] = count
+        return replace(param, shape=tuple(shape), groups=groups)
+
     def stored_cuts(self, name: str, param: Param, format: Format) -> Iterator[Cut | None]:
         """The same in the stored weight and then, for a packed format, in its scale.
 
@@ -63,3 +73,26 @@ class Shard:
                     f"{param.split} do not end on scale blocks of {block}; use fewer processes"
                 )
             yield Cut(cut.axis, cut.start // block, -(-cut.stop // block))
+
+
+WHOLE = Shard(0, 1)
+_MAX_SIZE = 64
+
+
+def require_even(params: ParamTable, size: int) -> None:
+    """Refuse to divide a model among `size` processes unless each gets as many groups of heads and experts.
+
+    The vocabulary may be divided unevenly.
+
+    Raises:
+        ConfigError: it cannot be; the numbers of processes that can be are named.
+    """
+    counts = {param.num_units for param in params.values() if param.split != "none" and param.kind != "table"
+              and (param.unit > 1 or param.split == "experts")}  # fmt: skip
+    if any(count % size for count in counts):
+        good = [n for n in range(1, _MAX_SIZE + 1) if not any(count % n for count in counts)]
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this model divides into {', '.join(map(str, good))} "
+            f"{'processes' if good[-1] > 1 else 'process'}: its groups of heads, experts and shared expert come in "
+            f"{', '.join(map(str, sorted(counts)))} parts; choose one of these"
+        )

@@ -105,6 +105,11 @@ def param_table(config: ModelConfig) -> dict[str, Param]:
     return result
 
 
+def most_tensors(config: ModelConfig) -> int:
+    """More tensors than any checkpoint or adapter of this model lists: a weight and a scale each, drafts, and room."""
+    return 4 * len(param_table(config)) * (1 + config.num_draft_layers) + 10_000
+
+
 def draft_kind(names: Iterable[str]) -> DraftKind | None:
     """Which draft stages a checkpoint holds, by its tensor names (spec v4 8, 12.2 trap 4); None without any."""
     for name in names:

@@ -20,6 +20,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from spyglass.errors import PromptError
 from spyglass.prompt.data_url import decode_data_url, is_data_url
+from spyglass.prompt.png import SIGNATURE, sound_png
 from spyglass.prompt.samples import drop_transparency_note, flatten_on_white, refuse_non_finite, scale_samples
 
 ImageInput = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image
@@ -99,7 +100,7 @@ _SCAN = b"\xff\xda"  # in the data of a scan no 0xff is followed by anything but
 _MAX_SCANNED, _FEW_SCANS = 1_000_000_000, 12  # scans times pixels; what encoders write
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH, _ALL_ROWS = 278, 322, 323, 0xFFFFFFFF
 _MAX_PART = 1 << 22  # pixels of a tile or strip, whatever the picture has
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 _ORIENTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -146,13 +147,15 @@ def open_image(source: ImageInput, *, limits: ImageLimits = PYTHON_LIMITS, name:
     Animations stand at their first frame. A PIL image is taken at the frame it stands at.
 
     Raises:
-        PromptError: not one of `FORMATS`, damaged header, a side or pixel count over the limits; errors begin with
-        `name`.
+        PromptError: not one of `FORMATS`, damaged header, a wrong checksum (PNG), a side or pixel count over the
+            limits; errors begin with `name`.
     """
     data = read_source(source, limits=limits, name=name)
     if isinstance(data, Image.Image):
         image = data
     else:
+        if data.startswith(SIGNATURE):
+            data = sound_png(data, name)
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:

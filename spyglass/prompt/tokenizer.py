@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from spyglass.errors import CapacityError, PromptError
+from spyglass.errors import CapacityError, PromptError, is_recoverable
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 1 << 28  # released ones have 6 to 20 MB
@@ -51,6 +53,10 @@ class PromptTokenizer:
         self.text_only = _without_added_tokens(self._full)
         self._longest = _longest_token(self._full, parsed)
 
+    def __reduce__(self) -> tuple[type[PromptTokenizer], tuple[str]]:
+        """For another process, which makes one of the same."""
+        return PromptTokenizer, (self._full.to_str(),)
+
     def refuse_unless_fits(self, texts: Iterable[str], most_tokens: int) -> None:
         """Refuse texts that are certain to make more than `most_tokens`, before that costs memory and time.
 
@@ -77,8 +83,8 @@ class PromptTokenizer:
         try:
             # `encode` would stop every other thread meanwhile
             ids: list[int] = self.text_only.encode_batch([text])[0].ids
-        except BaseException as error:  # a library that panics raises what is no Exception
-            if type(error).__name__ != "PanicException":
+        except BaseException as error:
+            if isinstance(error, Exception) or not is_recoverable(error):
                 raise
             raise PromptError("the tokenizer cannot read this text; send less of it at once") from None
         return ids
@@ -106,7 +112,9 @@ class PromptTokenizer:
 def _build(text: str, name: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception, whatever is wrong with the file
+    except BaseException as error:  # the library raises bare Exception, whatever is wrong with the file
+        if not is_recoverable(error):
+            raise
         raise PromptError(f"{name} is not a tokenizer file: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -144,7 +152,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:
     """The tokenizer of a checkpoint folder, None when it has none: ids and images need no tokenizer, only text does.
 
     Raises:
-        PromptError: the file is there (a link that leads nowhere included) but is no tokenizer.
+        PromptError: the file is there (a link that leads nowhere included) but is no tokenizer, or one over which the
+            library ends the process: it is tried in another first.
     """
     path = Path(folder) / FILE_NAME
     if not os.path.lexists(path):
@@ -156,4 +165,21 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise PromptError(f"{path} cannot be read: {error}") from error
+    _try_elsewhere(text, str(path))
     return PromptTokenizer(text, str(path))
+
+
+def _try_elsewhere(text: str, name: str) -> None:
+    """Raises PromptError: the library refuses the file, or ends the process over it."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("try_tokenizer.py"))]
+    try:
+        tried = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise PromptError(f"{name} cannot be tried in a process of its own: {error}") from error
+    if tried.stdout:
+        raise PromptError(f"{name} is not a tokenizer file: {tried.stdout.decode(errors='replace')}")
+    if tried.returncode:
+        raise PromptError(
+            f"{name} cannot be used: the tokenizers library ends the process over it ({tried.returncode}); use the "
+            "tokenizer of the model"
+        )

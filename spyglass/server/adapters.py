@@ -22,6 +22,7 @@ from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
 from spyglass.errors import AdapterError, NotServedError
 from spyglass.server.body import parse_json, read_body
+from spyglass.server.log import log_audit
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.protocols.fields import FieldReader, Fields, text_field
 from spyglass.server.readiness import Readiness
@@ -60,18 +61,19 @@ class AdapterRoutes:
     async def _load(self, request: Request) -> Response:
         given = await self._read(request, _LOAD)
         name = text_field(given, "lora_name", "")
-        folder = folder_below(self._root, text_field(given, "lora_path", ""))
+        folder = await asyncio.to_thread(folder_below, self._root, text_field(given, "lora_path", ""))
         async with self._turn:
             self._require_started()
             if name in (*self._reserved, *self._llm.adapters):
                 raise HTTPException(409, f"{name!r} is served already; unload it first, or choose another name")
             await asyncio.to_thread(self._llm.add_adapter, name, folder)
-            if (note := base_note(folder, self._llm.name)) is not None:
+            if (note := await asyncio.to_thread(base_note, folder, self._llm.name)) is not None:
                 _LOG.warning("%s", note)
             wrong = await self._readiness.try_adapter(name)
             if wrong is not None:
                 self._desk.unregister(name)
                 raise AdapterError(f"the adapter in {str(folder)!r} draws no token, so it is not served: {wrong}")
+        _audit("adapter loaded", request, name, folder=str(folder))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
@@ -83,6 +85,7 @@ class AdapterRoutes:
                 raise NotServedError(f"there is no adapter {name[:_SHOWN_CHARS]!r} to unload; served are {served}")
             self._desk.unregister(name)
             self._readiness.forget_adapter(name)
+        _audit("adapter unloaded", request, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(self, request: Request, fields: Fields) -> Mapping[str, Any]:
@@ -96,6 +99,11 @@ class AdapterRoutes:
         """Raises HTTPException: the adapters of the start are still being tried."""
         if self._readiness.starting:
             raise HTTPException(503, "the server is still trying what it has; send it again", {"retry-after": "1"})
+
+
+def _audit(event: str, request: Request, name: str, **more: str) -> None:
+    address = "unix socket" if request.client is None else request.client.host
+    log_audit(event, request.scope["record"], adapter=name, client=address, **more)
 
 
 def folder_below(root: Path, given: str) -> Path:

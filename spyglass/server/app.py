@@ -21,45 +21,69 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from spyglass import __version__
+from spyglass.config.keys import read_api_keys
 from spyglass.config.server import ServerConfig
 from spyglass.engine.adapters import AdapterRegistry
 from spyglass.engine.llm import LLM
+from spyglass.engine.shares import Client, Places
 from spyglass.engine.worker import EngineWorker
 from spyglass.errors import ConfigError, NotServedError, OverloadedError
 from spyglass.prompt.decode import ImageLimits
+from spyglass.server.about import about_routes
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
+from spyglass.server.keys import RATE_HEADERS, KeyRing
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
+from spyglass.server.log_lines import log_throughput
 from spyglass.server.memory import MemoryBudget, Reservation
 from spyglass.server.metrics import Metrics
 from spyglass.server.middleware import RequestMiddleware
+from spyglass.server.openapi import openapi_routes
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
-from spyglass.server.stream import RequestTimer, send_events, send_json, send_whole
-from spyglass.server.workers import ImageWorkers
+from spyglass.server.stream import RequestTimer, send_content, send_events, send_whole
+from spyglass.server.workers import Workers
 
 
 class Service:
     """One model behind HTTP: the engine's thread, and what all requests share."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, worker: EngineWorker | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        config: ServerConfig,
+        worker: EngineWorker | None = None,
+        keys: KeyRing | None = None,
+        *,
+        own_protocols: bool = False,
+    ) -> None:
         self.config = config
+        self.keys = keys or KeyRing(read_api_keys(config.api_key, config.api_key_file))
         self.max_live = llm.options.max_sequences + config.max_waiting
-        self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live)
-        self.images = ImageWorkers()
-        self.served = replace(served_by(llm, config), unpack=self.images)
+        self.worker = worker or EngineWorker(llm.engine, max_live=self.max_live, clients=self.keys.clients)
+        served = served_by(llm, config)
+        self.workers = Workers(served)
+        self.served = replace(served, unpack=self.workers.unpack)
         self.adapters = AdapterRegistry(llm.lora, self.worker)
         self.metrics = Metrics(self.served.names[0], self.worker.stats)
         self.readiness = Readiness(llm, self.worker, lambda: self.stopping, describe(llm, self.served))
-        self.parsers = Parsers(config, self.served.limits, self.max_live, llm.engine.prepare)
+        self.parsers = Parsers(
+            config,
+            served.limits,
+            self.max_live,
+            llm.engine.prepare,
+            None if own_protocols else self.workers,
+            served.adapter_names,
+        )
         self.stopping = False
-        self.reading = 0  # bodies between their first byte and their last
-        self.calls = 0  # requests whose bodies are here, until their answers are sent
-        self.held = MemoryBudget(config.max_held_bytes)  # of bodies until they are parsed, then of images
+        self.ranks = llm.ranks
+        self.reading = Places(MAX_READING, self.keys.clients)  # bodies between their first byte and their last
+        self.calls = Places(self.max_live, self.keys.clients)  # requests from their bodies to the ends of their answers
+        self.held = MemoryBudget(config.max_held_bytes, self.keys.clients)  # bodies until they are parsed, then images
         self.started = int(time.time())
 
     async def drain(self) -> None:
@@ -71,7 +95,8 @@ class Service:
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
-        tasks = [asyncio.create_task(self.readiness.try_all()), asyncio.create_task(self.readiness.watch())]
+        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -79,8 +104,10 @@ class Service:
             for task in tasks:
                 task.cancel()
             self.parsers.shutdown()
-            self.images.close()
+            await asyncio.to_thread(self.workers.close)
             await asyncio.to_thread(self.worker.stop)
+            if self.ranks is not None:  # here, as the signal that ends a server ends its process as soon as it is done
+                await asyncio.to_thread(self.ranks.close)
 
 
 class EndpointRoute:
@@ -95,22 +122,26 @@ class EndpointRoute:
         Raises:
             SpyglassError, HTTPException: the request is refused; nothing has been sent.
         """
-        service = self._service
-        body, held = Reservation(service.held), Reservation(service.held)
-        if service.reading >= MAX_READING:
-            raise OverloadedError(f"{service.reading} bodies are being read, no more may be; send it later")
-        service.reading += 1
+        service, caller = self._service, scope["caller"]
+        client = caller.client
+        caller.take(requests=1)
+        body, held = Reservation(service.held, client), Reservation(service.held, client)
+        if not service.reading.has_room(client):
+            raise OverloadedError(f"{service.reading.num_taken} bodies are being read, no more may be; send it later")
+        service.reading.take(client)
         try:
             data = await read_body(Request(scope, receive), service.config.max_body_bytes, body)
         except ClientDisconnect:
             scope["record"].client_left = True
             return
         finally:
-            service.reading -= 1
-        if service.calls >= service.max_live:
+            service.reading.take(client, -1)
+        if not service.calls.has_room(client):
             body.release()
-            raise OverloadedError(f"{service.calls} requests are under way, {service.max_live} may be; send it later")
-        service.calls += 1
+            raise OverloadedError(
+                f"{service.calls.num_taken} requests are under way, {service.max_live} may be; send it later"
+            )
+        service.calls.take(client)
         try:
             parsing = service.parsers.parse(self._endpoint, data, body)
             del data
@@ -129,7 +160,7 @@ class EndpointRoute:
         except ClientDisconnect:
             scope["record"].client_left = True
         finally:
-            service.calls -= 1
+            service.calls.take(client, -1)
             held.release()
 
     async def _answer(
@@ -140,17 +171,24 @@ class EndpointRoute:
         record.parse_s = time.monotonic() - scope["began"]
         record.ignored = call.ignored
         if isinstance(call, Immediate):
-            await send_json(call.status, call.body, send)
+            await send_content(call.status, call.content, send, {})
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.pictures = call.images
         held.take(sum(image.nbytes for image in call.prompt.patches))
-        await self._run(call, record, scope["began"], held, send)
+        timer, caller = RequestTimer(record, scope["began"], call.prompts), scope["caller"]
+        longest = _longest(call, self._service.served.max_length)
+        caller.take(tokens=longest, images=call.images)
+        try:
+            await self._run(call, record, timer, caller.client, held, send)
+        finally:
+            caller.give_back(longest - timer.tokens)
 
-    async def _run(self, call: Call, record: Record, began: float, held: Reservation, send: Send) -> None:
+    async def _run(
+        self, call: Call, record: Record, timer: RequestTimer, client: Client, held: Reservation, send: Send
+    ) -> None:
         with self._service.adapters.used(call.adapter) as adapter:
-            submission = self._service.worker.submit(call.requests, adapter)
-            timer = RequestTimer(record, began, call.prompts)
+            submission = self._service.worker.submit(call.requests, adapter, client)
             try:
                 if call.stream:
                     await send_events(call, submission, timer, record.request_id, self._endpoint, send)
@@ -167,12 +205,13 @@ def create_app(
     *,
     worker: EngineWorker | None = None,
     endpoints: Sequence[Endpoint] | None = None,
+    keys: KeyRing | None = None,
 ) -> Starlette:
-    """The application that serves a model; `app.state.service` is its `Service`. Tests pass their own protocols.
+    """The application that serves a model; `app.state.service` is its `Service`. Tests pass parts of their own.
 
     The engine of `llm` belongs to the application's thread while it runs: `LLM` itself must not be asked meanwhile.
     """
-    service = Service(llm, config, worker)
+    service = Service(llm, config, worker, keys, own_protocols=endpoints is not None)
     protocols = make_endpoints(service.served) if endpoints is None else endpoints
     by_path = {endpoint.path: endpoint for endpoint in protocols}
     routes = [Route(path, EndpointRoute(service, endpoint), methods=["POST"]) for path, endpoint in by_path.items()]
@@ -182,11 +221,13 @@ def create_app(
         Route("/v1/models", partial(_models, service)),
         Route("/v1/models/{name:path}", partial(_model, service)),
         *page_routes(service.served),
+        *about_routes(llm, service.served, service.started),
+        *openapi_routes(protocols),
         *_adapter_routes(llm, service),
     ]
     gate = Middleware(
         RequestMiddleware,
-        keys=config.api_key,
+        keys=service.keys,
         endpoint_of=partial(_endpoint_of, by_path),
         metrics=service.metrics,
         stopping=lambda: service.stopping,
@@ -237,6 +278,7 @@ def served_by(llm: LLM, config: ServerConfig) -> Served:
         adapter_names=lambda: llm.adapters,
         without_vision=config.without_vision,
         strict_fields=config.strict_fields,
+        vision=llm.loaded.model.vision_state,
     )
 
 
@@ -248,11 +290,22 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "version": __version__,
         "family": llm.config.family,
         "device": str(loaded.device),
+        "tensor_parallel_size": llm.options.tensor_parallel_size,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,
+        "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
+        "numbers": "not compared" if llm.numbers is None else llm.numbers.as_json(),
     }
+
+
+def _longest(call: Call, max_length: int) -> int:
+    """Tokens that a call may come to: each prompt once, and every answer as long as it may be."""
+    prompts = {id(prompt): len(prompt) for prompt in call.prompts}
+    each = zip(call.prompts, call.params, strict=True)
+    rooms = ((max_length - len(prompt), params.max_tokens) for prompt, params in each)
+    return sum(prompts.values()) + sum(room if most is None else min(most, room) for room, most in rooms)
 
 
 async def _left(receive: Receive) -> None:
@@ -278,7 +331,9 @@ async def _health(service: Service, request: Request) -> Response:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        await asyncio.to_thread(service.metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
 async def _models(service: Service, request: Request) -> Response:
@@ -310,6 +365,7 @@ def _card(service: Service, name: str) -> Mapping[str, Any]:
         "display_name": name,
         "created_at": created,
         "max_model_len": service.served.max_length,
+        "vision": service.served.vision,
         "parent": service.served.names[0] if name in service.served.adapters else None,
     }
 
@@ -329,6 +385,6 @@ def _cors(config: ServerConfig) -> list[Middleware]:
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-spyglass-ignored"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-spyglass-ignored", *RATE_HEADERS],
         )
     ]

@@ -5,17 +5,21 @@ Transport (`app`) knows connections, limits and time; a protocol knows schemas. 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import Delta, SamplingParams
-from spyglass.engine.sequence import Request
 from spyglass.prompt.build import Unpack
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
+from spyglass.server.protocols.fields import Fields
+
+if TYPE_CHECKING:
+    from spyglass.engine.sequence import Request
 
 # Bytes of a remote image by its address; raises PromptError. Made for one request, whose time and bytes it counts.
 Fetch = Callable[[str], bytes]
@@ -29,7 +33,7 @@ class Served:
     `adapter_names`, which any thread may ask.
     `max_length` bounds prompt and answer together, `limits` the images of one request. `without_vision`: what a
     image does to a model that takes none, as in `ChatOptions`. `strict_fields`: refuse unknown fields. `unpack` does
-    the work of `unpack_image` in other processes.
+    the work of `unpack_image` in other processes. `vision`: whether images are taken, "off" by choice.
     """
 
     names: tuple[str, ...]
@@ -41,11 +45,28 @@ class Served:
     without_vision: Literal["refuse", "note"] = "refuse"
     strict_fields: bool = False
     unpack: Unpack | None = None
+    vision: Literal["yes", "no", "off"] = "no"
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that are served now."""
         return self.adapter_names()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """What a stream is made of: its media type, what says in a silence that it lives, and an error in its midst."""
+
+    media_type: str
+    alive: bytes
+    error: Callable[[Mapping[str, Any]], bytes]
+
+
+def _event_of_an_error(body: Mapping[str, Any]) -> bytes:
+    return b"event: error\ndata: " + json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+
+
+EVENTS = StreamForm(media_type="text/event-stream; charset=utf-8", alive=b": alive\n\n", error=_event_of_an_error)
 
 
 class Reply(Protocol):
@@ -57,13 +78,13 @@ class Reply(Protocol):
     """
 
     def begin(self, request_id: str) -> bytes:
-        """Server-sent events before the first token; may be empty."""
+        """Events before the first token; may be empty."""
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Server-sent events of one delta; may be empty while a tag is incomplete."""
+        """Events of one delta; may be empty while a tag is incomplete."""
 
     def end(self) -> bytes:
-        """Server-sent events after the last answer has ended (usage, the closing event)."""
+        """Events after the last answer has ended (usage, the closing event)."""
 
     @property
     def malformed_tool_call(self) -> bool:
@@ -79,7 +100,7 @@ class Call:
 
     `requests` is what the engine takes for each answer, once they are checked. `images` counts images of the request
     (usage and metrics); `ignored` are places of the request without effect, named in the log and in a header, never
-    their contents. `tools` are the schemas of the tools by name.
+    their contents. `tools` are the schemas of the tools by name, `form` is that of the stream.
     """
 
     model: str
@@ -92,6 +113,7 @@ class Call:
     images: int = 0
     ignored: tuple[str, ...] = ()
     tools: Mapping[str, Any] = field(default_factory=dict)
+    form: StreamForm = EVENTS
 
     @property
     def prompt(self) -> Prompt:
@@ -101,9 +123,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Immediate:
-    """An answer that needs no model: token counts."""
+    """An answer that needs no model: token counts. `content` is the body as it is sent, once it is written."""
 
     body: Mapping[str, Any]
+    content: bytes = b""
     status: int = 200
     ignored: tuple[str, ...] = ()
 
@@ -114,6 +137,10 @@ class Endpoint(Protocol):
     @property
     def path(self) -> str:
         """The path, from the root."""
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of a body, by which it is read and described."""
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
         """Read a request; runs off the event loop, since it decodes images. Without `fetch`, remote ones are refused.

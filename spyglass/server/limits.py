@@ -11,9 +11,10 @@ MAX_LOGPROBS = 500_000
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 1000, 128  # the first is the model makers' own, four times OpenAI's
 MAX_BIASES = 4096
 MAX_READING = 1024
+SMALL_BODY = 32 << 10  # bytes; a larger one is read in another process
 BODY_SECONDS, BODY_PAUSE_SECONDS, BODY_BYTES_PER_SECOND = 120.0, 10.0, 1024
 UNREAD_SECONDS = 300.0
-IMAGE_CPU_SECONDS, IMAGE_SECONDS, IMAGE_BYTES = 10.0, 60.0, 4 << 30
+READING_CPU_SECONDS, READING_SECONDS, READING_BYTES = 10.0, 60.0, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ LIMITS = (
     ),
     Limit("time in which an answer is not read", f"{UNREAD_SECONDS:.0f} s", 0, "the connection is closed"),
     Limit(
-        "unpacking an image, in a process of its own",
-        f"{IMAGE_CPU_SECONDS:.0f} s of a processor, {IMAGE_SECONDS:.0f} s, {IMAGE_BYTES >> 30} GiB of address space",
+        f"reading a body of more than {SMALL_BODY >> 10} KiB, unpacking an image: in a process of its own",
+        f"{READING_CPU_SECONDS:.0f} s of a processor, {READING_SECONDS:.0f} s, {READING_BYTES >> 30} GiB of addresses",
         400,
-        "a decoder is a loop that nobody else can end",
+        "decoders and tokenizers are loops that nobody else can end",
     ),
     Limit("scans of a JPEG times its pixels", "1,000,000,000", 400, "a scan of 80 bytes can cost a tenth of a second"),
     Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the image", 400, "it is unpacked whole"),

@@ -1,28 +1,27 @@
-"""Structured logs: one JSON object a line on stderr, about requests, never with their contents."""
+"""What is logged: records of requests, never their contents, and who changed what others get."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-import time
 from dataclasses import asdict, dataclass
 
 REQUESTS = logging.getLogger("spyglass.server")
+AUDIT = logging.getLogger("spyglass.audit")
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
     """What the log says of one request; filled while it is served. Times in seconds since it began.
 
-    `ignored` names request fields without effect here. `client_left`: it did not wait for the end.
-    `malformed_tool_call`: an answer held broken markup of tool calls, which was left as text.
+    `key` is the name of the API key. `ignored` names request fields without effect here. `client_left`: it did not
+    wait for the end. `malformed_tool_call`: an answer held broken markup of tool calls, which was left as text.
     """
 
     request_id: str
     method: str
     path: str
     status: int = 0
+    key: str | None = None
     model: str | None = None
     stream: bool = False
     answers: int = 0
@@ -41,23 +40,6 @@ class Record:
     total_s: float = 0.0
 
 
-class JsonLines(logging.Formatter):
-    """Every record as one line of JSON; a request's own fields beside the usual ones."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        fields = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        extra = record.__dict__.get("request")
-        return json.dumps({**fields, **extra} if extra else fields, ensure_ascii=False)
-
-
 def log_request(record: Record) -> None:
     """Log one request that has been answered; fields that say nothing are left out."""
     level = logging.ERROR if record.status == 500 else logging.INFO  # 503 only says what a server is about
@@ -70,12 +52,7 @@ def log_request(record: Record) -> None:
         REQUESTS.log(level, "request", extra={"request": fields})
 
 
-def set_up_logs(level: str) -> None:
-    """Send the logs of Spyglass and of the HTTP library to stderr. For the command line: an application has its own."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.captureWarnings(True)  # of the image library, about damaged files
-    for name in ("spyglass", "uvicorn", "py.warnings"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
+def log_audit(event: str, record: Record, **more: str) -> None:
+    """Log who changed what others get, at any log level."""
+    who = {"request_id": record.request_id, "key": record.key or "none", **more}
+    AUDIT.info(event, extra={"request": who})

@@ -39,6 +39,21 @@ class Metrics:
             "spyglass:http_requests", "requests by path and status", ("path", "status"), registry=self._registry
         )
 
+        by_key = (("key", "status"), "requests"), (("key",), "prompt_tokens"), (("key",), "generation_tokens")
+        self._by_key = {
+            what: Counter(
+                f"spyglass:key_{what}", f"{what.replace('_', ' ')} by API key", labels, registry=self._registry
+            )
+            for labels, what in (*by_key, (("key",), "images"))
+        }
+        self._first_by_key = Histogram(
+            "spyglass:key_time_to_first_token_seconds",
+            "from request to first token by API key",
+            ("key",),
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+
     def _total(self, name: str, about: str) -> Counter:
         return Counter(name, about, ("model_name",), registry=self._registry).labels(self._model)
 
@@ -49,6 +64,13 @@ class Metrics:
     def count(self, record: Record, path: str) -> None:
         """Add one answered request; `path` is its route's, so that strangers cannot make up series."""
         self._requests.labels(path, record.status).inc()
+        if record.key is not None:
+            self._by_key["requests"].labels(record.key, record.status).inc()
+            self._by_key["prompt_tokens"].labels(record.key).inc(record.prompt_tokens)
+            self._by_key["generation_tokens"].labels(record.key).inc(record.completion_tokens)
+            self._by_key["images"].labels(record.key).inc(record.pictures)
+            if record.first_token_s is not None:
+                self._first_by_key.labels(record.key).observe(record.first_token_s)
         if not record.answers:
             return
         self._prompt.inc(record.prompt_tokens)

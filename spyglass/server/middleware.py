@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 import time
@@ -12,13 +11,15 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spyglass.errors import is_recoverable
 from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Endpoint
+from spyglass.server.keys import KeyRing
 from spyglass.server.log import REQUESTS, Record, log_request
 from spyglass.server.metrics import Metrics
 from spyglass.server.stream import send_json
 
-OPEN_PATHS = ("/", "/playground/plan", "/health")  # the page and the probe work without a key
+OPEN_PATHS = ("/", "/playground/plan", "/docs", "/openapi.json", "/health")  # pages and the probe work without a key
 _HEADER_BYTES = 2000
 _LEFT = 499  # what logs and numbers say of a client that did not wait for an answer
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -32,14 +33,13 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
-        keys: Sequence[str],
+        keys: KeyRing,
         endpoint_of: Callable[[str], Endpoint | None],
         metrics: Metrics,
         stopping: Callable[[], bool],
         root_path: str = "",
     ) -> None:
-        self._app, self._root_path = app, root_path
-        self._keys = [key.encode() for key in keys]
+        self._app, self._root_path, self._keys = app, root_path, keys
         self._endpoint_of, self._metrics, self._stopping = endpoint_of, metrics, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,16 +60,18 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 name = request_id.encode()
-                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+                ids = (b"x-request-id", name), (b"request-id", name)
+                message["headers"] = [*message["headers"], *ids, *scope["caller"].headers()]
                 if record.ignored:
                     message["headers"] = [*message["headers"], (b"x-spyglass-ignored", _header(record.ignored))]
             await send(message)
 
+        scope["caller"] = self._keys.nobody
         try:
-            self._check(scope["path"], headers)
+            self._check(headers, scope, record)
             await self._app(scope, receive, send_named)
-        except Exception as error:
-            if record.status:  # too late for a body: a stream has its own way to tell
+        except BaseException as error:
+            if record.status or not is_recoverable(error):  # too late for a body: a stream has its own way to tell
                 raise
             await self._refuse(error, record, send_named)
         finally:
@@ -78,26 +80,21 @@ class RequestMiddleware:
             self._metrics.count(record, self._route(scope))
             log_request(record)
 
-    def _check(self, path: str, headers: Headers) -> None:
-        """Raises HTTPException: two lengths (RFC 9112 6.1), no key, or no time left."""
+    def _check(self, headers: Headers, scope: Scope, record: Record) -> None:
+        """Find out who calls. Raises HTTPException: two lengths (RFC 9112 6.1), no key, or no time left."""
         if "transfer-encoding" in headers and "content-length" in headers:  # a proxy before us may have read the other
             advice = "a body has a content-length or a transfer-encoding, not both; send one"
             raise HTTPException(400, advice, {"connection": "close"})
-        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+        caller = self._keys.find(headers)
+        if caller is not None:
+            scope["caller"], record.key = caller, caller.name
+        elif scope["path"] not in OPEN_PATHS:
             advice = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise HTTPException(401, f"the API key is missing or wrong; {advice}", {"www-authenticate": "Bearer"})
-        if self._stopping() and path not in OPEN_PATHS:
+        if self._stopping() and scope["path"] not in OPEN_PATHS:
             raise HTTPException(503, "the server is shutting down; send the request again", {"retry-after": "5"})
 
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        sent = [token.strip()] if scheme.lower() == "bearer" else []
-        sent.append(headers.get("x-api-key", ""))
-        # every key is compared with everything sent, so that time tells nothing
-        matches = [hmac.compare_digest(key, given.encode("latin-1")) for key in self._keys for given in sent]
-        return any(matches)
-
-    async def _refuse(self, error: Exception, record: Record, send: Send) -> None:
+    async def _refuse(self, error: BaseException, record: Record, send: Send) -> None:
         response = error_response(error)
         if not response.known:
             REQUESTS.error("request %s failed", record.request_id, exc_info=error)

@@ -1,5 +1,6 @@
 """Threads that make calls of bodies: reading JSON, unpacking images, fetching those that lie elsewhere.
 
+A body that is not small is read in another process (`workers`), which ends with its client; small ones are read here.
 Few unpack at once, since each may take hundreds of megabytes. A request whose images must be fetched goes to threads
 of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
 people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,30 +20,50 @@ from typing import Any, TypeGuard
 from spyglass.config.server import ServerConfig
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.sequence import Request
-from spyglass.errors import PromptError
+from spyglass.errors import PromptError, SpyglassError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Endpoint, Fetch, Immediate
 from spyglass.server.fetch import RemoteImages
+from spyglass.server.limits import SMALL_BODY
 from spyglass.server.memory import Reservation
+from spyglass.server.passing import Wanted
 from spyglass.server.protocols.fields import RequestError
 from spyglass.server.protocols.tool_grammar import with_definitions
+from spyglass.server.workers import Job, Workers
+from spyglass.server.writing import encoded
 
 _DECODERS = 4
 _COMPILERS = 4
 Prepare = Callable[[Prompt, SamplingParams], Request]
 
 
+Remote = Mapping[str, bytes | SpyglassError]  # what was fetched of an address
+
+
 class _RemoteImageError(Exception):
-    """A request has images that must be fetched."""
+    """A request has images that must be fetched: those of `addresses`, if they are known already."""
+
+    def __init__(self, addresses: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.addresses = addresses
 
 
 class Parsers:
-    """Parses for at most `most` requests at a time. `prepare` is the engine's."""
+    """Parses for at most `most` requests at a time. `prepare` is the engine's; without `workers` all bodies are read
+    here. `adapters` tells the names that are served now."""
 
-    def __init__(self, config: ServerConfig, limits: ImageLimits, most: int, prepare: Prepare) -> None:
-        self._limits, self._prepare = limits, prepare
+    def __init__(
+        self,
+        config: ServerConfig,
+        limits: ImageLimits,
+        most: int,
+        prepare: Prepare,
+        workers: Workers | None,
+        adapters: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._limits, self._prepare, self._workers, self._adapters = limits, prepare, workers, adapters
         self._seconds = config.fetch_seconds if config.remote_images else None
         self._permits = threading.BoundedSemaphore(_DECODERS)
         self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="parse")
@@ -52,12 +73,13 @@ class Parsers:
     def parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
         parsing: Future[Call | Immediate] = Future()
+        job = Job()
         parsing.add_done_callback(lambda _: held.release())
 
         def begin() -> Call | Immediate | None:
             if not parsing.set_running_or_notify_cancel():
                 return None  # its client has left
-            return self._parse(endpoint, body, None if self._seconds is None else _refuse_remote)
+            return self._parse(endpoint, body, job, None if self._seconds is None else _refuse_remote, {})
 
         def prepare(call: Call) -> Call:
             return call if parsing.cancelled() else prepared(call, self._prepare)
@@ -67,7 +89,8 @@ class Parsers:
                 return
             error = work.exception()
             if isinstance(error, _RemoteImageError):
-                self._fetchers.submit(self._fetch_and_parse, endpoint, body, held).add_done_callback(pass_on)
+                fetching = self._fetchers.submit(self._fetch_and_parse, endpoint, body, job, held, error.addresses)
+                fetching.add_done_callback(pass_on)
             elif error is not None:  # a library that panics raises what is no Exception
                 parsing.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)[:200]))
             elif not done and needs_grammar(work.result()):
@@ -76,23 +99,42 @@ class Parsers:
                 parsing.set_result(work.result())
 
         self._pool.submit(begin).add_done_callback(pass_on)
-        return asyncio.wrap_future(parsing)
+        waiting = asyncio.wrap_future(parsing)
+        waiting.add_done_callback(lambda done: job.end() if done.cancelled() else None)
+        return waiting
 
     def shutdown(self) -> None:
         """Begin nothing more."""
         for pool in (self._pool, self._fetchers, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _parse(self, endpoint: Endpoint, body: bytes, fetch: Fetch | None) -> Call | Immediate:
+    def _parse(
+        self, endpoint: Endpoint, body: bytes, job: Job, fetch: Fetch | None, remote: Remote
+    ) -> Call | Immediate:
         with self._permits:
-            call = endpoint.parse(parse_json(body), fetch)
+            call: Call | Immediate | Wanted
+            if self._workers is None or len(body) <= SMALL_BODY:
+                call = encoded(endpoint.parse(parse_json(body), fetch))
+            else:
+                known = None if self._seconds is None else remote
+                call = self._workers.read(endpoint.path, body, self._adapters(), known, job)
+            if isinstance(call, Wanted):
+                raise _RemoteImageError(call.addresses)
             return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
 
-    def _fetch_and_parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> Call | Immediate:
+    def _fetch_and_parse(
+        self, endpoint: Endpoint, body: bytes, job: Job, held: Reservation, addresses: tuple[str, ...]
+    ) -> Call | Immediate:
         """Parse, fetching the images of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
         images = RemoteImages(seconds=self._seconds, limits=self._limits, count=held.take)
-        return self._parse(endpoint, body, partial(_fetch_outside, self._permits, images))
+        remote: dict[str, bytes | SpyglassError] = {}
+        for address in addresses:
+            try:
+                remote[address] = images(address)
+            except SpyglassError as error:
+                remote[address] = error
+        return self._parse(endpoint, body, job, partial(_fetch_outside, self._permits, images), remote)
 
 
 def needs_grammar(call: Call | Immediate) -> TypeGuard[Call]:

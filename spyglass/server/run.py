@@ -14,10 +14,12 @@ from starlette.applications import Starlette
 
 from spyglass.errors import ConfigError
 from spyglass.server.connection import HEADER_SECONDS, timed
+from spyglass.server.tls import Certificate
 
 _POLL_S = 0.1
 # A machine that went without a word is asked after a minute and given up after two; systems wait hours by default.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_FAILED_S = 2.0  # between a failure that ends the server and its end
 _LAST_WORDS_S = 5  # after the grace period: time to write what ends a stream
 
 
@@ -69,6 +71,7 @@ class Server(uvicorn.Server):
     each in its protocol's words; at the third it is gone."""
 
     hurry = False
+    certificate: Certificate | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -80,10 +83,13 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
 
 
-def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS) -> Server:
+def make_server(
+    app: Starlette, grace_s: float, *, header_s: float = HEADER_SECONDS, certificate: Certificate | None = None
+) -> Server:
     """A server that is not running yet. Set `should_exit` (or send SIGTERM) to stop it.
 
-    `header_s`: time in which a connection must have brought the headers of a request.
+    `header_s`: time in which a connection must have brought the headers of a request. With a `certificate` it speaks
+    https alone.
     """
     config = uvicorn.Config(
         app,
@@ -94,23 +100,32 @@ def make_server(app: Starlette, grace_s: float, *, header_s: float = HEADER_SECO
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
+        ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
     )
-    return Server(config)
+    server = Server(config)
+    server.certificate = certificate
+    return server
 
 
 async def serve(server: Server, app: Starlette, listening: socket.socket) -> None:
     """Serve until told to stop: no new connections, streams may end within the grace period, then they are ended."""
-    ending = asyncio.create_task(_drain_at_exit(server, app))
+    tasks = [asyncio.create_task(_drain_at_exit(server, app))]
+    if server.certificate is not None:
+        tasks.append(asyncio.create_task(server.certificate.watch()))
     try:
         await server.serve([listening])
     finally:
-        ending.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _drain_at_exit(server: Server, app: Starlette) -> None:
-    while not server.should_exit:
-        await asyncio.sleep(_POLL_S)
     service = app.state.service
+    while not server.should_exit and (service.ranks is None or service.ranks.failure is None):
+        await asyncio.sleep(_POLL_S)
+    if not server.should_exit:  # nothing can be answered any more, which /health says meanwhile
+        await asyncio.sleep(_FAILED_S)
+        server.should_exit = server.hurry = True
     draining = asyncio.create_task(service.drain())
     while not draining.done() and not server.hurry:
         await asyncio.sleep(_POLL_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,17 @@ from starlette.types import Send
 
 from spyglass.engine.request import Delta
 from spyglass.engine.worker import ResponseStream
+from spyglass.errors import is_recoverable
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint
 from spyglass.server.limits import UNREAD_SECONDS
 from spyglass.server.log import Record
 from spyglass.server.memory import Reservation
+from spyglass.server.writing import json_bytes
 
 QUIET_S = 15.0  # a stream that is silent for longer says that it lives, so that no proxy closes it
-_ALIVE = b": alive\n\n"
-_EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _LOG = logging.getLogger(__name__)
 
 
@@ -40,6 +36,7 @@ class RequestTimer:
     def __init__(self, record: Record, began: float, prompts: Sequence[Prompt]) -> None:
         self._record, self._began, self._prompts = record, began, prompts
         self._cached: dict[int, int] = {}  # tokens of each prompt that has an answer
+        self._drawn = 0
 
     def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
         """Deltas that came."""
@@ -47,6 +44,7 @@ class RequestTimer:
         if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
             record.first_token_s = time.monotonic() - self._began
         for index, delta in mail:
+            self._drawn += len(delta.token_ids)
             if delta.output is not None:
                 usage, prompt = delta.output.usage, id(self._prompts[index])
                 if prompt not in self._cached:
@@ -57,6 +55,11 @@ class RequestTimer:
                 record.completion_tokens += usage.completion_tokens
                 record.finish += (delta.output.finish_reason,)
                 record.error = delta.output.error or record.error
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts and of what has been drawn, also for a client that left."""
+        return sum({id(prompt): len(prompt) for prompt in self._prompts}.values()) + self._drawn
 
 
 async def send_whole(
@@ -77,11 +80,11 @@ async def send_whole(
 
     def make() -> tuple[int, bytes]:
         status, body = call.reply.whole(request_id)
-        return status, _json(body)
+        return status, json_bytes(body)
 
     status, content = await asyncio.to_thread(make)  # other streams go on meanwhile
     held.take(len(content))
-    await _send_content(status, content, send, {"retry-after": "5"} if status == 503 else {})
+    await send_content(status, content, send, {"retry-after": "5"} if status == 503 else {})
 
 
 async def send_events(
@@ -95,27 +98,31 @@ async def send_events(
     """
     await submission.accepted()
     first = call.reply.begin(request_id)
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    kind = (b"content-type", call.form.media_type.encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [kind, *_UNBUFFERED]})
     try:
         await _send_body(first, send)
-        while mail := await _next(submission, send):
+        while mail := await _next(submission, call.form.alive, send):
             timer.see(mail)
             await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
         last = call.reply.end()
     except ClientDisconnect:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_recoverable(error):
+            raise
         _LOG.exception("a stream failed: request %s", request_id)
-        last = b"event: error\ndata: " + _json(error_body(endpoint, error_response(error))) + b"\n\n"
+        last = call.form.error(error_body(endpoint, error_response(error)))
     await _send_body(last, send, more=False)
 
 
 async def send_json(status: int, body: Mapping[str, Any], send: Send, headers: Mapping[str, str] | None = None) -> None:
     """Send a JSON body."""
-    await _send_content(status, _json(body), send, headers or {})
+    await send_content(status, json_bytes(body), send, headers or {})
 
 
-async def _send_content(status: int, content: bytes, send: Send, headers: Mapping[str, str]) -> None:
+async def send_content(status: int, content: bytes, send: Send, headers: Mapping[str, str]) -> None:
+    """Send a JSON body that is written already."""
     lines = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     lines += [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
@@ -123,13 +130,13 @@ async def _send_content(status: int, content: bytes, send: Send, headers: Mappin
     await _send_body(b"", send, more=False)  # waits until the client has read most of it
 
 
-async def _next(submission: ResponseStream, send: Send) -> list[tuple[int, Delta]]:
+async def _next(submission: ResponseStream, alive: bytes, send: Send) -> list[tuple[int, Delta]]:
     while True:
         try:
             async with asyncio.timeout(QUIET_S):
                 return await submission.deltas()
         except TimeoutError:
-            await _send_body(_ALIVE, send)
+            await _send_body(alive, send)
 
 
 async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
@@ -141,7 +148,3 @@ async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
     except TimeoutError:
         raise ClientDisconnect from None
-
-
-def _json(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,104 +1,224 @@
-"""Images unpacked in a few processes that can be ended: what takes too long or too much there never runs here."""
+"""Requests read and images unpacked in a few processes that can be ended (`reading`): what takes too long or too much
+there never runs here."""
 
 from __future__ import annotations
 
-import pickle
+import logging
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from spyglass.errors import PromptError, SpyglassError
+from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt.build import Pixels
 from spyglass.prompt.decode import ImageRules
 from spyglass.prompt.tokens import ImagePlan
-from spyglass.server.limits import IMAGE_BYTES, IMAGE_CPU_SECONDS, IMAGE_SECONDS
+from spyglass.server.exchange import Call, Immediate, Served
+from spyglass.server.limits import READING_BYTES, READING_CPU_SECONDS, READING_SECONDS
+from spyglass.server.passing import ReadBody, Refusal, Result, UnpackImage, Wanted, dumps, receive, receive_result, send
 
-_KEPT = 2  # processes that wait for the next image, some 60 MB each
+_LOG = logging.getLogger(__name__)
+_KEPT = 4  # processes that wait for the next request
+# Found where this process finds it, and imported by its name, since its classes travel.
+_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from spyglass.server.reading import main; main()"
+_TOO_MUCH = "takes too long or too much memory to"
 
 
-class ImageWorkers:
-    """Unpacks as `unpack_image` does. Any thread may call it; each call has a process of its own meanwhile."""
+class Job:
+    """The work of one request, which may be ended from any thread when nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self.over = False
+
+    def end(self) -> None:
+        """End the work now, or when it begins."""
+        with self._lock:
+            self.over = True
+            if self._process is not None:
+                self._process.kill()
+
+    def works_in(self, process: _Process | None) -> None:
+        """Note where the work is done."""
+        with self._lock:
+            self._process = process
+            if self.over and process is not None:
+                process.kill()
+
+
+class _Process:
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel = pid, channel
+
+    def kill(self) -> None:
+        """It is waited for only later (`Workers._ended`), so the number is still its own."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Workers:
+    """Processes that read requests for the model that is `served`. Any thread may call it; each call has one of its
+    own meanwhile."""
 
     def __init__(
         self,
+        served: Served,
         *,
-        cpu_seconds: float = IMAGE_CPU_SECONDS,
-        wall_seconds: float = IMAGE_SECONDS,
-        memory: int = IMAGE_BYTES,
+        cpu_seconds: float = READING_CPU_SECONDS,
+        wall_seconds: float = READING_SECONDS,
+        memory: int = READING_BYTES,
     ) -> None:
-        self._limits = cpu_seconds, wall_seconds, memory
-        self._lock = threading.Lock()
-        self._waiting: list[subprocess.Popen[bytes]] = []
+        self._known = {"tokenizer": served.tokenizer, "config": served.config, "served": served}
+        self._begin = dumps((replace(served, adapter_names=tuple, unpack=None), cpu_seconds, wall_seconds, memory))
+        self._lock = threading.Lock()  # of what follows
+        self._waiting: list[_Process] = []
+        self._source: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._closed = False
 
-    def __call__(self, file: bytes, rules: ImageRules, plan: ImagePlan, name: str) -> Pixels:
-        """The patches of an image.
+    def start(self) -> None:
+        """Begin to load what the processes need, else the first request would wait a second for it."""
+        with self._lock:
+            self._open_source()
+
+    def unpack(self, file: bytes, rules: ImageRules, plan: ImagePlan, name: str) -> Pixels:
+        """The patches of an image, as `unpack_image`.
 
         Raises:
             PromptError: it cannot be unpacked, or takes too long or too much memory.
+            OverloadedError: the process was ended from outside.
             SpyglassError: no process can be started.
         """
-        with self._lock:
-            process = self._waiting.pop() if self._waiting else None
-        if process is None or process.poll() is not None:
-            process = self._start()
-        goes_on = False
-        try:
-            error, pixels, goes_on = _ask(process, (file, rules, plan, name))
-        except (OSError, EOFError, pickle.UnpicklingError):  # it has ended over this image
-            raise PromptError(f"{name} takes too long or too much memory to unpack; send it smaller") from None
-        finally:
-            with self._lock:
-                goes_on = goes_on and len(self._waiting) < _KEPT and not self._closed
-                if goes_on:
-                    self._waiting.append(process)
-            if not goes_on:
-                _end(process)
-        if error is not None:
-            raise PromptError(error)
+        pixels = self._run(
+            UnpackImage(file=file, rules=rules, plan=plan, name=name), Job(), f"{name} {_TOO_MUCH} unpack"
+        )
+        assert isinstance(pixels, np.ndarray)
         return pixels
+
+    def read(
+        self,
+        path: str,
+        body: bytes,
+        adapters: tuple[str, ...],
+        remote: Mapping[str, bytes | SpyglassError] | None,
+        job: Job,
+    ) -> Call | Immediate | Wanted:
+        """The call of a body, or what must be fetched before (see `ReadBody`).
+
+        Raises:
+            SpyglassError: as `Endpoint.parse` and `unpack`.
+        """
+        work = ReadBody(path=path, body=body, adapters=adapters, remote=remote)
+        found = self._run(work, job, f"the request {_TOO_MUCH} read")
+        assert isinstance(found, Call | Immediate | Wanted)
+        return found
 
     def close(self) -> None:
         """End the processes that wait, and later those that work."""
         with self._lock:
             waiting, self._waiting, self._closed = self._waiting, [], True
-        for process in waiting:
-            _end(process)
+            for process in waiting:
+                self._end(process)
+            self._close_source()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _run(self, work: ReadBody | UnpackImage, job: Job, too_much: str) -> Result:
+        with self._lock:
+            process = self._waiting.pop() if self._waiting else self._fork()
+        goes_on = False
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "spyglass.prompt.unpack"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl+C is for us, who may let answers end
-            )
-        except OSError as error:
-            raise SpyglassError(f"the process that unpacks images cannot be started: {error}") from error
-        assert process.stdin is not None
-        pickle.dump(self._limits, process.stdin)
-        return process
+            job.works_in(process)
+            send(process.channel, dumps(work))
+            result, goes_on = receive_result(process.channel, self._known)
+        except (OSError, EOFError):
+            job.works_in(None)
+            with self._lock:
+                raise self._why(self._end(process), job, too_much) from None
+        job.works_in(None)
+        with self._lock:
+            if goes_on and not job.over and not self._closed and len(self._waiting) < _KEPT:
+                self._waiting.append(process)
+            else:
+                self._end(process)
+        if isinstance(result, Refusal):
+            raise result.error()
+        return result
+
+    def _why(self, code: int, job: Job, too_much: str) -> SpyglassError:
+        """What to say of a process that ended over a request. The caller has the lock."""
+        if job.over:
+            return SpyglassError("nobody waits for this request")
+        if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            return OverloadedError("the process that read this request was ended from outside; send it again")
+        return PromptError(f"{too_much}; send it smaller")
+
+    def _fork(self) -> _Process:
+        """Raises SpyglassError: there can be no process. The caller has the lock."""
+        for last in (False, True):
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                raise _none(error) from error
+            with theirs:
+                try:
+                    _, control = self._open_source()
+                    send(control, b"", theirs.fileno())
+                    return _Process(int(receive(control)[0]), ours)
+                except (OSError, EOFError) as error:  # what forks has ended, or could not fork
+                    ours.close()
+                    self._close_source()
+                    if last:
+                        raise _none(error) from error
+        raise AssertionError
+
+    def _end(self, process: _Process) -> int:
+        """How it ended. The caller has the lock."""
+        try:
+            process.channel.close()
+            process.kill()
+            if self._source is not None:
+                send(self._source[1], str(process.pid).encode())
+                return int(receive(self._source[1])[0])
+        except (OSError, EOFError, ValueError):
+            pass
+        return -signal.SIGKILL
+
+    def _open_source(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Raises OSError, EOFError. The caller has the lock."""
+        if self._source is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        process_group=0,  # Ctrl+C is for us, who may let answers end
+                    )
+                except OSError:
+                    ours.close()
+                    raise
+            self._source = process, ours
+            send(ours, self._begin)
+        return self._source
+
+    def _close_source(self) -> None:
+        if self._source is not None:
+            process, control = self._source
+            self._source = None
+            control.close()
+            process.kill()
+            if (code := process.wait()) != -signal.SIGKILL:
+                _LOG.error("the process that starts readers of requests has ended, with %d", code)
 
 
-def _ask(process: subprocess.Popen[bytes], image: tuple[Any, ...]) -> tuple[str | None, Pixels, bool]:
-    assert process.stdin is not None and process.stdout is not None
-    pickle.dump(image, process.stdin)
-    process.stdin.flush()
-    error, shape, dtype, goes_on = pickle.load(process.stdout)
-    pixels = np.empty(shape, dtype)
-    buffer = pixels.reshape(-1).view(np.uint8).data
-    while buffer:
-        count = process.stdout.readinto(buffer)  # type: ignore[attr-defined]  # a buffered reader has it
-        if not count:
-            raise EOFError
-        buffer = buffer[count:]
-    return error, pixels, goes_on
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+def _none(error: Exception) -> SpyglassError:
+    return OverloadedError(
+        f"no process that reads requests can be started ({error or 'it ended at once'}); send it later"
+    )

@@ -24,7 +24,7 @@ from spyglass.text.step import LayerContext, Step
 
 
 class Attention(nn.Module):
-    """The tensors `attn.*` of one layer."""
+    """The tensors `attn.*` of one layer; of several processes each has some of the heads, and all latents."""
 
     def __init__(self, plan: LayerPlan, ctx: LayerContext) -> None:
         super().__init__()
@@ -49,7 +49,8 @@ class Attention(nn.Module):
         self._plan = plan
         self._window = ("window", plan.index)
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
-        self._heads, self._dim, self._groups = text.num_attention_heads, text.head_dim, text.o_groups
+        self._heads, self._dim = build.param(f"{name}.attn_sink").shape[0], text.head_dim
+        self._group = build.group
         self._scale = text.head_dim**-0.5
         self._q_eps = text.rms_norm_eps if text.q_head_norm else None
         self._stepwise = ctx.stepwise
@@ -87,9 +88,8 @@ class Attention(nn.Module):
         u_TQ = self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)
         q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
         out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
-        out_TGO = self.wo_a(out_THD.view(len(out_THD), self._groups, -1), slot_T)
-        out: torch.Tensor = self.wo_b(out_TGO.flatten(1), slot_T)
-        return out
+        out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), slot_T)
+        return self._group.sum(self.wo_b(out_TGO.flatten(1), slot_T)).to(x_TC.dtype)
 
     def _read(
         self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView

@@ -27,7 +27,10 @@ class SharedExpert(nn.Module):
     def forward(
         self, x_TC: torch.Tensor, slot_T: torch.Tensor | None, rounded_TC: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2."""
+        """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2.
+
+        A summand of that in fp32 where this process has a part of the inner channels.
+        """
         gate_TF, up_TF = (linear(x_TC, slot_T, rounded_TC) for linear in (self.w1, self.w3))
         z_TF = self._swiglu(gate_TF, up_TF, limit=self._limit, quant=self.w2.quant)
         out: torch.Tensor = self.w2(z_TF, slot_T, None if self.w2.quant is None else z_TF)
@@ -44,10 +47,12 @@ class FeedForward(nn.Module):
         self.experts = Experts(ctx.build, f"{name}.experts", limit=ctx.text.swiglu_limit, rounding=ctx.rounding.linear)
         self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
         self._add_shared = ctx.build.ops.add_shared
+        self._group = ctx.build.group
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
-        return self._add_shared(*self.routed_and_shared(x_TC, step))
+        z_TC, shared_TC = self.routed_and_shared(x_TC, step)
+        return z_TC if shared_TC is None else self._add_shared(z_TC, shared_TC)
 
     @property
     def quant(self) -> FakeQuant | None:
@@ -56,8 +61,11 @@ class FeedForward(nn.Module):
 
     def routed_and_shared(
         self, x_TC: torch.Tensor, step: Step, rounded_TC: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output of the routed experts, fp32, and of the shared one, in x's dtype: [T, C] each.
+
+        With several processes their sum and None: it is made where the parts of all are.
+        """
         ids_TK, weights_TK = self.gate(x_TC, step)
         routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        return routed_TC, self.shared_experts(x_TC, step.batch.slot_T, rounded_TC)
+        return self._group.total(routed_TC, self.shared_experts(x_TC, step.batch.slot_T, rounded_TC), x_TC.dtype)

@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.errors import ConfigError
+from spyglass.progress import Progress
 from spyglass.prompt.chat import Effort
 from spyglass.tiny_world.answers import is_right, is_thought
 from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_images
@@ -116,7 +117,7 @@ def evaluate(
     if not asked:
         raise ConfigError("the list of kinds is empty, or holds none with pictures; leave it out for all of them")
     verdicts: list[Verdict] = []
-    with _bar(num, progress) as bar:
+    with Progress(total=num, unit=" questions", desc="asking", show=progress) as bar:
         for first in range(0, num, batch):
             numbers = range(first, min(first + batch, num))
             cases = [
@@ -126,12 +127,6 @@ def evaluate(
             verdicts += [_verdict(case, text) for case, text in zip(cases, said, strict=True)]
             bar.update(len(cases))
     return Report(verdicts=tuple(verdicts), by_pair=split == "unseen")
-
-
-def _bar(total: int, shown: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit=" questions", disable=None if shown else True)
 
 
 def _case(

@@ -26,7 +26,7 @@ from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
 from spyglass.lora.new import TRAINED_SLOT, new_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
@@ -73,6 +73,8 @@ def finetune(
     check_options(options, processes)
     _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
+    if ignored := sorted({name for chat in chats for name in chat.ignored}):
+        tell(f"ignored columns, which say nothing about a chat: {', '.join(ignored)}")
     feed = Feed(chats, batches, learner, stride=processes.count)
     run = _train_whole if config.full else partial(_train_adapter, named=named)
     with held_alone(config.output / RUN_FOLDER) if processes.rank == 0 else contextlib.nullcontext():

@@ -26,8 +26,8 @@ from spyglass.layers.build import BuildContext
 from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
 from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
 from spyglass.ops.table import bind_ops
-from spyglass.parallel import Processes
-from spyglass.params.table import Param, param_table
+from spyglass.parallel.fsdp import Processes
+from spyglass.params.table import Param, most_tensors, param_table
 from spyglass.quant.codec import decode
 from spyglass.quant.packed import Packed, WeightSlot
 from spyglass.train.balance import BIASES, CountingRouter, ExpertLoads, balance
@@ -56,7 +56,7 @@ class FullRun:
         processes: Processes = ALONE,
     ) -> None:
         self.config, self.device, self._options, self._processes = config, device, options, processes
-        checkpoint = open_checkpoint(str(options.model))
+        checkpoint = open_checkpoint(str(options.model), most_tensors(config))
         numerics = options.numerics
         if numerics == "auto":
             numerics = "reference" if has_packed_weights(checkpoint) else "plain"
@@ -130,7 +130,7 @@ class FullRun:
         """
         specs, packed = self.masters.specs, self.masters.packed()
         items = [SaveItem(name, specs[name], weight.format, partial(_same, weight)) for name, weight in packed.items()]
-        base = open_checkpoint(str(self._options.model))
+        base = open_checkpoint(str(self._options.model), most_tensors(self.config))
         save_checkpoint(output, items + self._others(base), names=spelling_of(base))
         copy_others(self._options.model, output)
         write_config(self._options.model, output, plain=False)

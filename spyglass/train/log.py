@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from spyglass.errors import CheckpointError, ConfigError
+from spyglass.progress import Progress
 
 CSV_NAME, PLOT_NAME, EVENTS_NAME = "log.csv", "loss.png", "events"
 
@@ -60,7 +59,7 @@ class TrainLog:
             self._csv.writerows(map(astuple, self._rows))
             self._file.flush()
             self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
-        self._bar = tqdm(total=steps, initial=done, unit="step", desc="training", disable=None if progress else True)
+        self._bar = Progress(total=steps, initial=done, unit="step", desc="training", show=progress)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Some steps, in order."""

@@ -20,7 +20,7 @@ import torch
 
 from spyglass.config.training import Schedule
 from spyglass.errors import CheckpointError, ConfigError, SpyglassError
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.train.log import Row, TrainLog
 from spyglass.train.state import State, load_state, save_state
 from spyglass.train.stopping import asked_to_stop

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from spyglass.model import VisionLanguageModel
-from spyglass.parallel import Touch
+from spyglass.parallel.fsdp import Touch
 from spyglass.train.packing import PackedStep
 
 IGNORED = -100  # a target that counts for nothing

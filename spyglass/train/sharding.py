@@ -16,7 +16,7 @@ from torch import nn
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
 from spyglass.lora.new import TrainableAdapter
 from spyglass.model import VisionLanguageModel
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.quant.packed import Packed
 
 Put = Callable[[torch.Tensor], None]

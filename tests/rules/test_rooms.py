@@ -18,11 +18,12 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "families": set(),
     "quant": {"errors"},
-    "config": {"errors", "families", "quant"},
+    "progress": set(),
+    "config": {"errors", "families", "quant", "progress"},
     "params": {"errors", "families", "config", "quant"},
     "batch": {"errors", "config", "prompt"},
     "prompt": {"errors", "families", "config"},
-    "checkpoint": {"errors", "families", "params", "config", "quant"},
+    "checkpoint": {"errors", "families", "params", "config", "quant", "progress"},
     "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
     "ops": {"errors", "quant"},
@@ -34,15 +35,16 @@ ROOMS: dict[str, set[str]] = {
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
+    "numbers": {"config", "batch", "prompt", "engram", "quant", "ops", "runtime", "model"},
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
         "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora",
+        "lora", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
         "layers",
-        "vision", "model", "lora",
+        "vision", "model", "lora", "progress",
     },
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
@@ -54,7 +56,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine", "config", "lora", "train"},
+    "__init__": {"engine", "config", "errors", "lora", "train"},
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}

@@ -23,16 +23,21 @@ READS_ENVIRONMENT = {
 # The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {
+    "engine/rank.py",  # whatever ends a rank is told to rank 0
+    "engine/ranks.py",  # whatever breaks a step of one rank ends the others
     "prompt/tokenizer.py",
+    "prompt/try_tokenizer.py",  # the library raises bare Exception
     "engram/vocabulary.py",
+    "numbers.py",  # kernels that are compared may break with anything
     "server/middleware.py",
     "server/stream.py",
+    "server/reading.py",  # the frame of one request, in a process that reads them
     "engine/worker.py",
     "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
 }
-PRINTS = {"cli", "bench"}  # rooms that talk to a terminal
+PRINTS = {"cli", "bench", "progress.py"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|tmp|work|mnt)/\w")
 UNANCHORED_TODO = re.compile(r"(?:#|//)\s*(?:TODO|FIXME|XXX)\b(?!\(#?\w)")

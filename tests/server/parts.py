@@ -27,7 +27,11 @@ from spyglass.prompt.chat import ImageRef
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.app import served_by
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
+from spyglass.server.protocols.fields import Fields
 from spyglass.server.run import bind, bind_unix, make_server, serve
+from spyglass.server.tls import Certificate
+
+NO_FIELDS = Fields(read=frozenset())
 
 
 @dataclass
@@ -63,6 +67,7 @@ class PlainEndpoint:
 
     served: Served
     path: str = "/plain"
+    fields: Fields = NO_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
         model = body.get("model", self.served.names[0])
@@ -140,20 +145,31 @@ class Live:
 
     def wait_until_idle(self) -> None:
         """Until nothing is under way."""
-        wait_for(lambda: not self.service.worker.stats().live and not self.service.calls)
+        wait_for(lambda: not self.service.worker.stats().live and not self.service.calls.num_taken)
 
 
 @contextmanager
-def running(app: Starlette, *, ready: bool = True, header_s: float = 30.0, uds: str | None = None) -> Iterator[Live]:
-    """Serve an application on a thread until the block ends."""
-    server = make_server(app, app.state.service.config.grace_seconds, header_s=header_s)
+def running(
+    app: Starlette,
+    *,
+    ready: bool = True,
+    header_s: float = 30.0,
+    uds: str | None = None,
+    certificate: Certificate | None = None,
+) -> Iterator[Live]:
+    """Serve an application on a thread until the block ends; with a certificate by https, which the client trusts."""
+    server = make_server(app, app.state.service.config.grace_seconds, header_s=header_s, certificate=certificate)
     listening = bind("127.0.0.1", 0) if uds is None else bind_unix(uds)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}" if uds is None else "http://here"
+    url = (
+        f"{'http' if certificate is None else 'https'}://127.0.0.1:{listening.getsockname()[1]}"
+        if uds is None
+        else "http://here"
+    )
     thread = threading.Thread(target=lambda: asyncio.run(serve(server, app, listening)), daemon=True)
     thread.start()
     wait_for(lambda: server.started)
     transport = None if uds is None else httpx.HTTPTransport(uds=uds)
-    with httpx.Client(base_url=url, timeout=180, transport=transport) as client:
+    with httpx.Client(base_url=url, timeout=180, transport=transport, verify=certificate is None) as client:
         live = Live(url, app, server, client)
         if ready:
             wait_for(lambda: live.service.readiness.report()[1]["status"] != "starting")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import threading
 from collections.abc import Iterator
@@ -100,6 +101,16 @@ def alone(folder: Path, tiny_folder: Path, adapter: str, **asked: Any) -> list[i
     """What a fresh process with this adapter answers."""
     fresh = LLM(tiny_folder, device="cpu", dtype="float32", numerics="plain", adapters={"it": folder / adapter})
     return list(fresh.generate([ASKED["ids"]], GREEDY, adapter="it")[0].token_ids)
+
+
+def test_who_loads_and_unloads_is_written_down(server: Live, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "spyglass.audit"):
+        assert load(server, "mine", "one") == 200 and load(server, "other", "none") == 404
+        assert unload(server, "mine") == 200
+    lines = [(r.getMessage(), r.__dict__["request"]) for r in caplog.records if r.name == "spyglass.audit"]
+    assert [event for event, _ in lines] == ["adapter loaded", "adapter unloaded"]
+    assert all(who["adapter"] == "mine" and who["key"] == "none" and who["client"] == "127.0.0.1" for _, who in lines)
+    assert lines[0][1]["folder"] == str(root.resolve() / "one") and lines[0][1]["request_id"]
 
 
 def test_it_is_off_unless_the_server_was_started_so(live: Live, root: Path) -> None:

@@ -137,11 +137,11 @@ def test_h9_half_bodies_take_no_places_of_whole_requests(llm: LLM) -> None:
         raws = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(40)]
         for raw in raws:
             raw.sendall(head)
-        wait_for(lambda: server.service.reading == 40)
+        wait_for(lambda: server.service.reading.num_taken == 40)
         assert server.post({"max_tokens": 3}).status_code == 200
         for raw in raws:
             raw.close()
-        wait_for(lambda: server.service.reading == 0)
+        wait_for(lambda: server.service.reading.num_taken == 0)
 
 
 def test_h9_a_body_that_pauses_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
         raws = [ask(server, {"max_tokens": 8000, "stream": True}) for _ in range(2)]
         wait_for(lambda: engine.steps > 3 and not engine.live)  # the engine is done, though nobody has read a byte
         assert server.post({"max_tokens": 3}).status_code == 200
-        wait_for(lambda: server.service.calls == 2)  # more is left to send than the system takes in
+        wait_for(lambda: server.service.calls.num_taken == 2)  # more is left to send than the system takes in
         for raw in raws:
             with raw.makefile("rb") as reader:
                 found = events(read_to_done(reader))
@@ -244,7 +244,7 @@ def test_a_body_counts_while_a_thread_has_it_though_its_client_has_left(llm: LLM
         raw = ask(server, {"max_tokens": 1})
         assert begun.wait(10)
         raw.close()
-        wait_for(lambda: server.service.calls == 0)
+        wait_for(lambda: server.service.calls.num_taken == 0)
         assert server.service.held.total > 0
         go_on.set()
         wait_for(lambda: server.service.held.total == 0)
@@ -257,7 +257,7 @@ def test_a_stopped_server_leaves_nothing_running_for_who_does_not_read(llm: LLM)
         raw = ask(server, {"max_tokens": 20_000, "stream": True})
         wait_for(lambda: engine.steps > 500)
         server.server.config.timeout_graceful_shutdown = 1
-    assert not engine.live and server.service.calls == 0
+    assert not engine.live and server.service.calls.num_taken == 0
     raw.close()
 
 

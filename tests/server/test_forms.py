@@ -76,7 +76,7 @@ def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
         assert all(waiting.acquire(timeout=30) for _ in held)
         assert chat(server, guided_regex="quick") == 200
         held += [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3, 8)]
-        wait_for(lambda: server.service.calls == 8)
+        wait_for(lambda: server.service.calls.num_taken == 8)
         assert chat(server) == 200 and chat(server, SEE) == 200
         assert not any(answer.done() for answer in held)
         go_on.set()

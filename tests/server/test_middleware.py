@@ -13,7 +13,7 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.server.app import create_app
-from spyglass.server.log import JsonLines
+from spyglass.server.log_lines import JsonLines
 from tests.server.parts import Live, plain, running, wait_for
 
 KEYS = ("sk-first", "sk-second")
@@ -115,6 +115,7 @@ def test_models_are_listed_under_every_name(guarded: Live) -> None:
     card = guarded.client.get("/v1/models/alias", headers=headers).json()
     assert listed["first_id"] == "tiny" and listed["last_id"] == "alias" and listed["has_more"] is False
     assert card["id"] == "alias" and card["object"] == "model" and card["max_model_len"] > 0
+    assert card["vision"] == guarded.client.get("/health").json()["vision"] == "yes"
     assert guarded.post({"model": "alias", "max_tokens": 1}, headers=headers).status_code == 200
     assert guarded.post({"model": "gpt-9", "max_tokens": 1}, headers=headers).status_code == 404
 

@@ -62,7 +62,7 @@ def test_who_waits_for_a_remote_picture_delays_nobody_else(llm: LLM, monkeypatch
         ThreadPoolExecutor(40) as pool,
     ):
         slow = [pool.submit(server.post, {"images": ["http://slow"], "max_tokens": 1}) for _ in range(40)]
-        wait_for(lambda: server.service.calls == 40)
+        wait_for(lambda: server.service.calls.num_taken == 40)
         for images in ([], [data_url()], ["http://quick"], ["http://quick", data_url()]):
             assert server.post({"images": images, "max_tokens": 1}).status_code == 200
         assert not any(answer.done() for answer in slow)

@@ -98,7 +98,8 @@ def test_an_enum_lists_text_and_other_values_alike(accepts: Accepts) -> None:
 
 
 def test_what_may_be_text_or_not_is_written_in_either_way(accepts: Accepts) -> None:
-    for schema in ({"type": ["string", "null"]}, {"title": "x"}, True):
+    either = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+    for schema in ({"type": ["string", "null"]}, {"title": "x"}, True, either):
         tools = {"look": {"properties": {"x": schema}}}
         assert accepts(call('<M_parameter name="x" string="true">null</M_parameter>\n'), tools=tools)
         assert accepts(call('<M_parameter name="x" string="false">null</M_parameter>\n'), tools=tools)

@@ -28,6 +28,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 _STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
 _MEMORY = 768 << 20  # bytes for one grammar; what takes long to compile takes memory, some hundred MB a second
+MAX_GRAMMAR_CHARS = 1 << 18  # of a grammar: what one level of references takes of the stack, its text bounds
 _NICE = 5  # steps of the engine take a processor three times as often as a trial beside them
 _ANY_OBJECT = {"type": "object"}
 # White space between the tokens of JSON: none, one blank, or a line break with indentation; else an answer may be

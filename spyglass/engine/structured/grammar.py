@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import Structured
-from spyglass.engine.structured.compile import Words, compile_grammar, first_line, run_deep
+from spyglass.engine.structured.compile import MAX_GRAMMAR_CHARS, Words, compile_grammar, first_line, run_deep
 from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 
 KEPT, _KEPT_SECONDS = 256, 8.0  # compiled grammars; what takes long to compile takes memory, some hundred MB a second
-MAX_GRAMMAR_CHARS = 1 << 18  # characters of a grammar: what one level of references takes of the stack, its text bounds
 
 
 class GrammarMatcher:

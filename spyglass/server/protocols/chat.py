@@ -44,6 +44,7 @@ from spyglass.server.protocols.sampling import (
     EXTRA,
     FORMATS,
     HARMLESS,
+    INNER,
     NATIVE,
     NEUTRAL,
     STREAM_OPTIONS,
@@ -53,6 +54,39 @@ from spyglass.server.protocols.sampling import (
     token_limit,
 )
 
+_IMAGE = Fields(read=frozenset({"url"}), ignored=frozenset({"detail", "format"}))
+_PARTS = {
+    "text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"cache_control"})),
+    "image_url": Fields(
+        read=frozenset({"type", "image_url"}),
+        ignored=frozenset({"cache_control", "uuid"}),
+        inner={"image_url": _IMAGE},
+    ),
+}
+_CALLED = Fields(read=frozenset({"name", "arguments"}))
+_CALL = Fields(
+    read=frozenset({"id", "type", "index", "function"}),
+    ignored=frozenset({"cache_control"}),
+    inner={"function": _CALLED},
+)
+_MESSAGE = Fields(
+    read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"}),
+    ignored=frozenset({"name", "cache_control", "reasoning_details", "id", "timestamp", "refusal", "annotations"}),
+    neutral={"audio": NEVER, "function_call": NEVER, "images": ([],), "tools": ([],)},
+    inner={"content": tuple(_PARTS.values()), "tool_calls": (_CALL,)},
+)
+_FUNCTION = Fields(
+    read=frozenset({"name", "description", "parameters", "strict"}), ignored=frozenset({"cache_control"})
+)
+_TOOL = Fields(
+    read=frozenset({"type", "function"}), ignored=frozenset({"cache_control"}), inner={"function": _FUNCTION}
+)
+_SCHEMA = Fields(read=frozenset({"schema", "strict"}), ignored=frozenset({"name", "description"}))
+_FORMAT = Fields(read=frozenset({"type", "json_schema", "regex", "schema"}), inner={"json_schema": _SCHEMA})
+_CHOSEN = Fields(read=frozenset({"name"}))
+_CHOICE = Fields(read=frozenset({"type", "function"}), inner={"function": _CHOSEN})
+_THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
+_TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 CHAT_FIELDS = Fields(
     read=NATIVE | EXTRA | FORMATS
     | {"messages", "thinking", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
@@ -66,29 +100,11 @@ CHAT_FIELDS = Fields(
         "function_call": ("none", "auto"), "audio": NEVER, "web_search_options": NEVER, "echo": (False,),
         "add_special_tokens": (False,), "moderation": NEVER,
     },
+    inner={
+        **INNER, "messages": (_MESSAGE,), "tools": (_TOOL,), "tool_choice": _CHOICE, "thinking": _THINKING,
+        "response_format": _FORMAT, "chat_template_kwargs": _TEMPLATE, "stream_options": STREAM_OPTIONS,
+    },
 )  # fmt: skip
-_MESSAGE = Fields(
-    read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"}),
-    ignored=frozenset({"name", "cache_control", "reasoning_details", "id", "timestamp", "refusal", "annotations"}),
-    neutral={"audio": NEVER, "function_call": NEVER, "images": ([],), "tools": ([],)},
-)
-_PARTS = {
-    "text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"cache_control"})),
-    "image_url": Fields(read=frozenset({"type", "image_url"}), ignored=frozenset({"cache_control", "uuid"})),
-}
-_IMAGE = Fields(read=frozenset({"url"}), ignored=frozenset({"detail", "format"}))
-_TOOL = Fields(read=frozenset({"type", "function"}), ignored=frozenset({"cache_control"}))
-_FUNCTION = Fields(
-    read=frozenset({"name", "description", "parameters", "strict"}), ignored=frozenset({"cache_control"})
-)
-_THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
-_FORMAT = Fields(read=frozenset({"type", "json_schema", "regex", "schema"}))
-_SCHEMA = Fields(read=frozenset({"schema", "strict"}), ignored=frozenset({"name", "description"}))
-_CHOICE = Fields(read=frozenset({"type", "function"}))
-_CHOSEN = Fields(read=frozenset({"name"}))
-_CALL = Fields(read=frozenset({"id", "type", "index", "function"}), ignored=frozenset({"cache_control"}))
-_CALLED = Fields(read=frozenset({"name", "arguments"}))
-_TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 _ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 
 
@@ -98,6 +114,7 @@ class ChatEndpoint:
 
     served: Served
     path: str = "/v1/chat/completions"
+    fields: Fields = CHAT_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         """Read a request.
@@ -106,7 +123,7 @@ class ChatEndpoint:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, CHAT_FIELDS)
+        given = reader.read(body, self.fields)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
@@ -182,7 +199,7 @@ def parse_chat(
         deepseek_recipe.ChatCompletionRequest,
         body,
         images,
-        tools=_tools(given, reader),
+        tools=chat_tools(given, reader),
         choice=choice,
         named=named,
         shown_format=own_format,
@@ -265,7 +282,12 @@ def _call_id(given: Mapping[str, Any], where: str, before: Sequence[Mapping[str,
     refuse(f"{where}.tool_call_id", "is missing, and there is no call before it that has no answer")
 
 
-def _tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:
+def chat_tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:
+    """The functions among the tools of a request, in the form that OpenAI gave them; others are left out.
+
+    Raises:
+        RequestError: a tool that is none, or that must be called and is left out.
+    """
     found = []
     for number, tool in enumerate(list_of(given.get("tools", []), "tools")):
         where = f"tools[{number}]"

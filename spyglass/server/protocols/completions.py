@@ -27,6 +27,7 @@ from spyglass.server.protocols.sampling import (
     EXTRA,
     FORMATS,
     HARMLESS,
+    INNER,
     NATIVE,
     NEUTRAL,
     STREAM_OPTIONS,
@@ -42,6 +43,7 @@ _FIELDS = Fields(
     | {"logprobs", "echo", "logit_bias", "add_special_tokens"},
     ignored=HARMLESS | {"metadata", "store", "service_tier", "return_progress"},
     neutral={name: values for name, values in NEUTRAL.items() if name != "echo"},
+    inner={**INNER, "stream_options": STREAM_OPTIONS},
 )  # fmt: skip
 _MAX_TOKENS = 16  # the protocol's own default
 
@@ -52,6 +54,7 @@ class CompletionsEndpoint:
 
     served: Served
     path: str = "/v1/completions"
+    fields: Fields = _FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         """Read a request.
@@ -60,7 +63,7 @@ class CompletionsEndpoint:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, _FIELDS)
+        given = reader.read(body, self.fields)
         model, adapter = choose_model(self.served, given)
         stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         start, stream = flag_field(given, "add_special_tokens", default=True), flag_field(given, "stream")

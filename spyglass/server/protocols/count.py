@@ -4,7 +4,7 @@ have them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spyglass.server.errors import anthropic_error, openai_error
@@ -17,7 +17,8 @@ from spyglass.server.protocols.messages import MESSAGES_FIELDS, parse_messages
 from spyglass.server.protocols.responses import RESPONSES_FIELDS, parse_responses
 
 _TEXT = Fields(read=frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"}))
-_CHAT = Fields(read=CHAT_FIELDS.read | {"return_token_strs"}, ignored=CHAT_FIELDS.ignored, neutral=CHAT_FIELDS.neutral)
+_CHAT = replace(CHAT_FIELDS, read=CHAT_FIELDS.read | {"return_token_strs"})
+_EITHER = replace(_CHAT, read=_CHAT.read | _TEXT.read)
 _IDS = Fields(read=frozenset({"model", "tokens"}))
 
 
@@ -27,6 +28,7 @@ class CountMessages:
 
     served: Served
     path: str = "/v1/messages/count_tokens"
+    fields: Fields = MESSAGES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
         """Read a request.
@@ -35,7 +37,7 @@ class CountMessages:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, MESSAGES_FIELDS)
+        given = reader.read(body, self.fields)
         choose_model(self.served, given)
         prompt = parse_messages(self.served, given, reader, fetch)[0].prompt
         return Immediate(body={"input_tokens": len(prompt)}, ignored=reader.ignored)
@@ -51,6 +53,7 @@ class CountResponses:
 
     served: Served
     path: str = "/v1/responses/input_tokens"
+    fields: Fields = RESPONSES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
         """Read a request.
@@ -59,7 +62,7 @@ class CountResponses:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, RESPONSES_FIELDS)
+        given = reader.read(body, self.fields)
         choose_model(self.served, given)
         prompt = parse_responses(self.served, given, reader, fetch)[0].prompt
         body = {"object": "response.input_tokens", "input_tokens": len(prompt)}
@@ -76,6 +79,7 @@ class Tokenize:
 
     served: Served
     path: str = "/tokenize"
+    fields: Fields = _EITHER
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
         """Read a request.
@@ -111,6 +115,7 @@ class Detokenize:
 
     served: Served
     path: str = "/detokenize"
+    fields: Fields = _IDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
         """Read a request.
@@ -119,7 +124,7 @@ class Detokenize:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, _IDS)
+        given = reader.read(body, self.fields)
         choose_model(self.served, given)
         ids = list_of(given.get("tokens"), "tokens")
         size = self.served.config.text.vocab_size

@@ -7,6 +7,7 @@ from spyglass.server.protocols.chat import ChatEndpoint
 from spyglass.server.protocols.completions import CompletionsEndpoint
 from spyglass.server.protocols.count import CountMessages, CountResponses, Detokenize, Tokenize
 from spyglass.server.protocols.messages import MessagesEndpoint
+from spyglass.server.protocols.ollama import OllamaChat, OllamaGenerate, OllamaShow
 from spyglass.server.protocols.responses import ResponsesEndpoint
 
 
@@ -21,4 +22,7 @@ def make_endpoints(served: Served) -> tuple[Endpoint, ...]:
         CountResponses(served),
         Tokenize(served),
         Detokenize(served),
+        OllamaChat(served),
+        OllamaGenerate(served),
+        OllamaShow(served),
     )

@@ -30,11 +30,13 @@ class RequestError(PromptError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
     """`read` are honoured. `ignored` cannot change the answer here. `neutral` are known, and any other value of them
-    than these would change the answer: it is refused."""
+    than these would change the answer: it is refused. `inner` are the tables of fields that hold an object, or a list
+    whose items are each one of several kinds of objects."""
 
     read: frozenset[str]
     ignored: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    inner: Mapping[str, Fields | tuple[Fields, ...]] = field(default_factory=dict)
 
 
 class FieldReader:

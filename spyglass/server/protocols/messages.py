@@ -38,24 +38,21 @@ from spyglass.server.protocols.fields import (
     text_field,
 )
 from spyglass.server.protocols.messages_reply import MessagesReply
-from spyglass.server.protocols.sampling import EXTRA, FORMATS, HARMLESS, NATIVE, NEUTRAL, asked_format, sampling
+from spyglass.server.protocols.sampling import EXTRA, FORMATS, HARMLESS, INNER, NATIVE, NEUTRAL, asked_format, sampling
 
-MESSAGES_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"messages", "system", "max_tokens", "thinking", "output_config", "output_format", "tools", "tool_choice"}
-    | {"model", "stream", "stop_sequences"},
-    ignored=HARMLESS | {"metadata", "service_tier", "cache_control", "inference_geo", "context_management", "betas"},
-    neutral={**NEUTRAL, "mcp_servers": ([],), "container": NEVER, "speed": ("standard",)},
-)  # fmt: skip
+_SOURCE = Fields(read=frozenset({"type", "url", "data", "content"}), ignored=frozenset({"media_type"}))
 _THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
-_OUTPUT = Fields(read=frozenset({"effort", "format"}), ignored=frozenset({"task_budget"}))
 _FORMAT = Fields(read=frozenset({"type", "schema"}), ignored=frozenset({"name"}))
-_MESSAGE = Fields(read=frozenset({"role", "content"}), ignored=frozenset({"cache_control", "id"}))
+_OUTPUT = Fields(read=frozenset({"effort", "format"}), ignored=frozenset({"task_budget"}), inner={"format": _FORMAT})
 _CACHED = frozenset({"cache_control"})
 _BLOCKS = {
     "text": Fields(read=frozenset({"type", "text"}), ignored=_CACHED | {"citations"}),
-    "image": Fields(read=frozenset({"type", "source"}), ignored=_CACHED),
-    "document": Fields(read=frozenset({"type", "source", "title", "context"}), ignored=_CACHED | {"citations"}),
+    "image": Fields(read=frozenset({"type", "source"}), ignored=_CACHED, inner={"source": _SOURCE}),
+    "document": Fields(
+        read=frozenset({"type", "source", "title", "context"}),
+        ignored=_CACHED | {"citations"},
+        inner={"source": _SOURCE},
+    ),
     "thinking": Fields(read=frozenset({"type", "thinking", "signature"}), ignored=_CACHED),
     "redacted_thinking": Fields(read=frozenset({"type"}), ignored=_CACHED | {"data"}),
     "tool_use": Fields(read=frozenset({"type", "id", "name", "input"}), ignored=_CACHED | {"caller"}),
@@ -68,13 +65,28 @@ _NOTES = (
     "search_result", "tool_reference", "container_upload",
 )  # fmt: skip
 _NOTE_CHARS = 2000
-_SOURCE = Fields(read=frozenset({"type", "url", "data", "content"}), ignored=frozenset({"media_type"}))
+_MESSAGE = Fields(
+    read=frozenset({"role", "content"}),
+    ignored=frozenset({"cache_control", "id"}),
+    inner={"content": tuple(_BLOCKS.values())},
+)
 _TOOL = Fields(
     read=frozenset({"name", "description", "input_schema", "type", "strict"}),
     ignored=_CACHED | {"eager_input_streaming", "input_examples", "defer_loading"},
     neutral={"allowed_callers": (["direct"],)},
 )
 _CHOICE = Fields(read=frozenset({"type", "name", "disable_parallel_tool_use"}))
+MESSAGES_FIELDS = Fields(
+    read=NATIVE | EXTRA | FORMATS
+    | {"messages", "system", "max_tokens", "thinking", "output_config", "output_format", "tools", "tool_choice"}
+    | {"model", "stream", "stop_sequences"},
+    ignored=HARMLESS | {"metadata", "service_tier", "cache_control", "inference_geo", "context_management", "betas"},
+    neutral={**NEUTRAL, "mcp_servers": ([],), "container": NEVER, "speed": ("standard",)},
+    inner={
+        **INNER, "messages": (_MESSAGE,), "system": (_BLOCKS["text"], _BLOCKS["image"]), "tools": (_TOOL,),
+        "tool_choice": _CHOICE, "thinking": _THINKING, "output_config": _OUTPUT, "output_format": _FORMAT,
+    },
+)  # fmt: skip
 _TEXT = {"type": "string"}
 _LINES = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
 # Tools that the client runs and the model knows by name: their published schemas.
@@ -114,6 +126,7 @@ class MessagesEndpoint:
 
     served: Served
     path: str = "/v1/messages"
+    fields: Fields = MESSAGES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         """Read a request.
@@ -122,7 +135,7 @@ class MessagesEndpoint:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, MESSAGES_FIELDS)
+        given = reader.read(body, self.fields)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         if "max_tokens" not in given:

@@ -44,6 +44,7 @@ from spyglass.server.protocols.sampling import (
     EXTRA,
     FORMATS,
     HARMLESS,
+    INNER,
     NATIVE,
     NEUTRAL,
     asked_format,
@@ -51,34 +52,38 @@ from spyglass.server.protocols.sampling import (
     token_limit,
 )
 
-RESPONSES_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"input", "instructions", "reasoning", "text", "tools", "tool_choice", "max_output_tokens", "top_logprobs"}
-    | {"model", "stream", "include", "parallel_tool_calls", "stop"},
-    ignored=HARMLESS
-    | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    | {"stream_options", "max_tool_calls", "client_metadata", "access_programs"},
-    neutral={
-        **NEUTRAL, "background": (False,), "truncation": ("disabled",), "context_management": ([], {}),
-        "previous_response_id": NEVER, "conversation": NEVER, "prompt": NEVER, "moderation": NEVER,
-    },
-)  # fmt: skip
 _REASONING = Fields(read=frozenset({"effort"}), ignored=frozenset({"summary", "generate_summary", "context", "mode"}))
-_TEXT = Fields(read=frozenset({"format"}), neutral={"verbosity": ("medium",)})
 _TOOL = Fields(
     read=frozenset({"type", "name", "description", "parameters", "strict"}), ignored=frozenset({"defer_loading"})
 )
-_NAMESPACE = Fields(read=frozenset({"type", "name", "description", "tools"}))
+_NAMESPACE = Fields(read=frozenset({"type", "name", "description", "tools"}), inner={"tools": (_TOOL,)})
 _CHOICE = Fields(read=frozenset({"type", "name", "namespace"}))
 _FORMAT = Fields(read=frozenset({"type", "schema", "strict"}), ignored=frozenset({"name", "description"}))
+_TEXT = Fields(read=frozenset({"format"}), neutral={"verbosity": ("medium",)}, inner={"format": _FORMAT})
 _REASONED = Fields(read=frozenset({"type", "text"}))
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDE = {_LOGPROBS, "reasoning.encrypted_content"}
 _ITEM = frozenset({"type"})
 _UNUSED = frozenset({"id", "status", "internal_chat_message_metadata_passthrough", "cache_control"})
+_PARTS = {
+    "input_text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"cache_control"})),
+    "output_text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"annotations", "logprobs"})),
+    "refusal": Fields(read=frozenset({"type", "refusal"})),
+    "input_image": Fields(
+        read=frozenset({"type", "image_url"}),
+        ignored=frozenset({"detail", "cache_control"}),
+        neutral={"file_id": NEVER},
+    ),
+}
 _ITEMS = {
-    "message": Fields(read=_ITEM | {"role", "content"}, ignored=_UNUSED | {"phase", "end_turn"}),
-    "reasoning": Fields(read=_ITEM | {"content"}, ignored=_UNUSED | {"summary", "encrypted_content"}),
+    "message": Fields(
+        read=_ITEM | {"role", "content"},
+        ignored=_UNUSED | {"phase", "end_turn"},
+        inner={"content": tuple(_PARTS.values())},
+    ),
+    "reasoning": Fields(
+        read=_ITEM | {"content"}, ignored=_UNUSED | {"summary", "encrypted_content"}, inner={"content": (_REASONED,)}
+    ),
     "function_call": Fields(read=_ITEM | {"call_id", "name", "arguments", "namespace"}, ignored=_UNUSED),
     "function_call_output": Fields(read=_ITEM | {"call_id", "output"}, ignored=_UNUSED),
 }
@@ -91,16 +96,22 @@ _NOTES = {
     "mcp_list_tools": "server_label", "computer_call": "action", "computer_call_output": "status",
 }  # fmt: skip
 _NOTE_CHARS = 2000
-_PARTS = {
-    "input_text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"cache_control"})),
-    "output_text": Fields(read=frozenset({"type", "text"}), ignored=frozenset({"annotations", "logprobs"})),
-    "refusal": Fields(read=frozenset({"type", "refusal"})),
-    "input_image": Fields(
-        read=frozenset({"type", "image_url"}),
-        ignored=frozenset({"detail", "cache_control"}),
-        neutral={"file_id": NEVER},
-    ),
-}
+RESPONSES_FIELDS = Fields(
+    read=NATIVE | EXTRA | FORMATS
+    | {"input", "instructions", "reasoning", "text", "tools", "tool_choice", "max_output_tokens", "top_logprobs"}
+    | {"model", "stream", "include", "parallel_tool_calls", "stop"},
+    ignored=HARMLESS
+    | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"stream_options", "max_tool_calls", "client_metadata", "access_programs"},
+    neutral={
+        **NEUTRAL, "background": (False,), "truncation": ("disabled",), "context_management": ([], {}),
+        "previous_response_id": NEVER, "conversation": NEVER, "prompt": NEVER, "moderation": NEVER,
+    },
+    inner={
+        **INNER, "input": tuple(_ITEMS.values()), "reasoning": _REASONING, "text": _TEXT,
+        "tools": (_TOOL, _NAMESPACE), "tool_choice": _CHOICE,
+    },
+)  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -110,6 +121,7 @@ class ResponsesEndpoint:
 
     served: Served
     path: str = "/v1/responses"
+    fields: Fields = RESPONSES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         """Read a request.
@@ -118,7 +130,7 @@ class ResponsesEndpoint:
             PromptError, NotServedError: as `Endpoint.parse`.
         """
         reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, RESPONSES_FIELDS)
+        given = reader.read(body, self.fields)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         parsed, own_format = parse_responses(self.served, given, reader, fetch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from spyglass.config.fields import integer
 from spyglass.config.json_file import parse_json_text
-from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.request import THINK_END, SamplingParams, Structured
 from spyglass.errors import PromptError
 from spyglass.server.limits import (
     MAX_ANSWERS,
@@ -18,7 +18,6 @@ from spyglass.server.limits import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
-from spyglass.server.protocols.events import THINK_END
 from spyglass.server.protocols.fields import NEVER, FieldReader, Fields, RequestError, refuse
 
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.
@@ -47,7 +46,7 @@ HARMLESS = frozenset(
 STREAM_OPTIONS = Fields(
     read=frozenset({"include_usage", "continuous_usage_stats"}), ignored=frozenset({"include_obfuscation"})
 )
-_FORMAT_FIELDS = Fields(
+STRUCTURED_FIELDS = Fields(
     read=frozenset({"json", "regex", "choice", "grammar", "json_object"}),
     ignored=frozenset({"backend", "disable_fallback", "whitespace_pattern"}),
     neutral={
@@ -56,6 +55,7 @@ _FORMAT_FIELDS = Fields(
         "disable_additional_properties": (False,),
     },
 )
+INNER: Mapping[str, Fields] = {"structured_outputs": STRUCTURED_FIELDS}
 
 
 def sampling(given: Mapping[str, Any], **named: Any) -> SamplingParams:
@@ -128,7 +128,7 @@ def asked_format(
     formats = [] if own is None else [own]
     for name in sorted(FORMATS & given.keys()):
         if name == "structured_outputs":
-            inner = reader.read(given[name], _FORMAT_FIELDS, name)
+            inner = reader.read(given[name], STRUCTURED_FIELDS, name)
             formats += [_format(kind, value, f"{name}.{kind}") for kind, value in inner.items() if value is not False]
         else:
             formats.append(_format(name.removeprefix("guided_"), given[name], name))

@@ -1,23 +1,25 @@
 """Tool calls as a grammar (Lark, as `llguidance` reads it), so that a call that must be made is made, and is sound.
 
-Parameters come in the order of the schema, the required ones always. Text is free, or one of an `enum`; everything else
-is JSON by its own schema, and so is what a schema without a `type` says otherwise (`$ref`, `anyOf`), text included.
+Parameters come in the order of the schema, the required ones always. Text is free, or one of an `enum`, also behind a
+reference to a definition or as one of several alternatives; everything else is JSON by its own schema.
 The markup's own token is named by id: no text can spell it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from spyglass.engine.structured.compile import followable
-from spyglass.engine.structured.grammar import MAX_GRAMMAR_CHARS
+from spyglass.engine.structured.compile import MAX_GRAMMAR_CHARS, followable
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
 from spyglass.families import FAMILIES
 from spyglass.server.protocols.tags import DSML
 
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+_DEPTH = 8  # references and alternatives inside one another that are followed to find text
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
 
@@ -84,13 +86,27 @@ def _parameter(key: str, schema: Any, root: Mapping[str, Any], dsml: int, space:
     if schema is False:
         raise PromptError(f"the schema of parameter {key!r} is false, which no value fits; leave the parameter out")
     own = schema if isinstance(schema, Mapping) else {}
-    forms, rest, text = [], f"{space}parameter>\n", _text(own)
-    if text is not None:
-        forms.append(f"{_open(key, 'true', dsml, space)} {text} {_tag(dsml, rest, '')}")
-    if text is None or not _is_always_text(own):
+    forms, rest, kinds = [], f"{space}parameter>\n", list(_alternatives(own, root))
+    texts = dict.fromkeys(text for kind in kinds if (text := _text(kind)) is not None)
+    if texts:
+        forms.append(f"{_open(key, 'true', dsml, space)} ({' | '.join(texts)}) {_tag(dsml, rest, '')}")
+    if not texts or not all(map(_is_always_text, kinds)):
         value = _json(with_definitions(own, root), f"of parameter {key!r}")
         forms.append(f"{_open(key, 'false', dsml, space)} {value} {_tag(dsml, rest, '</')}")
     return f"({' | '.join(forms)}){'' if required else '?'}"
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """What a schema says once its reference to a definition is followed, or what each of its alternatives says."""
+    own = schema if isinstance(schema, Mapping) else {}
+    found = _REFERENCE.fullmatch(reference) if isinstance(reference := own.get("$ref"), str) else None
+    if depth < _DEPTH and found is not None and isinstance(known := root.get(found[1]), Mapping) and found[2] in known:
+        yield from _alternatives(known[found[2]], root, depth + 1)
+    elif depth < _DEPTH and isinstance(several := own.get("anyOf"), list) and several and "type" not in own:
+        for one in several:
+            yield from _alternatives(one, root, depth + 1)
+    else:
+        yield own
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:

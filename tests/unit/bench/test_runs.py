@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spyglass.bench import cache, engine, image, load, model, stream, train, vision
+from spyglass.bench import cache, engine, image, load, model, reading, stream, train, vision
 from spyglass.bench.vision import Measured, measure
 from tests.unit.checkpoint.small_files import write_small
 from tests.vision_parts import SMALL
@@ -103,3 +103,10 @@ def test_vision() -> None:
     assert set(row.milliseconds) == {"plain", "eager", "eager, one by one"}
     assert row.largest_value > 0.1 and max(row.difference.values()) < 1e-4 * row.largest_value
     assert "packed" in vision.as_text({"gpu": "none"}, 1.0, [row])
+
+
+def test_reading(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reading.run(["--runs", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert all(row["here_ms"] > 0 and row["there_ms"] > 0 and row["pause_there_ms"] > 0 for row in rows)
+    assert {row["what"].partition(",")[0] for row in rows} == {"image", "text"}

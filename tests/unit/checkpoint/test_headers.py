@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spyglass.checkpoint.safetensors import DTYPE_BYTES, MAX_HEADER_BYTES, read_header
+from spyglass.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, MAX_HEADER_BYTES, open_checkpoint, read_header
 from spyglass.errors import CheckpointError
 from tests.unit.checkpoint.small_files import write_file
 
@@ -173,3 +173,36 @@ def check_consistent_or_refused(file: Path) -> None:
     ends = [8 + raw_length, *(end for _, end in covered)]
     assert [start for start, _ in covered] == ends[:-1] and ends[-1] == file.stat().st_size
     assert set(headers) == set(json.loads(file.read_bytes()[8 : 8 + raw_length])) - {"__metadata__"}
+
+
+HOSTILE = {
+    "tensors": lambda count: (
+        b"{%s}"
+        % b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(count))
+    ),
+    "lists": lambda count: b'{"a":[%s[]]}' % (b"[]," * count * 8),
+    "nested lists": lambda count: b'{"a":%s%s}' % (b"[" * count * 8, b"]" * count * 8),
+    "texts": lambda count: b'{"a":{"shape":[%s""]}}' % (b'"",' * count * 16),
+    "a long name": lambda count: b'{"%s":1}' % (b"a" * count * 1000),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_h11_a_header_with_more_than_the_model_can_have_is_refused_before_anything_is_made_of_it(
+    what: str, tmp_path: Path
+) -> None:
+    raw = HOSTILE[what](20_000)
+    for name in ("model.safetensors", INDEX_NAME):
+        (tmp_path / name).write_bytes(raw if name == INDEX_NAME else struct.pack("<Q", len(raw)) + raw)
+        tracemalloc.start()
+        with pytest.raises(CheckpointError, match=f"{name} lists far more than the 5,000 tensors"):
+            open_checkpoint(tmp_path, 5000)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(raw) + (1 << 20), "the bytes themselves and no values"
+        tracemalloc.stop()
+
+
+def test_a_name_of_megabytes_is_named_by_its_beginning(tmp_path: Path) -> None:
+    write_file(tmp_path / "x.safetensors", {"n" * 50_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}, b"")
+    with pytest.raises(CheckpointError, match="a name of 50,000 characters") as caught:
+        read_header(tmp_path / "x.safetensors")
+    assert len(str(caught.value)) < 1000

@@ -47,7 +47,9 @@ def test_an_index_left_over_from_other_files_names_both_sets(folder: Path) -> No
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"does not match the files.*00002-of-00002.*has model-00001-of-00002"):
+    with pytest.raises(
+        CheckpointError, match=r"does not match the files: 1 of the 2 that .* missing: model-00002-of-00002\S*; fetch"
+    ):
         open_checkpoint(folder)
 
 
@@ -158,3 +160,18 @@ def test_files_with_holes_are_remarked_on(folder: Path, tmp_path: Path) -> None:
     )
     os.truncate(holes / "model.safetensors", (holes / "model.safetensors").stat().st_size + (9 << 20))
     assert open_checkpoint(holes).sparse_files() == ("model.safetensors",)
+
+
+def test_d4_of_many_shards_the_missing_one_is_named(tmp_path: Path) -> None:
+    names = [f"model-{number:05d}-of-00048.safetensors" for number in range(1, 49)]
+    for number, name in enumerate(names):
+        write_file(tmp_path / name, entries_of({f"t{number}": Raw("U8", (1,), b"x")}), b"x")
+    weight_map = {f"t{number}": name for number, name in enumerate(names)}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / names[39]).unlink()
+    (tmp_path / "other.safetensors").touch()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    text = str(caught.value)
+    assert "1 of the 48" in text and names[39] in text and "other.safetensors" in text
+    assert sum(name in text for name in names) == 1

@@ -76,8 +76,8 @@ def test_a_model_larger_than_this_machine_is_said_to_be(
 ) -> None:
     """Sound files are exit code 0 all the same: people check where a model would fit before they rent it."""
     for free, ending in (
-        (100, "would load: yes, but not into this machine's free memory\n"),
-        (900, "would load: yes\n"),
+        (100, "would load: yes, once its files hold values, but not into this machine's free memory\n"),
+        (900, "would load: yes, once its files hold values\n"),
     ):
         machine = Machine(Device("this machine's memory", 900 * 10**9, free * 10**9), ())
         monkeypatch.setattr("spyglass.plan.this_machine", lambda machine=machine: machine)

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from spyglass.cli.main import main
+from spyglass.config.shipped import default_model
 from tests.unit.prompt.pictures import encode, noise
 
 CONFIGS = Path(__file__).resolve().parents[2] / "golden" / "data" / "configs"
@@ -33,7 +34,7 @@ def numbers(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 
 
 def test_numbers_are_those_of_the_plan(photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert numbers(capsys, photo) == {
+    assert numbers(capsys, photo, "--family", "v4") == {
         "stored": [640, 480],
         "size": [480, 640],
         "resized": [490, 644],
@@ -51,7 +52,7 @@ def test_numbers_are_those_of_the_plan(photo: Path, capsys: pytest.CaptureFixtur
 
 
 def test_family_rules_and_start_are_options(photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert numbers(capsys, photo, "--rules", "reference")["num_tokens"] == 206
+    assert numbers(capsys, photo, "--family", "v4", "--rules", "reference")["num_tokens"] == 206
     assert [numbers(capsys, photo, "--start", start)["lead"] for start in range(4)] == [3, 2, 1, 0]
     v41 = numbers(capsys, photo, "--family", "v41", "--start", 5)
     assert (v41["lead"], v41["roles"]) == (0, {"START": 1, "IMAGE": 192, "NEWLINE": 16, "END": 1})
@@ -107,3 +108,7 @@ def test_inspecting_needs_no_torch(photo: Path) -> None:
         f"code = main(['inspect', {str(photo)!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_the_model_that_is_run_is_the_one_that_is_planned_for(photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert numbers(capsys, photo) == numbers(capsys, photo, "--model", default_model())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -213,9 +214,42 @@ def test_where_no_model_is_shipped_or_named_the_option_is(
 def test_a_chat_remembers_what_was_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["Hello", "And now?", ""])
+    lines = iter(["Hello", "", "And now?", "/exit"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("spyglass.cli.chat_session.HISTORY", os.devnull + "/history")
     assert main(["run", "--model", str(folder), *MODEL, "--max-tokens", "4", "--seed", "3"]) == 0
     told = re.findall(r"prompt (\d+) tokens", capsys.readouterr().err)
     assert len(told) == 2 and int(told[1]) > int(told[0]) + 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["spyglass-tiny-v41"],
+            "'spyglass-tiny-v41' names a model, and stands where the question is; say `spyglass chat",
+        ),
+        (["org/name@v1"], 'or `spyglass run org/name@v1 "your question"`'),
+        (["What", "is", "this?"], 'quote the question: "What is this?"'),
+        (["--model", "spyglass-tiny-v41", "spyglass-tiny-v4", "hi"], "one argument too many"),
+    ],
+)
+def test_a_model_in_the_place_of_the_question_is_refused_with_the_right_form(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_may_stand_before_the_question_wherever_options_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([str(folder), "--max-tokens", "1", "hi"], ["hi", "--max-tokens", "1", "--model", str(folder)]):
+        assert main(["run", *words, "--temperature", "0"]) == 0
+        assert "answer 1 tokens" in capsys.readouterr().err
+
+
+def test_quiet_prints_the_answer_alone(folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-m", str(folder), *MODEL, "--max-tokens", "5", "--seed", "7", "-q", "Hello"]) == 0
+    assert capsys.readouterr() == (expected(llm, None, "Hello") + "\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +17,17 @@ import pytest
 
 from spyglass.cli.main import main
 from spyglass.cli.options import adapters_by_name
+from spyglass.cli.serve import banner
 from spyglass.config.server import ServerConfig, read_server_config
+from spyglass.engine.llm import LLM
 from spyglass.errors import ConfigError
+from spyglass.server.app import describe, served_by
+from tests.unit.checkpoint.small_files import write_small
+
+MEMORY = (
+    r"[\d.]+ MB of weights read in [\d.]+ s; a KV cache of [\d,]+ tokens: 64 conversations at once of up to "
+    r"[\d,]+ tokens each, \d+ of [\d,]+"
+)
 
 
 @pytest.fixture
@@ -112,7 +122,8 @@ def test_it_says_where_it_listens_answers_and_stops_when_told(tiny_folder: Path)
             assert line, told
             name, _, text = line.strip().partition(" ")
             told[name] = text.strip()
-        assert told["model"].startswith("tiny (deepseek_v4, cpu") and told["pictures"] == "data URLs"
+        assert told["model"].startswith("tiny (deepseek_v4, cpu") and told["vision"] == "yes: data URLs"
+        assert re.fullmatch(MEMORY, told["memory"])
         url = told["clients"].split()[0]
         with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
             assert json.load(answer)["data"][0]["id"] == "tiny"
@@ -124,3 +135,17 @@ def test_it_says_where_it_listens_answers_and_stops_when_told(tiny_folder: Path)
     finally:
         killer.cancel()
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("vision_layers", "images", "state", "told"),
+    [(1, 600, "yes", "yes: data URLs"), (1, 0, "off", r"off: .*\(--images 0\)"), (0, 600, "no", "no: .* text-only")],
+)
+def test_d5_banner_and_health_say_whether_images_are_taken(
+    vision_layers: int, images: int, state: str, told: str, tmp_path: Path
+) -> None:
+    write_small(tmp_path, vision_n_layers=vision_layers)
+    llm, config = LLM(tmp_path, device="cpu", images=images, max_sequences=1), ServerConfig()
+    assert re.search(rf"^  vision +{told}", banner(llm, config, 80, 1), re.MULTILINE)
+    served = served_by(llm, config)
+    assert describe(llm, served)["vision"] == served.vision == state

@@ -20,10 +20,17 @@ def test_stated_wins_over_environment_wins_over_default() -> None:
 
 def test_every_field_has_a_variable_and_a_help_text() -> None:
     texts = {"device": "cpu", "dtype": "float32", "numerics": "plain", "ops": "reference", "engram": "host"}
-    texts |= {"vision_graphs": "off", "expand_weights": "1", "load": "dummy", "async_scheduling": "off"}
+    texts |= {
+        "vision_graphs": "off",
+        "numbers": "strict",
+        "expand_weights": "1",
+        "load": "dummy",
+        "async_scheduling": "off",
+        "gpu_memory_utilization": "1.0",
+    }
     environment = {f"SPYGLASS_{item.name.upper()}": texts.get(item.name, "7") for item in fields(EngineConfig)}
     config = read_engine_config({}, environment)
-    assert all(getattr(config, item.name) in (texts.get(item.name), 7, True) for item in fields(EngineConfig))
+    assert all(getattr(config, item.name) in (texts.get(item.name), 7, True, 1.0) for item in fields(EngineConfig))
     assert all(item.metadata["help"] for item in fields(EngineConfig))
 
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_left_to_who_reads_it(content: str | None, tmp_pa
 def test_a_folder_wins_over_a_name(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_model("first", root) == root / "first"
-    assert find_model("no-model", root) == Path("no-model") and find_model("elsewhere/x", root) == Path("elsewhere/x")
+    assert find_model("no-model", root) == Path("no-model") and find_model("./x/y", root) == Path("./x/y")
     (tmp_path / "first").mkdir()
     assert find_model("first", root) == Path("first")
 
@@ -130,11 +130,11 @@ def test_the_default_is_the_first_shipped_model(root: Path, tmp_path: Path, monk
     monkeypatch.setattr(options, "default_model", lambda: default_model(root))
     monkeypatch.setattr(options, "find_model", lambda name: find_model(name, root))
     assert default_model(root) == "first" and options.model_folder(None) == root / "first"
-    assert options.model_folder("second") == root / "second" and options.model_folder("x/y") == Path("x/y")
+    assert options.model_folder("second") == root / "second" and options.model_folder("./x/y") == Path("x/y")
     monkeypatch.setattr(options, "default_model", lambda: default_model(tmp_path))
     assert default_model(tmp_path) == "demo-model"
-    with pytest.raises(ConfigError, match="spyglass eval MODEL"):
-        options.model_folder(None, "spyglass eval MODEL")
+    with pytest.raises(ConfigError, match="name a model with --model"):
+        options.model_folder(None)
 
 
 def test_help_tells_which_adapters_come_with_which_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
 from spyglass.params.hf_names import to_hf
+from spyglass.params.table import most_tensors
 from tests.adapter_parts import random_adapter, small
 from tests.tolerance import REWRITTEN, assert_close
 
@@ -312,3 +314,54 @@ def test_whoever_may_read_new_files_may_read_those_of_an_adapter(tmp_path: Path)
     write_adapter(tmp_path, AdapterFile(modules={"layers.0.attn.wq_a": pair}))
     (tmp_path / "new").touch()
     assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+def test_h8_what_an_adapter_claims_is_compared_with_the_model_before_its_values_are_read(
+    tmp_path: Path,
+) -> None:
+    """Its values are none, which whoever reads them says."""
+    model = small("v4")
+    text = model.config.text
+    stack = "model.layers.0.mlp.experts"
+
+    def experts(count: int) -> dict[str, torch.Tensor]:
+        return {
+            f"{stack}.lora_A.weight": torch.full((count, text.hidden_size), torch.nan),
+            f"{stack}.lora_B.weight": torch.full((2 * text.moe_intermediate_size, count), torch.nan),
+        }
+
+    def empty(module: str) -> dict[str, torch.Tensor]:
+        return {name: tensor * torch.nan for name, tensor in pair(module).items()}
+
+    named: dict[str, Any] = {"r": 1, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    cases = {
+        "10,000 experts of rank 1; a model has 4,096 at most": save(tmp_path / "a", experts(10_000), **named),
+        rf"has {text.n_routed_experts} experts, the adapter 4000": save(tmp_path / "b", experts(4000), **named),
+        "0 of 1 modules of the adapter matched": save(tmp_path / "c", empty("layers.99.attn.wq_a")),
+        "the adapter was made for another model": save(tmp_path / "d", empty("layers.0.attn.wq_a"), r=2),
+    }
+    for message, folder in cases.items():
+        with pytest.raises(AdapterError, match=message):
+            read_adapter(folder, model.config)
+
+
+def test_h8_an_adapter_with_far_more_tensors_than_the_model_is_refused_by_their_number(tmp_path: Path) -> None:
+    model = small("v4").config
+    count = 4 * most_tensors(model)
+    names = {f"layers.{number}.attn.wq_a.lora_A.weight": torch.zeros(0) for number in range(count + 1)}
+    with pytest.raises(AdapterError, match=r"far more than the .* tensors that this model can have"):
+        read_adapter(save(tmp_path / "a", names), model)
+
+
+def test_unmatched_modules_are_named_in_time_that_grows_with_their_number(tmp_path: Path) -> None:
+    """Counted in calls of Python functions, which do not depend on the machine."""
+
+    def calls(count: int) -> int:
+        tensors = {k: v for number in range(count) for k, v in pair(f"layers.{number}.attn.nothing").items()}
+        folder = save(tmp_path / str(count), tensors)
+        profile = cProfile.Profile()
+        with pytest.raises(AdapterError, match=f"0 of {count} modules matched"):
+            profile.runcall(read_adapter, folder)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(2000) < 2.5 * calls(1000)

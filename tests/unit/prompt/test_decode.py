@@ -49,7 +49,7 @@ def first_pixel(source: object, rules: ImageRules = REFERENCE_RULES) -> tuple[in
     return pixel
 
 
-@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "GIF", "JPEG"])
+@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "GIF", "JPEG", "AVIF"])
 def test_formats_are_known_by_content(form: str, tmp_path: Path) -> None:
     image = Image.new("RGB", (20, 10), (255, 0, 0))
     path = tmp_path / "picture.doc"
@@ -60,7 +60,7 @@ def test_formats_are_known_by_content(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["PPM", "ICO", "TGA", "PCX", "EPS"])
 def test_other_formats_are_refused_with_the_ones_that_are_read(form: str) -> None:
-    with pytest.raises(PromptError, match=r"image 3 is none of JPEG, PNG, WEBP, GIF, BMP, TIFF .* begins with b"):
+    with pytest.raises(PromptError, match=r"image 3 is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF .* begins with b"):
         open_image(encode(Image.new("RGB", (20, 10)), form), name="image 3")
 
 

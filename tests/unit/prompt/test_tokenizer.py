@@ -114,6 +114,24 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # the library panics
+        {"model": {"continuing_subword_prefix": "x"}},  # it ends the process
+    ],
+    ids=["panic", "abort"],
+)
+def test_h7_a_file_over_which_the_library_ends_the_process_is_refused_by_name(
+    change: dict[str, Any], tokenizer_text: str, tmp_path: Path
+) -> None:
+    parsed = json.loads(tokenizer_text)
+    changed = {name: {**parsed[name], **value} if parsed[name] else value for name, value in change.items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed | changed))
+    with pytest.raises(PromptError, match=r"tokenizer\.json cannot be used: the tokenizers library ends the process"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_that_is_no_plain_file_is_neither_waited_for_nor_overlooked(tmp_path: Path) -> None:
     makers = {
         "pipe": os.mkfifo,

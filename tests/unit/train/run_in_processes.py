@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from spyglass.engram.feed import EngramFeed
-from spyglass.parallel import Processes, end_worker, init_workers, leave_workers
+from spyglass.parallel.fsdp import Processes, end_worker, init_workers, leave_workers
 from spyglass.train.loop import LoopOptions, MicroLoss, Task, adamw, train
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spyglass.errors import CheckpointError, ConfigError, SpyglassError
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 from spyglass.train.log import CSV_NAME, PLOT_NAME, read_log
 from spyglass.train.loop import LoopOptions, LoopResult, MicroLoss, Task, adamw, rate_factor, train
 from spyglass.train.state import load_state

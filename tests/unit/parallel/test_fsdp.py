@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from spyglass.parallel import Processes
+from spyglass.parallel.fsdp import Processes
 
 
 @pytest.fixture

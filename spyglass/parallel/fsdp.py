@@ -1,4 +1,4 @@
-"""Several processes on one model. The only file that imports `torch.distributed`.
+"""Several processes that train one model.
 
 Sharding is PyTorch's FSDP2: between uses a process holds its part of a layer's tensors, packed as they are, and the
 whole of them only while the layer runs. Processes are those that `torchrun` starts, on one machine or on many.

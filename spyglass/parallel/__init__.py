@@ -1,0 +1,1 @@
+"""Several processes on one model: `group` runs a divided one, `fsdp` trains a whole one."""
