@@ -246,7 +246,7 @@ class Frames:
     def _bucket(self, step: StepInput, exact: FrameShape) -> FrameShape | None:
         """Room for many steps like this one: few rows, no images. None for any other.
 
-        On a CPU room costs time: only bounds are rounded up, sequences have few rows, and none or all may close a group.
+        On a CPU room costs time: only bounds are rounded up, sequences have few rows, none or all may close a group.
         """
         if exact.images or exact.window_width > self._text.sliding_window or exact.rows > GPU_ROWS[-1]:
             return None
