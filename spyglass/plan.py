@@ -23,7 +23,7 @@ from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
-from spyglass.params.shard import Shard
+from spyglass.params.shard import Shard, even_sizes
 from spyglass.params.table import Param, ParamTable, most_tensors, param_table
 from spyglass.quant.formats import FakeQuant
 
@@ -140,9 +140,10 @@ def plan_memory(
         here.append(fit(machine.ram, 1, "bfloat16", "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
-        here.append(fit(smallest, len(machine.gpus), "bfloat16"))
+        count = max(size for size in even_sizes(params) if size <= len(machine.gpus))
+        here.append(fit(smallest, count, "bfloat16"))
         if outside == "files":
-            here.append(fit(smallest, len(machine.gpus), "bfloat16", "devices"))
+            here.append(fit(smallest, count, "bfloat16", "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
     gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
     on_gpus: tuple[Fit, ...] = ()
