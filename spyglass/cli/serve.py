@@ -101,7 +101,10 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     shown = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls_cert else "http"
     url = f"{scheme}://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
-    device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    times = f"{llm.options.tensor_parallel_size} x " if llm.options.tensor_parallel_size > 1 else ""
+    device = (
+        f"{times}{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    )
     names = [key.name for key in read_api_keys(config.api_key, config.api_key_file)]
     keys = f"with an API key: {', '.join(names)}" if names else "no API key: whoever reaches this address may use it"
     images = {

@@ -290,6 +290,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "version": __version__,
         "family": llm.config.family,
         "device": str(loaded.device),
+        "tensor_parallel_size": llm.options.tensor_parallel_size,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,
