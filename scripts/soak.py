@@ -243,9 +243,11 @@ def memory(pid: int) -> int:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[str], httpx.AsyncClient]]:
+async def serving(
+    folder: Path, options: Sequence[str] = SERVER
+) -> AsyncIterator[tuple[subprocess.Popen[str], httpx.AsyncClient]]:
     """`spyglass serve` in a process of its own; it must end well."""
-    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(folder), *SERVER]
+    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(folder), *options]
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(command, stderr=told, text=True)
         try:
