@@ -23,11 +23,13 @@ from typing import Any
 
 import httpx2 as httpx
 
-from scripts.soak import Question, memory, questions, read, serving
+from scripts.soak import Question, beside, memory, questions, read, serving
 from spyglass.checkpoint.random import new_checkpoint
 
 LAW_SECONDS, REFUSAL_SECONDS = 0.25, 1.0
-TIMES, MORE = 4.0, 0.5  # of what the clients notice alone; seconds beyond, where processors are shared with attackers
+# Where others use the machine too: what is noticed at most, and in all but a hundredth of cases, is so many times the
+# longest that the clients noticed alone, and so many seconds.
+LOOSE = {"": (10.0, 2.0), " p99": (3.0, LAW_SECONDS)}
 MOST_GROWTH = 256 << 20  # bytes that a server may keep after attacks: arenas of its threads
 SERVER = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--numerics", "plain", "--threads", "1"),
@@ -35,7 +37,6 @@ SERVER = (
     *("--cache-bytes", str(150 << 20), "--prefix-cache-bytes", str(32 << 20), "--image-cache-bytes", str(1 << 20)),
     *("--log-level", "error", "--allow-adapter-loading"),
 )
-_NICE = ("nice", "-n", "2")
 
 
 @dataclass(slots=True)
@@ -78,9 +79,10 @@ class Outcome:
         found = self.alone.wrong + self.beside.wrong + self.attackers["wrong"] + self.files["wrong"]
         alone, beside = self.alone.told(), self.beside.told()
         for what in ("pause", "health"):
-            most = LAW_SECONDS if absolute else max(LAW_SECONDS, TIMES * alone[what]) + MORE
-            if beside[what] > most:
-                found.append(f"the longest {what} is {beside[what]:.2f} s, alone {alone[what]:.2f}; at most {most:.2f}")
+            for share, (times, more) in {"": (0.0, LAW_SECONDS)}.items() if absolute else LOOSE.items():
+                most, found_s = times * alone[what] + more, beside[f"{what}{share}"]
+                if found_s > most:
+                    found.append(f"the longest{share} {what} is {found_s:.2f} s, at most {most:.2f} may be")
         slow = {kind: s for kind, s in self.attackers["slowest"].items() if absolute and s > REFUSAL_SECONDS}
         found += [f"a refusal of {kind} took {seconds:.1f} s" for kind, seconds in slow.items()]
         if not beside["answers"]:
@@ -101,37 +103,43 @@ async def attack(folder: Path, seconds: float, seed: int = 0) -> Outcome:
         options = [*SERVER, "--adapter-root", root]
         async with serving(folder, options) as (process, client):
             expected = [await _asked(client, question) for question in asked]
-            alone, beside = Noticed(), Noticed()
+            alone, attacked = Noticed(), Noticed()
             until = time.monotonic() + seconds / 3
             await _behave(client, asked, expected, alone, lambda: time.monotonic() > until)
-            before, peak = memory(process.pid), [0]
+            before, peak, loop = memory(process.pid), [0], await _delays(client)
             url = str(client.base_url).rstrip("/")
             length = str(seconds * 2 / 3)
             async with (
-                _attackers("scripts.attackers", url, str(seed), length, root) as attackers,
-                _attackers("scripts.attack_files", str(seed), length) as files,
+                beside("scripts.attackers", url, str(seed), length, root) as attackers,
+                beside("scripts.attack_files", str(seed), length) as files,
                 _watching(process.pid, peak),
             ):
                 over = asyncio.gather(attackers, files)
-                await _behave(client, asked, expected, beside, over.done)
+                await _behave(client, asked, expected, attacked, over.done)
                 told = [json.loads(out) for out in await over]
             await asyncio.sleep(3.0)
             for question, answer in zip(asked, expected, strict=True):
                 if await _asked(client, question) != answer:
-                    beside.wrong.append(f"after the attacks {question.path} answers otherwise")
-            numbers = (await client.get("/metrics")).text
+                    attacked.wrong.append(f"after the attacks {question.path} answers otherwise")
+            delays = {bound: count - loop[bound] for bound, count in (await _delays(client)).items()}
             after = memory(process.pid)
-    loop = dict(re.findall(r'^spyglass:event_loop_delay_seconds_bucket{.*le="([\d.+Inf]+)".*} ([\d.]+)', numbers, re.M))
     return Outcome(
         alone=alone,
-        beside=beside,
+        beside=attacked,
         attackers=told[0],
         files=told[1],
         before=before,
         peak=peak[0],
         after=after,
-        loop={bound: int(float(count)) for bound, count in loop.items()},
+        loop=delays,
     )
+
+
+async def _delays(client: httpx.AsyncClient) -> dict[str, int]:
+    """How often the event loop was late by at most so many seconds."""
+    text = (await client.get("/metrics")).text
+    found = re.findall(r'^spyglass:event_loop_delay_seconds_bucket{le="(.*)"} (.*)$', text, re.MULTILINE)
+    return {bound: int(float(count)) for bound, count in found}
 
 
 async def _asked(client: httpx.AsyncClient, question: Question) -> str:
@@ -192,25 +200,6 @@ def _note(noticed: Noticed, question: Question, expected: str, status: int, text
     noticed.answers += 1
     if status != 200 or question.read(read(text, stream=stream)) != expected:
         noticed.wrong.append(f"{question.path} {str(question.body)[:200]}: {status} {text[:300]}")
-
-
-@asynccontextmanager
-async def _attackers(module: str, *argv: str) -> AsyncIterator[asyncio.Task[bytes]]:
-    command = (*_NICE, sys.executable, "-m", module, *argv)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-
-    async def result() -> bytes:
-        out, _ = await process.communicate()
-        assert process.returncode == 0, f"{module}: the attackers ended with {process.returncode}"
-        return out
-
-    task = asyncio.create_task(result())
-    try:
-        yield task
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
