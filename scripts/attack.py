@@ -27,6 +27,7 @@ from scripts.soak import Question, beside, memory, questions, read, serving
 from spyglass.checkpoint.random import new_checkpoint
 
 LAW_SECONDS, REFUSAL_SECONDS = 0.25, 1.0
+TRIED = {"grammar": 10.0}  # what must be tried to be refused has processor seconds of its own
 # Where others use the machine too: what is noticed at most, and in all but a hundredth of cases, is so many times the
 # longest that the clients noticed alone, and so many seconds.
 LOOSE = {"": (10.0, 2.0), " p99": (3.0, LAW_SECONDS)}
@@ -83,7 +84,8 @@ class Outcome:
                 most, found_s = times * alone[what] + more, beside[f"{what}{share}"]
                 if found_s > most:
                     found.append(f"the longest{share} {what} is {found_s:.2f} s, at most {most:.2f} may be")
-        slow = {kind: s for kind, s in self.attackers["slowest"].items() if absolute and s > REFUSAL_SECONDS}
+        slowest = self.attackers["slowest"].items() if absolute else ()
+        slow = {kind: seconds for kind, seconds in slowest if seconds > REFUSAL_SECONDS + TRIED.get(kind, 0.0)}
         found += [f"a refusal of {kind} took {seconds:.1f} s" for kind, seconds in slow.items()]
         if not beside["answers"]:
             found.append("no answer came beside the attackers")
