@@ -6,18 +6,53 @@ The names below are looked up on first use, so that `import spyglass.prompt` or 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spyglass.config.engine import EngineConfig
     from spyglass.config.training import TrainConfig
-    from spyglass.engine import LLM, Patches, SamplingParams, Structured
+    from spyglass.engine import (
+        LLM,
+        Delta,
+        Patches,
+        RequestOutput,
+        SamplingParams,
+        Structured,
+        TokenLogprob,
+        Usage,
+    )
+    from spyglass.errors import (
+        AdapterError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        DeviceError,
+        NotServedError,
+        OverloadedError,
+        PromptError,
+        SpyglassError,
+    )
     from spyglass.lora.merge import merge_adapter
     from spyglass.train.finetune import finetune
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AdapterError",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "Delta",
+    "DeviceError",
+    "EngineConfig",
+    "NotServedError",
+    "OverloadedError",
     "Patches",
+    "PromptError",
+    "RequestOutput",
     "SamplingParams",
+    "SpyglassError",
     "Structured",
+    "TokenLogprob",
     "TrainConfig",
+    "Usage",
     "__version__",
     "finetune",
     "merge_adapter",
@@ -25,10 +60,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "Patches", "SamplingParams", "Structured"):
+    if name in ("LLM", "Delta", "Patches", "RequestOutput", "SamplingParams", "Structured", "TokenLogprob", "Usage"):
         import spyglass.engine
 
         return getattr(spyglass.engine, name)
+    if name.endswith("Error") and name in __all__:
+        import spyglass.errors
+
+        return getattr(spyglass.errors, name)
+    if name == "EngineConfig":
+        import spyglass.config.engine
+
+        return spyglass.config.engine.EngineConfig
     if name == "TrainConfig":
         import spyglass.config.training
 

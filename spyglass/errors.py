@@ -33,6 +33,10 @@ class DeviceError(SpyglassError):
     """A device, dtype or op implementation that was asked for cannot run here."""
 
 
+class RankError(SpyglassError):
+    """One of the processes that have the parts of a model has ended, hangs or failed: none of them can go on."""
+
+
 class NotServedError(SpyglassError):
     """A request names a model or adapter that is not served here."""
 

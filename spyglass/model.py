@@ -6,7 +6,7 @@ Nothing here knows who drives it: an engine, a trainer and a plug-in all hand ov
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -227,6 +227,7 @@ def load_model(
     vision_graphs: Literal["auto", "on", "off"] = "auto",
     expand: bool = False,
     load: Literal["files", "dummy"] = "files",
+    without: Collection[str] = (),
     progress: bool = True,
     shard: Shard = WHOLE,
     group: Group = ALONE,
@@ -238,7 +239,8 @@ def load_model(
     takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
     `vision_graphs`: pictures through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
     packed weights while loading (more memory, sometimes faster). `load`: "dummy" draws the weights instead of reading
-    them, in the formats config.json promises. `progress` shows a bar on a terminal.
+    them, in the formats config.json promises. `without`: ops that are to run by their
+    reference. `progress` shows a bar on a terminal.
 
     Raises:
         ConfigError: config.json is missing, malformed or of an unknown family, or the model cannot be divided so.
@@ -259,7 +261,7 @@ def load_model(
     packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
     build = BuildContext(
-        ops=bind_ops(place.type, dtype_name, ops),
+        ops=bind_ops(place.type, dtype_name, ops, without),
         device=place,
         dtype=DTYPES[dtype_name],
         expand=expand,

@@ -3,7 +3,7 @@
 Weights are counted as stored (packed) and as they are when FP8 and FP4 are widened to bfloat16. Cache rows follow spec
 v4 4.7 and v41 4.6. The working memory of a step is an estimate: the tensors that are alive together at the widest point
 of a layer. Engram tables are counted apart: they stay in their files, or are held once per machine in host memory, or
-are divided between the devices (spec v41 5.6).
+are whole on the first of the devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
-from spyglass.params.shard import Shard
+from spyglass.params.shard import Shard, even_sizes
 from spyglass.params.table import Param, ParamTable, most_tensors, param_table
 from spyglass.quant.formats import FakeQuant
 
@@ -140,9 +140,10 @@ def plan_memory(
         here.append(fit(machine.ram, 1, "bfloat16", "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
-        here.append(fit(smallest, len(machine.gpus), "bfloat16"))
+        count = max(size for size in even_sizes(params) if size <= len(machine.gpus))
+        here.append(fit(smallest, count, "bfloat16"))
         if outside == "files":
-            here.append(fit(smallest, len(machine.gpus), "bfloat16", "devices"))
+            here.append(fit(smallest, count, "bfloat16", "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
     gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
     on_gpus: tuple[Fit, ...] = ()
@@ -167,11 +168,14 @@ def require_room(
     expand: bool = False,
     tables: bool = False,
     adapters: int = 0,
+    ranks: int = 1,
+    own_memory: bool = False,
 ) -> None:
     """Refuse a checkpoint whose weights, with the bytes of its `adapters`, exceed `free`; headers decide.
 
     `images`, `expand`: whether the tower is loaded, and packed weights are widened. `tables`: whether engram tables
-    go to the same memory.
+    go to the same memory. `ranks`: processes that divide it, all of them in this memory unless each has its
+    `own_memory`.
 
     Raises:
         ConfigError, CheckpointError: the folder cannot be read.
@@ -180,9 +184,13 @@ def require_room(
     config = read_model_config(path)
     params = param_table(config)
     weights = _weight_bytes(match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources, params)
-    left_out = {name for name, wanted in (("vision", images), ("engram", tables)) if not wanted}
-    loaded = [share for name, share in weights.items() if name not in left_out]
-    need = sum(share.expanded if expand else share.stored for share in loaded)
+    wanted: dict[Share, bool] = {"vision": images, "engram": tables}
+    loaded = {name: share.expanded if expand else share.stored for name, share in weights.items()}
+    loaded |= {name: 0 for name, is_wanted in wanted.items() if not is_wanted}
+    copied = loaded["copied"] + loaded["vision"]
+    need = sum(loaded.values()) + copied * (ranks - 1)
+    if own_memory:
+        need = copied + -(-(loaded["experts"] + loaded["divided"]) // ranks) + loaded["engram"]
     if need + adapters > free:
         more = f", its adapters {adapters / 1e9:.2f} GB," if adapters else ""
         raise CapacityError(
@@ -268,12 +276,14 @@ def _bytes_by_units(sources: Mapping[str, Source], params: ParamTable) -> Counte
 
 
 def _bytes_per_device(divisible: Mapping[tuple[bool, int], int], count: int, tables: Tables) -> int:
-    """Bytes on the device that holds the most, which is the last."""
+    """Bytes on the device that holds the most: what the last has of the weights, and the tables."""
     last, total = Shard(count - 1, count), 0
     for (is_table, units), nbytes in divisible.items():
-        if not is_table or tables in ("host", "devices"):
+        if not is_table:
             first, end = last.span(units)
             total += -(-nbytes * (end - first) // units)
+        elif tables in ("host", "devices"):
+            total += nbytes
     return total
 
 

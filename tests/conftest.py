@@ -18,6 +18,9 @@ for variable in [name for name in os.environ if name.startswith("SPYGLASS_")]:
     del os.environ[variable]  # a developer's own settings must not decide whether tests pass
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
 os.environ["SPYGLASS_GRAMMAR_SECONDS"] = "600"  # nor may the speed of this machine
+os.environ["SPYGLASS_NUMBERS"] = (
+    "off"  # a second for each model that is loaded; tests/unit/engine/test_numbers.py has it on
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_ONLY = "gpu"

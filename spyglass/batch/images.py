@@ -6,7 +6,7 @@ Patches, grids and image positions of the prompt come from three places; all of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,36 @@ def pack_images(
         cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
         slot_I=torch.tensor([0] * len(grids) if slots is None else list(slots), dtype=torch.int32, device=device),
     )
+
+
+def share_images(images: ImageBatch, ranks: int, vision: VisionConfig) -> tuple[list[ImageBatch | None], list[int]]:
+    """The images cut into one run for each rank, with about as many patches each, and the rows that each run gives.
+
+    None = no image for that rank; the first has some.
+    """
+    first = offsets(images.grids_I2)
+    owner = [(start + stop) * ranks // (2 * first[-1]) for start, stop in pairwise(first)]
+    owner = [rank - owner[0] for rank in owner]
+    parts: list[ImageBatch | None] = []
+    rows = []
+    for rank in range(ranks):
+        run = [number for number, one in enumerate(owner) if one == rank]
+        grids = tuple(images.grids_I2[number] for number in run)
+        rows.append(sum(num_cells(grid, vision.downsample_ratio) for grid in grids))
+        if not run:
+            parts.append(None)
+            continue
+        cut = slice(first[run[0]], first[run[-1] + 1])
+        device = images.patches_U.device
+        parts.append(
+            ImageBatch(
+                patches_U=images.patches_U[cut].clone(),
+                grids_I2=grids,
+                cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
+                slot_I=images.slot_I[run[0] : run[-1] + 1].clone(),
+            )
+        )
+    return parts, rows
 
 
 def check_pictures(

@@ -8,7 +8,7 @@ A padding row has position -1, sees no key and is written nowhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,11 @@ class ImageBatch:
     grids_I2: tuple[tuple[int, int], ...]
     cu_seqlens_I1: torch.Tensor
     slot_I: torch.Tensor
+
+    def to(self, device: torch.device | str) -> ImageBatch:
+        """The same on another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("patches_U", "cu_seqlens_I1", "slot_I")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

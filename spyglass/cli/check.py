@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 HELP = (
     "Say from headers alone whether a checkpoint would load, what would run, and where it fits. The exit code is 0 if "
-    "its files are sound, 1 if not."
+    "its files are sound (and its numbers, if they are compared), 1 if not."
 )
 WOULD_NOT_LOAD = 1
+_AGREE = {"agree": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="an adapter that would be served with it, by folder or shipped name: judged and counted too",
+    )
+    parser.add_argument(
+        "--numbers",
+        action="store_true",
+        help="also load the model and compare each op with its reference, on this machine and its default device",
     )
     parser.add_argument("--plan", action="store_true", help="print only what fits where")
 
@@ -46,11 +52,22 @@ def run(args: argparse.Namespace) -> int:
     try:
         note_bases({name: name for name in args.lora}, Path(directory))
         _examine(directory, report, args.lora)
+        if args.numbers and not report["faults"]:
+            report["numbers"] = _compare_numbers(directory, args.lora)
     except SpyglassError as error:
         report["faults"].append(str(error))
     report["would_load"] = not report["faults"]
     print(json.dumps(report, indent=2) if args.json else _as_text(report, plan_only=args.plan))
-    return 0 if report["would_load"] else WOULD_NOT_LOAD
+    return 0 if report["would_load"] and report.get("numbers", _AGREE)["agree"] else WOULD_NOT_LOAD
+
+
+def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
+    """What the comparison of ops with their references found; loads the model."""
+    from spyglass.engine.llm import LLM
+
+    llm = LLM(directory, numbers="on", adapters={f"adapter{n}": place for n, place in enumerate(adapters)})
+    assert llm.numbers is not None
+    return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
 def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
@@ -190,6 +207,8 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
         lines += _memory_lines(report["memory"])
+    if "numbers" in report:
+        lines.append(f"numbers: {report['numbers']['text']}")
     lines += [f"fault: {fault}" for fault in report["faults"]]
     lines.append(_last_line(report))
     return "\n".join(lines)
@@ -256,10 +275,12 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     if tables:
         lines.append(
             f"engram tables: {shown_bytes(tables)}, left in their files (--engram mmap), or one copy in a machine's "
-            "memory (host), or divided between its GPUs (device)"
+            "memory (host), or beside the weights on its first GPU (device)"
         )
     where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
-    lines += [f"{_times(fit)}{fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
+    lines += [
+        f"{_times(fit)}{fit['name']}{_ranks(fit)}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]
+    ]
     title = "context that fits beside the weights, by GPU memory and count"
     if not tables:
         return lines + _gpu_table(memory["gpus"], f"{title}:")
@@ -269,6 +290,10 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
 
 def _times(fit: dict[str, Any]) -> str:
     return f"{fit['count']} x " if fit["count"] > 1 else ""
+
+
+def _ranks(fit: dict[str, Any]) -> str:
+    return f" (--tensor-parallel-size {fit['count']})" if fit["count"] > 1 else ""
 
 
 def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
@@ -286,7 +311,8 @@ def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
 
 
 def _verdict(fit: dict[str, Any]) -> str:
-    sizes = f"{shown_bytes(fit['weights'])} of weights, {shown_bytes(fit['usable'])} usable"
+    each = " on each" if fit["count"] > 1 else ""
+    sizes = f"{shown_bytes(fit['weights'])} of weights{each}, {shown_bytes(fit['usable'])} usable"
     return (
         f"fits, with room for {_tokens(fit['context'])} tokens ({sizes})"
         if fit["context"]

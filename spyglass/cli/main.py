@@ -23,6 +23,7 @@ from spyglass.errors import ConfigError, SpyglassError
 
 VERBS = {
     "run": "ask a checkpoint about images, or just talk to it; the answer streams to the terminal",
+    "chat": "talk to a model in the terminal, with images, commands and history",
     "serve": "answer OpenAI and Anthropic clients over HTTP, with a page to try it in a browser",
     "eval": "ask a model fresh questions about simple images; accuracy kind by kind",
     "finetune": "train an adapter on chats with images, on the packed weights as they are",

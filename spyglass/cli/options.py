@@ -32,6 +32,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_sequences": ("--max-num-seqs",),
     "max_step_tokens": ("--max-num-batched-tokens",),
     "model_name": ("--served-model-name",),
+    "tensor_parallel_size": ("-tp",),
 }
 MODEL_FORMS = "checkpoint folder, shipped model or hub id (ORG/NAME[@revision])"
 ADAPTER = "lora"  # what the one adapter of a command line is called
@@ -139,16 +140,7 @@ def adapters_by_name(stated: Sequence[str], models: Collection[str]) -> dict[str
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One option per `EngineConfig` field; left out means the environment's value, then the default."""
-    group = parser.add_argument_group("how to run")
-    _add(group, EngineConfig)
-    group.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=integer,
-        metavar="N",
-        default=1,
-        help="devices that share a model: 1, more is not served yet",
-    )
+    _add(parser.add_argument_group("how to run"), EngineConfig)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -162,10 +154,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an option or `SPYGLASS_*` variable has a value that means nothing.
     """
-    if args.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"--tensor-parallel-size is {args.tensor_parallel_size}; a model runs on one device so far, leave it at 1"
-        )
     return read_engine_config(stated(args, EngineConfig))
 
 

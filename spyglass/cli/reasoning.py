@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 _END = "</think>"
-_TERMINAL = ("Reasoning:\n", "\n\nAnswer:\n")
+_DIM, _PLAIN_AGAIN = "\x1b[2m", "\x1b[0m"
+REASONING, ANSWER = f"{_DIM}Reasoning:\n", f"{_PLAIN_AGAIN}\n\nAnswer:\n"
+_TERMINAL = (REASONING, ANSWER)
 _PLAIN = ("<think>\n", "\n</think>\n")
 
 
 class Unfolded:
     """What to print of an answer, piece by piece.
 
-    Reasoning stands on lines of its own: under a heading on a terminal, between lines `<think>` and `</think>` where a
-    program may read. Without any there is only the answer; reasoning that was cut off has no end line and no answer.
+    Reasoning stands on lines of its own: dim, under a heading on a terminal, between lines `<think>` and `</think>`
+    where a program may read. Without any there is only the answer; reasoning that was cut off has no end line and no
+    answer.
     """
 
     def __init__(self, *, reasoning: bool, terminal: bool) -> None:
@@ -44,7 +47,9 @@ class Unfolded:
         """What was held back of an answer that is over."""
         rest = self._held.rstrip() if self._reasoned else self._held.strip()
         self._held = ""
-        return rest if self._reasoned or not rest else self._opening + rest
+        told = rest if self._reasoned or not rest else self._opening + rest
+        cut = self._reasoning and (self._reasoned or bool(rest)) and self._opening == REASONING
+        return told + (_PLAIN_AGAIN if cut else "")
 
     def _answer(self, text: str) -> str:
         if self._reasoned and not self._begun:

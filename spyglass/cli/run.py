@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.batch import output_path, run_file
+from spyglass.cli.chat_session import Chat
 from spyglass.cli.options import (
     ADAPTER,
     MODEL_FORMS,
@@ -25,7 +25,7 @@ from spyglass.cli.options import (
     stated_model,
     told_adapters,
 )
-from spyglass.cli.reasoning import Unfolded, answer_of
+from spyglass.cli.talk import Talk
 from spyglass.config.engine import EngineConfig
 from spyglass.config.fields import integer, number
 from spyglass.config.shipped import default_model, model_name
@@ -33,10 +33,9 @@ from spyglass.errors import ConfigError, PromptError
 from spyglass.progress import tell
 
 if TYPE_CHECKING:
-    from spyglass.engine import LLM, RequestOutput, SamplingParams
+    from spyglass.engine import LLM
 
 HELP = "Ask a checkpoint about images, or talk to it: with a question once, without one as a chat."
-Note = Callable[[str], None]
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -54,6 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_option(parser)
     parser.set_defaults(model=None)
+    parser.add_argument(
+        "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
+    )
+    add_talk_options(parser)
+
+
+def add_talk_options(parser: argparse.ArgumentParser) -> None:
+    """What may be said of a conversation, and of the engine beneath it."""
     parser.add_argument(
         "--image",
         metavar="PHOTO",
@@ -84,12 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--effort", metavar="LEVEL", help="how much to reason, with --thinking on: low, high, max")
     parser.add_argument("-q", "--quiet", action="store_true", help="print the answer alone, no numbers and remarks")
     parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
-    parser.add_argument(
-        "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
-    )
     add_engine_options(parser)
 
 
@@ -100,31 +104,61 @@ def run(args: argparse.Namespace) -> int:
     folder = model_folder(stated_model(args))
     _check(args, folder)
     output = None if args.batch is None else output_path(args.batch, args.output)
-    questions = [] if args.batch else _questions(args.question)
+    question = None if args.batch else _question(args.question)
+    llm = _load(args, folder)
+    if output is not None:
+        return run_file(llm, args.batch, output)
+    talk = _talk(args, llm)
+    if question is None:
+        Chat(talk, quiet=args.quiet).run(args.image)
+        return 0
+    if args.question and os.path.isfile(args.question) and not args.quiet:
+        tell(f"the question is the name of a file; to show it as an image: --image {args.question}")
+    talk.ask(question, args.image)
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """`spyglass chat`: the same without a question."""
+    args.question = args.batch = args.output = None
+    folder = model_folder(stated_model(args))
+    _check(args, folder)
+    Chat(_talk(args, _load(args, folder)), quiet=args.quiet).run(args.image)
+    return 0
+
+
+def _load(args: argparse.Namespace, folder: Path) -> LLM:
+    """The model with its adapters, and remarks on both."""
     from spyglass.checkpoint.random import RANDOM_WEIGHTS  # after the cheap checks: these load torch
-    from spyglass.engine import LLM, SamplingParams
+    from spyglass.engine import LLM
     from spyglass.params.targets import describe_counts
 
-    note = _say_nothing if args.quiet else tell
-    stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    params = SamplingParams(**stated)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     adapters = _adapters(args, folder)
     if not args.quiet:
         note_bases(adapters, folder)
     llm = LLM(folder, adapters=adapters, progress=not args.quiet, **engine)
+    if args.quiet:
+        return llm
     for name, place in adapters.items():
-        note(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
+        tell(f"adapter {place}: {describe_counts(llm.adapter_counts(name))}")
     if llm.options.load == "dummy" or llm.config.informational.get(RANDOM_WEIGHTS):
-        note(f"{folder} has random weights: its words are noise")
-    if output is not None:
-        return run_file(llm, args.batch, output)
-    if args.question and os.path.isfile(args.question):
-        note(f"the question is the name of a file; to show it as an image: --image {args.question}")
-    talk = Talk(llm, params, thinking=args.thinking == "on", effort=args.effort, stream=not args.no_stream, note=note)
-    for turn, question in enumerate(questions):
-        talk.ask(question, args.image if turn == 0 else ())
-    return 0
+        tell(f"{folder} has random weights: its words are noise")
+    return llm
+
+
+def _talk(args: argparse.Namespace, llm: LLM) -> Talk:
+    from spyglass.engine import SamplingParams
+
+    stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    return Talk(
+        llm,
+        SamplingParams(**stated),
+        thinking=args.thinking == "on",
+        effort=args.effort,
+        stream=not args.no_stream,
+        note=_say_nothing if args.quiet else tell,
+    )
 
 
 def _say_nothing(text: str) -> None:
@@ -195,74 +229,11 @@ def _adapters(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     return {ADAPTER: args.lora[0]} if args.lora else {}
 
 
-class Talk:
-    """A conversation so far, and how it is answered."""
-
-    def __init__(
-        self, llm: LLM, params: SamplingParams, *, thinking: bool, effort: Any, stream: bool, note: Note = tell
-    ) -> None:
-        self._llm, self._params, self._note = llm, params, note
-        self._thinking, self._effort, self._stream = thinking, effort, stream
-        self._messages: list[dict[str, Any]] = []
-
-    def ask(self, question: str, images: Sequence[Path]) -> None:
-        """Put a question, print the answer and its numbers."""
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-        started = time.perf_counter()
-        adapter = ADAPTER if ADAPTER in self._llm.adapters else None
-        deltas = self._llm.stream(
-            self._messages, self._params, thinking=self._thinking, effort=self._effort, adapter=adapter
-        )
-        times: list[float] = []
-        output, unfolded = None, Unfolded(reasoning=self._thinking, terminal=sys.stdout.isatty())
-        for delta in deltas:
-            times.append(time.perf_counter())
-            output = delta.output
-            if self._stream:
-                print(unfolded.push(delta.text), end="", flush=True)
-        assert output is not None
-        print(("" if self._stream else unfolded.push(output.text)) + unfolded.finish(), flush=True)
-        if output.error is not None:
-            self._note(output.error)
-        elif unfolded.unanswered:
-            more = "; raise --max-tokens for an answer" if output.finish_reason == "length" else ""
-            self._note(f"it was still reasoning when it ended ({output.finish_reason}){more}")
-        self._note(_numbers(output, len(images), started, times))
-        answer = answer_of(output.text) if self._thinking else output.text  # the next prompt takes no reasoning
-        self._messages.append({"role": "assistant", "content": answer})
-
-
-def _numbers(output: RequestOutput, images: int, started: float, times: Sequence[float]) -> str:
-    usage = output.usage
-    shown = f" ({usage.image_tokens} of images)" if images else ""
-    told = f"prompt {usage.prompt_tokens} tokens{shown}, first token after {times[0] - started:.2f} s"
-    told += f", answer {usage.completion_tokens} tokens ({output.finish_reason})"
-    if len(times) > 1:
-        told += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
-    return told
-
-
-def _questions(stated: str | None) -> Iterable[str]:
-    """The one question that was given, or all of standard input, or line by line from a terminal."""
-    if stated is not None:
-        return [stated]
-    if sys.stdin.isatty():
-        return _lines()
+def _question(stated: str | None) -> str | None:
+    """The question that was given, or all of standard input; None on a terminal, where a chat begins."""
+    if stated is not None or sys.stdin.isatty():
+        return stated
     text = sys.stdin.read().strip()
     if not text:
         raise PromptError("there is no question: give one as an argument or on standard input")
-    return [text]
-
-
-def _lines() -> Iterator[str]:
-    tell("empty line or end of input ends the chat")
-    while question := _line():
-        yield question
-
-
-def _line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
+    return text

@@ -92,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
-    return 0
+    failure = None if llm.ranks is None else llm.ranks.failure
+    if failure is not None:
+        print(f"spyglass serve has ended: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
@@ -100,7 +103,10 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     shown = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls_cert else "http"
     url = f"{scheme}://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
-    device = f"{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    times = f"{llm.options.tensor_parallel_size} x " if llm.options.tensor_parallel_size > 1 else ""
+    device = (
+        f"{times}{llm.loaded.device}, {str(llm.loaded.dtype).removeprefix('torch.')}, {llm.loaded.numerics} numerics"
+    )
     names = [key.name for key in read_api_keys(config.api_key, config.api_key_file)]
     keys = f"with an API key: {', '.join(names)}" if names else "no API key: whoever reaches this address may use it"
     images = {
@@ -115,6 +121,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("vision", images),
+        ("numbers", "not compared (--numbers off)" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),

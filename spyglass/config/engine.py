@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from spyglass.config.options import PREFIX, about, check_options, read_options
 
+NumbersMode = Literal["on", "strict", "off"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -30,6 +32,13 @@ class EngineConfig:
     )
     ops: Literal["auto", "reference"] = field(
         default="auto", metadata=about("auto (the fastest built implementation of each op) or reference")
+    )
+    numbers: NumbersMode = field(
+        default="on",
+        metadata=about(
+            "before anything is answered, compare each op with its reference: on (an op that differs runs by its "
+            "reference, which is told), strict (refuse to start) or off"
+        ),
     )
     vision_graphs: Literal["auto", "on", "off"] = field(
         default="auto",
@@ -92,7 +101,15 @@ class EngineConfig:
             "(or a preset's name in place of a folder) is enough"
         ),
     )
-    threads: int | None = field(default=None, metadata=about("CPU threads (default: what torch chooses)", high=1024))
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=about(
+            "processes among which the weights are divided: as many GPUs, or parts of the CPU's cores", high=64
+        ),
+    )
+    threads: int | None = field(
+        default=None, metadata=about("CPU threads of each process (default: what torch chooses)", high=1024)
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

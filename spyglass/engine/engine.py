@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -16,12 +17,15 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache
+from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.checks import check_params, check_prompt, check_step_size
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.drafts import Drafter
 from spyglass.engine.fit import prefix_bytes
+from spyglass.engine.lead import LeadMemory
 from spyglass.engine.loop import StepLoop
+from spyglass.engine.ranks import Ranks
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
@@ -44,7 +48,8 @@ class Engine:
     Without `token_bytes` (a folder without a tokenizer) answers are ids only. `engram` brings the rows of models that
     have engram layers. `grammars` compiles what `structured` asks for; None = it is refused. `truncate` can take back
     `lookahead` tokens. `drafter` proposes next tokens, at most `lookahead` at a time, of which those are kept that
-    would have been drawn; it needs the tokens of each step, so none runs ahead.
+    would have been drawn; it needs the tokens of each step, so none runs ahead. `ranks` have the other parts of a model
+    that is divided.
 
     Raises:
         ConfigError: a step is too small for the largest image of the model.
@@ -67,6 +72,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         lookahead: int = 0,
         drafter: Drafter | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
@@ -81,6 +87,7 @@ class Engine:
             step_tokens=options.max_step_tokens,
             max_length=self.max_length,
             cache_bytes=options.cache_bytes,
+            memory=PageMemory if ranks is None else partial(LeadMemory, ranks),
         )
         if prefixes is None:
             most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
@@ -99,7 +106,9 @@ class Engine:
             engram=engram,
             capture=() if drafter is None else drafter.capture,
             lookahead=lookahead,
+            ranks=ranks,
         )
+        self._ranks = ranks
         self.step_runner = self.runner.steps
         self._grammars, self._lookahead = grammars, lookahead
         self._loop = StepLoop(
@@ -229,8 +238,11 @@ class Engine:
         """Run one step; what it added to each answer, or, where steps run one ahead, what the step before it added.
 
         If the model fails, or a request cannot go on, the error comes through. The requests of that step, or those that
-        cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on.
+        cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on,
+        but where a rank of a divided model has ended (RankError).
         """
+        if self._ranks is not None:
+            self._ranks.require_alive()
         return self._loop.step()
 
     def warm_up(self, tokens: int = 1) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
-from spyglass.errors import CapacityError
+from spyglass.errors import CapacityError, DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
 from spyglass.plan import host_memory, require_room
 
+PREFIX_SHARE = 8  # of free memory, what the prefix cache may take
 _UNKNOWN_SHARE = 1 << 30
 
 
@@ -34,7 +35,7 @@ def total_memory(device: torch.device) -> int:
 def prefix_bytes(device: torch.device) -> int:
     """What the prefix cache may take unless somebody says: an eighth of what is free, 1 GiB where nobody knows."""
     free = free_memory(device)
-    return _UNKNOWN_SHARE if free is None else free // 8
+    return _UNKNOWN_SHARE if free is None else free // PREFIX_SHARE
 
 
 def require_fit(path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int = 0) -> None:
@@ -47,7 +48,25 @@ def require_fit(path: str | os.PathLike[str], device: torch.device, options: Eng
     if free is None:
         return
     beside = options.engram == "device" or (options.engram == "host" and device.type == "cpu")
-    require_room(path, free, images=options.images > 0, expand=options.expand_weights, tables=beside, adapters=adapters)
+    require_room(
+        path,
+        free,
+        images=options.images > 0,
+        expand=options.expand_weights,
+        tables=beside,
+        adapters=adapters,
+        ranks=options.tensor_parallel_size,
+        own_memory=device.type == "cuda",
+    )
+
+
+def require_devices(device: torch.device, size: int) -> None:
+    """Raises DeviceError unless there is a GPU for each of so many processes, from `device` on; a CPU has room."""
+    count = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else size
+    if count < size:
+        raise DeviceError(
+            f"tensor_parallel_size is {size}, and torch sees {count} GPUs from {device} on; take as many, or device=cpu"
+        )
 
 
 def read_fitting(folder: Path, model: ModelConfig, device: torch.device) -> AdapterFile:

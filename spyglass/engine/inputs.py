@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from spyglass.config.model import ModelConfig
-from spyglass.engine.request import SamplingParams
+from spyglass.engine.request import THINK_END, RequestOutput, SamplingParams
 from spyglass.errors import AdapterError, CapacityError, PromptError, SpyglassError
 from spyglass.prompt.build import is_image
+from spyglass.prompt.data_url import is_data_url
+from spyglass.prompt.decode import ImageInput
 from spyglass.prompt.tokens import Prompt
 
 AdapterNames = str | None | Sequence[str | None]
@@ -32,6 +37,62 @@ def naming(number: int, count: int) -> Iterator[None]:
 def is_conversation(request: object) -> bool:
     """A list of messages, rather than a prompt."""
     return isinstance(request, Sequence) and len(request) > 0 and isinstance(request[0], Mapping)
+
+
+def conversation(
+    chat: str | Sequence[Mapping[str, Any]], images: Sequence[ImageInput | str] = ()
+) -> Sequence[Mapping[str, Any]]:
+    """The messages of a chat; a text is what the user says. `images`, given from Python, stand before the text of the
+    last message; a text among them is a path, unless it is a data URL.
+
+    Raises:
+        PromptError: images, and no message of the user at the end to hold them.
+    """
+    messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+    if not images:
+        return messages
+    last = messages[-1] if is_conversation(messages) else {}
+    if last.get("role") != "user" or not isinstance(last.get("content"), str | list | tuple):
+        raise PromptError("images go to the user's message at the end of the conversation, and there is none")
+    sources = [Path(one) if isinstance(one, str) and not is_data_url(one) else one for one in images]
+    said = last["content"]
+    parts = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
+    seen = [{"type": "image_url", "image_url": {"url": source}} for source in sources]
+    return [*messages[:-1], {**last, "content": [*seen, *parts]}]
+
+
+def behind_reasoning(params: SamplingParams) -> SamplingParams:
+    """Parameters of an answer that begins with reasoning: structured output comes behind it, unless it says where."""
+    if params.structured is None or params.structured.after is not None:
+        return params
+    return replace(params, structured=replace(params.structured, after=THINK_END))
+
+
+def without_reasoning(output: RequestOutput) -> RequestOutput:
+    """An answer that began with reasoning, the two apart. One that ended of itself inside it is both, as the server
+    gives it."""
+    reasoning, end, text = output.text.partition(THINK_END)
+    if not end:
+        text = reasoning if output.finish_reason == "stop" and output.stopped_by is None else ""
+    return replace(output, reasoning=reasoning.strip(), text=text.lstrip())
+
+
+def adapter_places(adapters: object) -> dict[str, Any]:
+    """Folders or shipped names of adapters by the names that requests choose them by; a list names each by its last
+    part.
+
+    Raises:
+        AdapterError: neither of them.
+    """
+    if adapters is None:
+        return {}
+    if isinstance(adapters, Mapping):
+        return dict(adapters)
+    if isinstance(adapters, str | os.PathLike):
+        adapters = [adapters]
+    if not isinstance(adapters, Sequence) or not all(isinstance(one, str | os.PathLike) for one in adapters):
+        raise AdapterError("adapters are folders or names of shipped adapters, in a list or by name")
+    return {Path(one).name: one for one in adapters}
 
 
 def is_ids(prompt: object) -> bool:

@@ -6,12 +6,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
 from spyglass.config import read_model_config
-from spyglass.config.engine import read_engine_config
+from spyglass.config.engine import NumbersMode, read_engine_config
 from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import find_adapter, model_name
 from spyglass.engine.detokenize import TokenBytes
@@ -19,7 +20,10 @@ from spyglass.engine.engine import Engine
 from spyglass.engine.fit import read_fitting, require_fit
 from spyglass.engine.inputs import (
     AdapterNames,
+    adapter_places,
     adapters_each,
+    behind_reasoning,
+    conversation,
     is_conversation,
     is_ids,
     is_one_prompt,
@@ -27,31 +31,30 @@ from spyglass.engine.inputs import (
     logits_of,
     naming,
     params_each,
+    without_reasoning,
 )
+from spyglass.engine.loading import load_checked, load_parts
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.engine.workspace import with_room
-from spyglass.engram.feed import EngramFeed
-from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError, PromptError, SpyglassError
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
-from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle, adapter_name
-from spyglass.model import find_device, load_model, model_folder
+from spyglass.model import find_device, model_folder
 from spyglass.params.declared import AdapterGroup
 from spyglass.prompt.build import Part, build_prompt, is_image, prompt_from_parts
 from spyglass.prompt.chat import Effort
-from spyglass.prompt.decode import PYTHON_LIMITS
-from spyglass.prompt.placeholder import RELEASED_VOCABULARY, VLLM_FIRST_ID, resolve_placeholder
+from spyglass.prompt.decode import PYTHON_LIMITS, ImageInput
+from spyglass.prompt.placeholder import banned_tokens, resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
-from spyglass.prompt.tokens import Prompt, TokenKind
+from spyglass.prompt.tokens import Prompt
 
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Prompt | Sequence[int] | Sequence[Part]
 _R = TypeVar("_R")
-_PAD_SPELLING = "<｜▁pad▁｜>"
+_CHAT = "a conversation is a text or a list of messages"
 _PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictures; conversations go to `chat`"
 
 
@@ -61,7 +64,7 @@ class LLM:
     `path` is a folder, a shipped model's name or a hub id (`ORG/NAME[@revision]`, downloaded if need be). The options
     are those of `EngineConfig`; one left out (None) comes from its `SPYGLASS_*` variable or its default. A folder
     without tokenizer.json serves ids and images. `threads` is set for the whole process, `progress` shows a bar.
-    `adapters`: PEFT folders, or adapters shipped with the model, by the name under which a request asks for one.
+    `adapters`: PEFT folders or names of shipped adapters, by the name that a request asks for, or in a list.
 
     Raises:
         ConfigError, CheckpointError: config.json or an option means nothing; the files do not hold what it promises.
@@ -69,6 +72,7 @@ class LLM:
         DeviceError: a device, dtype or op choice that is not to be had here.
         PromptError: the tokenizer contradicts the checkpoint.
         AdapterError: an adapter is damaged or does not fit the model, or its name is none.
+        RankError: a process of a divided model ended or failed.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class LLM:
         images: int | None = None,
         *,
         ops: Literal["auto", "reference"] | None = None,
+        numbers: NumbersMode | None = None,
         vision_graphs: Literal["auto", "on", "off"] | None = None,
         expand_weights: bool | None = None,
         max_step_tokens: int | None = None,
@@ -93,8 +98,9 @@ class LLM:
         engram: Literal["mmap", "host", "device"] | None = None,
         load: Literal["files", "dummy"] | None = None,
         async_scheduling: Literal["auto", "on", "off"] | None = None,
+        tensor_parallel_size: int | None = None,
         threads: int | None = None,
-        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None = None,
         progress: bool = False,
     ) -> None:
         given = {
@@ -103,53 +109,41 @@ class LLM:
         self.options = options = read_engine_config(given)
         self._path = path = model_folder(path, options.load)
         self.name = model_name(path)
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
         best = "cuda" if torch.cuda.is_available() else "cpu"
         place = find_device(best if options.device == "auto" else options.device)
         config = read_model_config(path)
-        places = {adapter_name(name): find_adapter(at, path) for name, at in (adapters or {}).items()}
+        places = {adapter_name(name): find_adapter(at, path) for name, at in adapter_places(adapters).items()}
         files = {name: read_adapter(place, config) for name, place in places.items()}
         require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
-        self.loaded = load_model(
-            path,
-            device=place,
-            dtype=options.dtype,
-            numerics=options.numerics,
-            images=options.images > 0,
-            ops=options.ops,
-            vision_graphs=options.vision_graphs,
-            expand=options.expand_weights,
-            load=options.load,
-            progress=progress,
-        )
+        parts, self.numbers = load_checked(partial(load_parts, path, options, place, files, progress), options.numbers)
+        self.loaded, self.lora, engram_feed, self.ranks = parts.loaded, parts.lora, parts.engram, parts.ranks
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
         self._placeholder = resolve_placeholder(self.config, self.tokenizer)
+        self.banned_tokens = banned_tokens(self.config, self.tokenizer, self._placeholder)
         token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
-        self.lora = AdapterPool(self.loaded.model)
-        for name, file in files.items():  # before rows take what memory is left
-            self.lora.attach(name, file)
-        engram_feed = None
-        if self.config.text.engram is not None:
-            store = open_engram(path, self.config, placement=options.engram)
-            engram_feed = EngramFeed(store, device=self.loaded.device, dtype=self.loaded.dtype)
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            with_room(options, self.loaded, engram_feed),
+            with_room(options, self.loaded, engram_feed, self.ranks),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
-            banned=self.banned_tokens(),
+            banned=self.banned_tokens,
             token_bytes=token_bytes,
             grammars=None
             if token_bytes is None
             else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
+            ranks=self.ranks,
         )
         self._deltas: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter
+
+    def close(self) -> None:
+        """End the other processes of a divided model; it happens by itself when this one ends."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def generate(
         self,
@@ -174,11 +168,12 @@ class LLM:
         return self._run(self._build_all(many, self._prompt), params, adapter)
 
     @overload
-    def chat(
+    def chat(  # type: ignore[overload-overlap]  # a text is one conversation
         self,
-        messages: Messages,
+        messages: str | Messages,
         params: SamplingParams | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         thinking: bool = False,
         effort: Effort | None = None,
         adapter: str | None = None,
@@ -187,7 +182,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Sequence[Messages],
+        messages: Sequence[str | Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         thinking: bool = False,
@@ -197,29 +192,31 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: str | Messages | Sequence[str | Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         thinking: bool = False,
         effort: Effort | None = None,
         adapter: AdapterNames = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """The answer to a conversation in OpenAI form, or the answers to a list of conversations.
+        """The answer to a conversation in OpenAI form or to a text, or the answers to a list of them.
 
-        Image parts: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a
-        PIL image. `thinking` lets the model reason first; `effort` says how much.
+        `images` (paths, bytes, PIL, data URLs) stand before the text of the last message. Image parts of messages:
+        `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a PIL image.
+        `thinking` lets the model reason first; `effort` says how much. The output has it as `reasoning`.
 
         Raises:
-            PromptError: malformed messages or images, or a model that takes none.
-            CapacityError: a prompt is too long for the model or the memory.
+            PromptError, CapacityError: as `generate`, for malformed messages too.
         """
-        one = is_conversation(messages)
-        many = [cast("Messages", messages)] if one else listed(messages, "a conversation is a list of messages")
-        outputs = self._run(
-            self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort)),
-            params,
-            adapter,
-        )
+        one = isinstance(messages, str) or is_conversation(messages)
+        many = [
+            conversation(chat, images) for chat in ([cast("Messages", messages)] if one else listed(messages, _CHAT))
+        ]
+        prompts = self._build_all(many, lambda chat: self.chat_prompt(chat, thinking=thinking, effort=effort))
+        params = [behind_reasoning(each) for each in params_each(params, len(many))] if thinking else params
+        outputs = self._run(prompts, params, adapter)
+        outputs = [without_reasoning(output) for output in outputs] if thinking else outputs
         return outputs[0] if one else outputs
 
     def stream(
@@ -234,6 +231,7 @@ class LLM:
         """The answer to one prompt (as in `generate`) or conversation (as in `chat`), piece by piece.
 
         The last piece carries the whole `output`. Several streams may be read in turn; closing one ends its request.
+        With `thinking` the pieces are what the model writes: its reasoning, `</think>`, the answer.
 
         Raises:
             PromptError, CapacityError: as `generate`, at the latest when the first piece is asked for.
@@ -389,12 +387,3 @@ class LLM:
         self.engine.abort(request)
         self._deltas.pop(request, None)
         self._users.pop(request, None)
-
-    def banned_tokens(self) -> set[int]:
-        """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play image roles."""
-        banned = {self.config.bos_token_id, self.config.pad_token_id, self.config.image_token_id, self._placeholder}
-        if self.tokenizer is not None:
-            banned.add(self.tokenizer.special_id(_PAD_SPELLING))
-        if self.config.text.vocab_size == RELEASED_VOCABULARY:
-            banned.update(range(VLLM_FIRST_ID, VLLM_FIRST_ID + len(TokenKind) - 1))
-        return {token for token in banned if token is not None}

@@ -17,6 +17,7 @@ FinishReason = Literal["stop", "length", "abort"]
 StructuredKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
 SHUTTING_DOWN = "the server is shutting down"  # the error of an answer that was ended for it
 _SEEDS = 1 << 64
+THINK_END = "</think>"  # the end of an answer's reasoning
 _EXPECTED: Mapping[str, tuple[type | UnionType, str]] = {
     "json": (NoneType, "no value"), "json_schema": (dict | bool, "a schema"), "regex": (str, "a text, not empty"),
     "choice": (tuple, "texts"), "grammar": (str, "a text, not empty"),
@@ -66,7 +67,7 @@ class SamplingParams:
     `logprobs` n = log-probability of each chosen token and of the n most likely, at most 1,000; `prompt_logprobs` the
     same for the prompt. Log-probabilities are the model's own: before bans, biases, penalties and temperature.
     `logit_bias` is added to the logits of token ids, -100 to 100, before penalties. `structured` restricts the answer
-    to structured output; the answer ends where its grammar does.
+    to structured output: a `Structured`, a Pydantic class or a JSON schema; the answer ends where its grammar does.
 
     Raises:
         PromptError: a value is out of range; the message names the field.
@@ -89,9 +90,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    structured: Structured | None = None
+    structured: Any = None  # a `Structured` or None once the object is made
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "structured", _as_structured(self.structured))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
         _require_number("temperature", self.temperature, "from 0 to 1e6", lambda x: 0 <= x <= 1e6)
@@ -112,8 +114,6 @@ class SamplingParams:
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < _SEEDS):
             raise PromptError(f"seed is {_shown(self.seed)}, expected None or an integer from 0 to 2**64 - 1")
         _require_biases(self.logit_bias)
-        if self.structured is not None and not isinstance(self.structured, Structured):
-            raise PromptError(f"structured is {self.structured!r}, expected a Structured or None")
         if not isinstance(self.ignore_eos, bool):
             raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
         for text in self.stop if self.stop_after is None else (*self.stop, self.stop_after):
@@ -163,6 +163,8 @@ class Usage:
 class RequestOutput:
     """A finished answer. `token_ids` include the id that ended it; `text` excludes stop strings and stop ids.
 
+    `reasoning` is what `LLM.chat` with thinking took out of the text, where it came first; None without thinking.
+
     `prompt_logprobs` has one entry per prompt position; None for the first and for image positions. `error` says why
     the engine itself ended the answer ("abort"), `grammar_violation` that it was for the structured output the request
     asked for, `stopped_by` which stop string ended it.
@@ -178,6 +180,7 @@ class RequestOutput:
     error: str | None = None
     grammar_violation: bool = False
     stopped_by: str | None = None
+    reasoning: str | None = None
 
     @property
     def misfit(self) -> bool:
@@ -199,6 +202,16 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
+
+
+def _as_structured(value: object) -> Structured | None:
+    if value is None or isinstance(value, Structured):
+        return value
+    if isinstance(value, Mapping):
+        return Structured(kind="json_schema", value=dict(value))
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        return Structured(kind="json_schema", value=value.model_json_schema())
+    raise PromptError(f"structured is {repr(value)[:100]}, expected a Structured, a Pydantic class or a JSON schema")
 
 
 def _is_int(value: object) -> bool:

@@ -16,6 +16,8 @@ from spyglass.batch.types import Batch
 from spyglass.config.model import ModelConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache, Key
+from spyglass.engine.lead import LeadMemory, LeadSteps
+from spyglass.engine.ranks import Ranks
 from spyglass.engine.sampler import PendingTokens, SampleInput, UsedTokens, sample
 from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.transfer import to_device
@@ -45,7 +47,7 @@ class Runner:
     """Runs chunks through a model. Holds no request state: that is in the sequences and in `allocator`.
 
     `banned` int64 ids are never chosen. `capture`: layers whose streams a step's output has. The last `lookahead`
-    tokens of a sequence may be taken back.
+    tokens of a sequence may be taken back. `ranks` have the other parts of the model, if it is divided.
     """
 
     def __init__(
@@ -60,13 +62,19 @@ class Runner:
         engram: EngramFeed | None = None,
         capture: tuple[int, ...] = (),
         lookahead: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         assert (engram is None) == (config.text.engram is None)
         self._banned, self._banned_V = banned, torch.zeros(config.text.vocab_size, dtype=torch.bool, device=device)
         self._banned_V[banned] = True
-        self._model, self._config, self._allocator, self._device = model, config, allocator, device
+        self._config, self._allocator, self._device = config, allocator, device
         self._image_cache, self._engram, self._lookahead = images, engram, lookahead
-        self.steps = StepRunner(model, config.text, allocator.page_rows, device, self._banned_V, capture=capture)
+        given = model, config.text, allocator.page_rows, device, self._banned_V
+        if ranks is None:
+            self.steps = StepRunner(*given, capture=capture)
+        else:
+            assert isinstance(allocator.memory, LeadMemory)
+            self.steps = LeadSteps(ranks, allocator.memory, *given, capture=capture)
 
     @property
     def vocab_size(self) -> int:
@@ -136,7 +144,7 @@ class Runner:
             step.sampled = PendingTokens(*found)
             return
         each = [(chunk, number) for chunk in sampling for number in range(chunk.rows_wanted)]
-        logits_RV = self._model.logits(step.result.hidden_TC, rows_R)
+        logits_RV = self.steps.logits(step.result.hidden_TC, rows_R)
         given = SampleInput(
             params=[chunk.sequence.params for chunk, _ in each],
             seed_S=[chunk.sequence.seed for chunk, _ in each],
@@ -149,7 +157,7 @@ class Runner:
 
     def logits(self, step: RunningStep, start: int, stop: int) -> torch.Tensor:
         """Logits fp32 [stop - start, V] of rows of a step."""
-        return self._model.logits(step.result.hidden_TC, torch.arange(start, stop, device=self._device))
+        return self.steps.logits(step.result.hidden_TC, torch.arange(start, stop, device=self._device))
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
         """Begin to fetch the engram rows of a step; None for models without engram."""
@@ -186,7 +194,7 @@ class Runner:
                 device=self._device,
                 slots=[sequence.adapter.slot for sequence, _ in holders],
             )
-            rows = self._model.encode_images(batch)
+            rows = self.steps.encode_images(batch)
             parts = rows.split([_cells(sequence.prompt, image) for sequence, image in holders])
             for key, part in zip(keys, parts, strict=True):
                 self._image_cache.put(key, part)

@@ -19,7 +19,7 @@ from spyglass.engine.request import SHUTTING_DOWN, Delta
 from spyglass.engine.sequence import Request
 from spyglass.engine.shares import ANYBODY, Client, Places
 from spyglass.engine.stats import EngineStats
-from spyglass.errors import CapacityError, OverloadedError, SpyglassError, is_recoverable
+from spyglass.errors import CapacityError, OverloadedError, RankError, SpyglassError, is_recoverable
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 
 _GIVE_UP_AFTER = 3  # steps in a row that raise and bring nothing: then everything under way is ended
@@ -125,6 +125,7 @@ class EngineWorker:
         self._accepting, self._running = True, True
         self._streams: dict[int, tuple[ResponseStream, int]] = {}
         self._failed_steps = self._failures = 0
+        self._ending = "the engine has stopped"
         self._began: float | None = None
         self._pace_s = 1.0  # between the ends of two answers, lately
         self._last_end = time.monotonic()
@@ -187,7 +188,7 @@ class EngineWorker:
         """Take nothing new, let answers end for `grace_s` seconds, then end the rest with an error that says so."""
         self._accepting = False
         until = time.monotonic() + grace_s
-        while self._places.num_taken and time.monotonic() < until:
+        while self._places.num_taken and self._running and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         with self._changed:
             self._command(partial(self._end_all, SHUTTING_DOWN))
@@ -227,6 +228,9 @@ class EngineWorker:
                     command()
                 if self._running and self._engine.has_work:
                     self._step()
+        except RankError as error:
+            self._failures, self._ending = _GIVE_UP_AFTER, str(error)
+            self._end_all(self._ending)
         except Exception:
             _LOG.exception("the engine's thread has ended")
             self._failures = _GIVE_UP_AFTER
@@ -240,7 +244,7 @@ class EngineWorker:
             commands, self._commands = self._commands, []
         for command in commands:
             command()
-        error = SpyglassError("the engine has stopped; start the server again")
+        error = SpyglassError(f"{self._ending}; start the server again")
         for stream, _ in self._streams.values():
             self._call(stream.loop, partial(stream.decide, error))
 
@@ -249,7 +253,7 @@ class EngineWorker:
         try:
             deltas = self._engine.step()
         except BaseException as error:
-            if not is_recoverable(error):
+            if isinstance(error, RankError) or not is_recoverable(error):  # after the first there is no other step
                 raise
             _LOG.exception("a step failed; its requests are over, the others go on")
             self._failed_steps += 1

@@ -7,6 +7,7 @@ memory when it is first touched, so a large limit costs nothing by itself.)
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,8 +15,11 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import free_memory, prefix_bytes, total_memory
+from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
+from spyglass.engine.lead import LeadMemory
+from spyglass.engine.ranks import Ranks
 from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
@@ -25,7 +29,9 @@ from spyglass.plan import USABLE, step_bytes
 _DRAWING = 24  # bytes a logit: itself, a copy for log-probabilities, weights, their sums in float64
 
 
-def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> EngineConfig:
+def with_room(
+    options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None, ranks: Ranks | None = None
+) -> EngineConfig:
     """The options with `cache_bytes` and `prefix_cache_bytes` filled in, for a model that is loaded.
 
     What was stated stays. On a system that does not tell what is free, rows take memory as they need it.
@@ -36,13 +42,16 @@ def with_room(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | N
     if options.cache_bytes is not None:
         return options
     device = loaded.device
-    step = measured_step(options, loaded, engram) if device.type == "cuda" else estimated_step(options, loaded)
+    on_gpu = device.type == "cuda"
+    step = measured_step(options, loaded, engram, ranks) if on_gpu else estimated_step(options, loaded)
     free = free_memory(device)
+    if free is not None and options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
+    if ranks is not None:
+        free = ranks.least_free(free)
     if free is None:
         return options
-    if options.gpu_memory_utilization is not None:
-        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
-    prefixes = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
+    prefixes = free // PREFIX_SHARE if options.prefix_cache_bytes is None else options.prefix_cache_bytes
     left = int(free * USABLE) - step - prefixes - options.image_cache_bytes
     if left <= 0:
         raise CapacityError(
@@ -63,7 +72,9 @@ def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
     return text + _tower_bytes(config.vision, options.max_step_tokens)
 
 
-def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None) -> int:
+def measured_step(
+    options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None, ranks: Ranks | None = None
+) -> int:
     """The maximum of bytes that torch held on a GPU above what it holds now, while a full step with an image ran.
 
     The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
@@ -75,10 +86,18 @@ def measured_step(options: EngineConfig, loaded: LoadedModel, engram: EngramFeed
         max_sequences=options.max_sequences,
         step_tokens=options.max_step_tokens,
         max_length=loaded.config.text.max_position_embeddings,
+        memory=PageMemory if ranks is None else partial(LeadMemory, ranks),
     )
     trial = replace(options, prefix_cache_bytes=0, image_cache_bytes=0)
     engine = Engine(
-        loaded.model, loaded.config, trial, dtype=loaded.dtype, device=loaded.device, allocator=allocator, engram=engram
+        loaded.model,
+        loaded.config,
+        trial,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        allocator=allocator,
+        engram=engram,
+        ranks=ranks,
     )
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -50,6 +50,14 @@ class AdapterFile:
     def counts(self) -> dict[AdapterGroup, int]:
         """Modules per group."""
         return count_groups(self.modules)
+
+    def compact(self) -> AdapterFile:
+        """The same with tensors that hold nothing else, so that it can be sent."""
+        pairs = {
+            name: replace(pair, a_RI=pair.a_RI.detach().clone(), b_OR=pair.b_OR.detach().clone())
+            for name, pair in self.modules.items()
+        }
+        return replace(self, modules=pairs)
 
     def bank_bytes(self) -> int:
         """Memory that its rank rows take: in fp32, for routed experts in the dtype they are stored in.

@@ -105,12 +105,15 @@ def new_adapter(
 
     Raises:
         AdapterError: an unknown or untrainable group, a group of which the model has no module, a rank or alpha that
-            means nothing, or a model that already holds an adapter.
+            means nothing, or a model that already holds an adapter or is divided among processes.
     """
     groups = check_targets(targets)
     check_trained(rank, alpha)
     modules = find_targets(model)
-    if any(module.adapter is not None for module in (*modules.linears.values(), *modules.experts.values())):
+    holders = (*modules.linears.values(), *modules.experts.values())
+    if any(module.build.shard.size > 1 for module in holders):
+        raise AdapterError("a divided model trains nothing; load it with tensor_parallel_size=1")
+    if any(module.adapter is not None for module in holders):
         raise AdapterError("the model already holds an adapter; detach it before another is trained")
     empty = [group for group in groups if not modules.names(group)]
     if empty:

@@ -33,11 +33,59 @@ class Attached:
     counts: Mapping[AdapterGroup, int]
 
 
+class ModelBanks:
+    """The banks of a model's modules, as far as this process has them: adapters by slot."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.targets = find_targets(model)
+
+    def fill(self, slot: int, adapter: AdapterFile, factor: float) -> None:
+        """Copy every pair that adds something into the bank of its module.
+
+        Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training,
+        are left out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the
+        bits of the base.
+
+        Raises:
+            CapacityError: there is no memory for it; nothing of it is left then.
+        """
+        targets = self.targets
+        experts: dict[str, dict[str, dict[int, LowRank]]] = {}
+        try:
+            for name, pair in adapter.modules.items():
+                if not (pair.a_RI.any() and pair.b_OR.any()):
+                    continue
+                expert = split_expert(name)
+                if expert is not None:
+                    experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair
+                    continue
+                a_RI, b_RO = _held(*_shared(pair, targets, name), targets, name)
+                device = targets.device(name)
+                rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
+                targets.linear_bank(name).put(slot, rows)
+            for layer, matrices in experts.items():
+                held, device = targets.experts[layer].held, targets.device(layer)
+                parts = {
+                    matrix: _stack(matrices[matrix], held, device, slot, factor)
+                    for matrix in MATRICES
+                    if not matrices.get(matrix, {}).keys().isdisjoint(held)
+                }
+                if parts:
+                    targets.experts_bank(layer).put(slot, parts)
+        except (RuntimeError, MemoryError) as error:  # what allocators raise
+            targets.clear(slot)
+            raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
+
+    def clear(self, slot: int) -> None:
+        """Take one adapter out."""
+        self.targets.clear(slot)
+
+
 class AdapterPool:
     """Adapters of one model. Its methods may be called from any thread."""
 
-    def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK) -> None:
-        self._targets = find_targets(model)
+    def __init__(self, model: nn.Module, *, max_rank: int = MAX_RANK, banks: ModelBanks | None = None) -> None:
+        self._banks = ModelBanks(model) if banks is None else banks
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
@@ -47,6 +95,10 @@ class AdapterPool:
     def names(self) -> tuple[str, ...]:
         """Names in the order they were attached."""
         return tuple(self._attached)
+
+    def slots(self) -> list[int]:
+        """The slots of all of them."""
+        return [self.use(name).slot for name in self.names]
 
     def use(self, name: str) -> AdapterHandle:
         """What a request with this adapter carries.
@@ -75,14 +127,15 @@ class AdapterPool:
             check_alpha(factor)
         except AdapterError as error:
             raise AdapterError(f"factor is no factor: {error}") from error
-        check_fit(adapter, self._targets.params, self._targets.num_experts, self._max_rank)
+        targets = self._banks.targets
+        check_fit(adapter, targets.params, targets.num_experts, self._max_rank)
         text_digest, vision_digest = adapter.digests(factor)
         with self._lock:
             if name in self._attached:
                 raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
             use = AdapterHandle(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
             self._next_slot += 1
-            _fill(self._targets, use.slot, adapter, factor)
+            self._banks.fill(use.slot, adapter, factor)
             self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
         return use
 
@@ -108,41 +161,7 @@ class AdapterPool:
     def free(self, use: AdapterHandle) -> None:
         """Free the memory of an unregistered adapter that no request uses."""
         with self._lock:
-            self._targets.clear(use.slot)
-
-
-def _fill(targets: LoraTargets, slot: int, adapter: AdapterFile, factor: float) -> None:
-    """Copy every pair that adds something into the bank of its module.
-
-    Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training, are
-    left out: rows of adapted experts leave the fused op, whose sums run in another order, and would lose the bits of
-    the base.
-    """
-    experts: dict[str, dict[str, dict[int, LowRank]]] = {}
-    try:
-        for name, pair in adapter.modules.items():
-            if not (pair.a_RI.any() and pair.b_OR.any()):
-                continue
-            expert = split_expert(name)
-            if expert is not None:
-                experts.setdefault(expert[0], {}).setdefault(expert[2], {})[expert[1]] = pair
-                continue
-            a_RI, b_RO = _held(*_shared(pair, targets, name), targets, name)
-            device = targets.device(name)
-            rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
-            targets.linear_bank(name).put(slot, rows)
-        for layer, matrices in experts.items():
-            held, device = targets.experts[layer].held, targets.device(layer)
-            parts = {
-                matrix: _stack(matrices[matrix], held, device, slot, factor)
-                for matrix in MATRICES
-                if not matrices.get(matrix, {}).keys().isdisjoint(held)
-            }
-            if parts:
-                targets.experts_bank(layer).put(slot, parts)
-    except (RuntimeError, MemoryError) as error:  # what allocators raise
-        targets.clear(slot)
-        raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
+            self._banks.clear(use.slot)
 
 
 def _shared(pair: LowRank, targets: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:

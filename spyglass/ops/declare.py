@@ -14,7 +14,9 @@ found without writing the others.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import update_wrapper
 from typing import Any, Literal
 
 import torch
@@ -55,6 +57,23 @@ Capability = Literal["capturable", "rounds_apart", "saves_logits"]
 _DEFAULT: frozenset[Capability] = frozenset({"capturable"})
 
 
+Watch = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Slot:
+    """An op as modules hold it; what it calls is exchanged while it is watched."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function, updated=())
+        self.function = function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+    def watch(self, op: str, watch: Watch, function: Callable[..., Any]) -> None:
+        self.function = lambda *args, **options: watch(op, function, args, options)
+
+
 class Ops:
     """One function per op, to be called as its reference; `chosen` names the implementation of each."""
 
@@ -93,13 +112,25 @@ class Ops:
     ) -> None:
         self.chosen, self.device_type = chosen, device_type
         self._functions = functions
-        for op, function in functions.items():
-            setattr(self, op, function)
+        self._slots = {op: _Slot(function) for op, function in functions.items()}
+        for op, slot in self._slots.items():
+            setattr(self, op, slot)
         self._rounds_ahead = self.can("linear_block", "rounds_apart")
 
     def replaced(self, chosen: Mapping[str, str] | None = None, **functions: Callable[..., Any]) -> Ops:
         """The same with other functions for some ops."""
         return Ops({**self._functions, **functions}, self.chosen if chosen is None else chosen, self.device_type)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, what a call of an op gives is what `watch(op, function, args, options)` gives."""
+        for op, slot in self._slots.items():
+            slot.watch(op, watch, self._functions[op])
+        try:
+            yield
+        finally:
+            for op, slot in self._slots.items():
+                slot.function = self._functions[op]
 
     def can(self, op: str, capability: Capability) -> bool:
         """Whether the implementation of an op has a capability."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -40,8 +40,10 @@ def describe(device_type: str, dtype: str, which: Which = "auto") -> dict[str, s
     return {op: _choose(op, device_type, dtype) if which == "auto" else "reference" for op in OPS}
 
 
-def bind_ops(device_type: str, dtype: str, which: Which = "auto") -> Ops:
-    """The ops a model of this device type and dtype will call. Raises DeviceError as `describe`.
+def bind_ops(device_type: str, dtype: str, which: Which = "auto", without: Collection[str] = ()) -> Ops:
+    """The ops a model of this device type and dtype will call; those of `without` by their reference.
+
+    Raises DeviceError as `describe`.
 
     Compiled kernels are built here if need be; where that fails the reference runs, and a warning says why.
     """
@@ -49,7 +51,7 @@ def bind_ops(device_type: str, dtype: str, which: Which = "auto") -> Ops:
         logging.getLogger(__name__).warning("the slow reference ops run here: %s", why_not() or "the build failed")
     from spyglass.ops.declare import ON_META, Ops  # needs torch, which `describe` does without
 
-    chosen = describe(device_type, dtype, which)
+    chosen = describe(device_type, dtype, which) | dict.fromkeys(without, "reference")
     bound: dict[str, Callable[..., Any]] = {
         op: getattr(importlib.import_module(f"spyglass.ops.{op}.{name}"), op) for op, name in chosen.items()
     }

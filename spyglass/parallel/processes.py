@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from spyglass.parallel.group import Group
 
+_MEET_S = 60.0
 _ONE_SHOT = 1 << 17  # elements: a sum of more is divided among more than two processes first
 
 
@@ -88,3 +90,13 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
     for part in parts[2:]:
         total += part
     return total
+
+
+def meet(folder: str, rank: int, size: int, device: torch.device, *, timeout_s: float) -> ProcessGroup:
+    """Process `rank` of `size` that all know an empty folder of their user; comes back when all have come."""
+    module: Any = dist  # torch does not declare all that it exports
+    store = module.FileStore(os.path.join(folder, "store"), size)
+    store.set_timeout(timedelta(seconds=_MEET_S))
+    group = ProcessGroup(store, rank, size, device, timeout_s=timeout_s)
+    group.sum(torch.ones(1, device=device))
+    return group

@@ -15,12 +15,24 @@ from __future__ import annotations
 from spyglass.config.model import ModelConfig
 from spyglass.errors import PromptError
 from spyglass.prompt.tokenizer import PromptTokenizer
+from spyglass.prompt.tokens import TokenKind
 
 SPELLING = "<｜deepseek_image｜>"
+_PAD_SPELLING = "<｜▁pad▁｜>"
 TEXT_ONLY_SPELLING = "<｜image2｜>"
 RELEASED_ID = 129264
 RELEASED_VOCABULARY = 129280
 VLLM_FIRST_ID = 129257  # the first of five reserved ids that vLLM uses for positions of images
+
+
+def banned_tokens(config: ModelConfig, tokenizer: PromptTokenizer | None, placeholder: int | None) -> set[int]:
+    """Ids that mean something only in prompts: BOS, pad, placeholder, reserved tokens that play image roles."""
+    banned = {config.bos_token_id, config.pad_token_id, config.image_token_id, placeholder}
+    if tokenizer is not None:
+        banned.add(tokenizer.special_id(_PAD_SPELLING))
+    if config.text.vocab_size == RELEASED_VOCABULARY:
+        banned.update(range(VLLM_FIRST_ID, VLLM_FIRST_ID + len(TokenKind) - 1))
+    return {token for token in banned if token is not None}
 
 
 def resolve_placeholder(config: ModelConfig, tokenizer: PromptTokenizer | None) -> int | None:

@@ -146,6 +146,14 @@ class StepRunner:
         finally:
             self.seconds += time.perf_counter() - started
 
+    def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [R, V] of some rows (int64) of the hidden states of the last step."""
+        return self._model.logits(hidden_TC, rows_R)
+
+    def encode_images(self, images: ImageBatch) -> torch.Tensor:
+        """Image rows [I, C], image by image."""
+        return self._model.encode_images(images)
+
     def _known(self, frame: Frame, pages: Pages) -> list[torch.Tensor]:
         """Every tensor that a captured step reads or writes and that outlives it."""
         assert _is_capturable(self._model)

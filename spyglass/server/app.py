@@ -80,6 +80,7 @@ class Service:
             served.adapter_names,
         )
         self.stopping = False
+        self.ranks = llm.ranks
         self.reading = Places(MAX_READING, self.keys.clients)  # bodies between their first byte and their last
         self.calls = Places(self.max_live, self.keys.clients)  # requests from their bodies to the ends of their answers
         self.held = MemoryBudget(config.max_held_bytes, self.keys.clients)  # bodies until they are parsed, then images
@@ -106,6 +107,8 @@ class Service:
             self.parsers.shutdown()
             await asyncio.to_thread(self.workers.close)
             await asyncio.to_thread(self.worker.stop)
+            if self.ranks is not None:  # here, as the signal that ends a server ends its process as soon as it is done
+                await asyncio.to_thread(self.ranks.close)
 
 
 class EndpointRoute:
@@ -288,11 +291,13 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "version": __version__,
         "family": llm.config.family,
         "device": str(loaded.device),
+        "tensor_parallel_size": llm.options.tensor_parallel_size,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,
         "vision": served.vision,
         "ops": dict(loaded.model.options.build.ops.chosen),
+        "numbers": "not compared" if llm.numbers is None else llm.numbers.as_json(),
     }
 
 

@@ -79,7 +79,10 @@ class Readiness:
         """Status and body of `/health`: 200 when everything works, else 503."""
         stats = self._worker.stats()
         state = "ok"
-        if self._stopping():
+        failure = None if self._llm.ranks is None else self._llm.ranks.failure
+        if failure is not None:
+            state = f"failed: {failure}"
+        elif self._stopping():
             state = "stopping"
         elif self.starting:
             state = "starting"

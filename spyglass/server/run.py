@@ -19,6 +19,7 @@ from spyglass.server.tls import Certificate
 _POLL_S = 0.1
 # A machine that went without a word is asked after a minute and given up after two; systems wait hours by default.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_FAILED_S = 2.0  # between a failure that ends the server and its end
 _LAST_WORDS_S = 5  # after the grace period: time to write what ends a stream
 
 
@@ -119,9 +120,12 @@ async def serve(server: Server, app: Starlette, listening: socket.socket) -> Non
 
 
 async def _drain_at_exit(server: Server, app: Starlette) -> None:
-    while not server.should_exit:
-        await asyncio.sleep(_POLL_S)
     service = app.state.service
+    while not server.should_exit and (service.ranks is None or service.ranks.failure is None):
+        await asyncio.sleep(_POLL_S)
+    if not server.should_exit:  # nothing can be answered any more, which /health says meanwhile
+        await asyncio.sleep(_FAILED_S)
+        server.should_exit = server.hurry = True
     draining = asyncio.create_task(service.drain())
     while not draining.done() and not server.hurry:
         await asyncio.sleep(_POLL_S)

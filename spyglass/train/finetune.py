@@ -73,6 +73,8 @@ def finetune(
     check_options(options, processes)
     _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
+    if ignored := sorted({name for chat in chats for name in chat.ignored}):
+        tell(f"ignored columns, which say nothing about a chat: {', '.join(ignored)}")
     feed = Feed(chats, batches, learner, stride=processes.count)
     run = _train_whole if config.full else partial(_train_adapter, named=named)
     with held_alone(config.output / RUN_FOLDER) if processes.rank == 0 else contextlib.nullcontext():

@@ -201,7 +201,7 @@ def engine_of(llm: LLM, drafter: Guesser | None, ahead: Literal["on", "off"]) ->
         EngineConfig(cache_bytes=200_000_000, max_sequences=4, async_scheduling=ahead, **NO_CACHES),
         dtype=llm.loaded.dtype,
         device=llm.loaded.device,
-        banned=llm.banned_tokens(),
+        banned=llm.banned_tokens,
         token_bytes=token_bytes,
         grammars=GrammarCompiler(token_bytes, llm.config, cpu_seconds=20.0),
         lookahead=LOOKAHEAD,

@@ -35,10 +35,11 @@ ROOMS: dict[str, set[str]] = {
     "model": {
         "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
     },
+    "numbers": {"config", "batch", "prompt", "engram", "quant", "ops", "runtime", "model"},
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
         "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora",
+        "lora", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
@@ -55,7 +56,7 @@ ROOMS |= {
     "tiny_world": BELOW_BENCH,
     "bench": BELOW_BENCH | {"server", "tiny_world"},
     "cli": set(ROOMS) | {"__init__", "tiny_world", "bench"},
-    "__init__": {"engine", "config", "lora", "train"},
+    "__init__": {"engine", "config", "errors", "lora", "train"},
     "__main__": {"cli"},
 }
 FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}

@@ -23,9 +23,12 @@ READS_ENVIRONMENT = {
 # The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {
+    "engine/rank.py",  # whatever ends a rank is told to rank 0
+    "engine/ranks.py",  # whatever breaks a step of one rank ends the others
     "prompt/tokenizer.py",
     "prompt/try_tokenizer.py",  # the library raises bare Exception
     "engram/vocabulary.py",
+    "numbers.py",  # kernels that are compared may break with anything
     "server/middleware.py",
     "server/stream.py",
     "server/reading.py",  # the frame of one request, in a process that reads them

@@ -34,7 +34,16 @@ class Page:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-        self._call("Emulation.setDeviceMetricsOverride", width=1100, height=800, deviceScaleFactor=1, mobile=False)
+        self.resize(1100, 800)
+
+    def resize(self, width: int, height: int) -> None:
+        """The size of the window, in pixels."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def prefer(self, scheme: str) -> None:
+        """The colour scheme, light or dark."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)

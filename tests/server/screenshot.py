@@ -1,4 +1,4 @@
-"""`python -m tests.server.screenshot docs/playground.png`: the page in the README, with a real answer."""
+"""`python -m tests.server.screenshot docs`: the page with a real answer, for the README and `docs/server.md`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.server.parts import running
 from tests.server.test_playground import ask, drop_picture
 
 MODEL, SEED, CASE = "spyglass-tiny-v4", 7, 24
+SHOTS = (("playground", 1000, 640, "light"), ("playground-phone", 390, 700, "dark"))
 
 
-def main(target: Path) -> None:
-    """Drop a picture on the page, ask, keep what the browser shows."""
+def main(folder: Path) -> None:
+    """Drop an image on the page, ask, keep what the browser shows at two sizes in both colour schemes."""
     program = find_chromium()
     assert program is not None, "this needs Chromium"
     case = make_case(SEED, CASE, "test", kinds=["grounding"])
@@ -30,10 +31,16 @@ def main(target: Path) -> None:
         page.open(server.url)
         page.wait_for("document.getElementById('dot').className === 'ready' && document.getElementById('model').value")
         page.run("document.getElementById('grid').click()")
-        drop_picture(page, case.pictures[0])
+        drop_picture(page, case.images[0])
         ask(page, case.question)
         page.wait_for("document.querySelector('.facts')?.textContent.includes('tokens in')")
-        page.screenshot(target)
+        page.run("document.querySelector('.user .frame').click(); document.activeElement.blur()")
+        page.wait_for("document.querySelectorAll('#list li').length === 1")
+        for name, width, height, scheme in SHOTS:
+            page.resize(width, height)
+            page.prefer(scheme)
+            page.run("document.getElementById('log').scrollTop = 1e6")
+            page.screenshot(folder / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from spyglass.prompt import plan_image
 from spyglass.prompt.image import resize
 from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Fetch
+from spyglass.server.protocols.chat import CHAT_FIELDS
+from spyglass.server.protocols.fields import Fields
 from spyglass.tiny_world.cases import make_case
 from tests.server.chromium import Page, chromium, find_chromium
 from tests.server.parts import Live, plain, running
@@ -43,25 +45,33 @@ class Scripted:
 
     served: Any
     path: str = "/v1/chat/completions"
+    fields: Fields = CHAT_FIELDS
     bodies: list[Mapping[str, Any]] = field(default_factory=list)
+    deltas: list[Mapping[str, Any]] = field(default_factory=list)  # what the next answers say, in place of the usual
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
         self.bodies.append(body)
-        question = body["messages"][-1]["content"][-1]["text"]
+        asked = [message for message in body["messages"] if message["role"] == "user"]
+        question = asked[-1]["content"][-1]["text"]
         if question == "refuse me":
             raise PromptError("messages[0] is refused, as asked")
         call = plain_call(self.served, 4000 if question == "for ever" else 3)
-        return Call(model=body["model"], prompts=call.prompts, params=call.params, stream=True, reply=ScriptedReply())
+        return Call(
+            model=body["model"], prompts=call.prompts, params=call.params, stream=True, reply=ScriptedReply(self.deltas)
+        )
 
     def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
         return {"error": {"message": message}}
 
 
+@dataclass
 class ScriptedReply:
-    malformed_tool_call = False
+    deltas: list[Mapping[str, Any]]
+    malformed_tool_call: bool = False
 
     def begin(self, request_id: str) -> bytes:
-        pieces = [{"reasoning_content": "I look <b>closely</b>. "}, *({"content": text} for text in SAID)]
+        usual = [{"reasoning_content": "I look <b>closely</b>. "}, *({"content": text} for text in SAID)]
+        pieces = self.deltas or usual
         return b"".join(self._event({"choices": [{"index": 0, "delta": piece}]}) for piece in pieces)
 
     def push(self, index: int, delta: Delta) -> bytes:
@@ -105,6 +115,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture
 def page(browser: Page, live: Live, scripted: Scripted) -> Iterator[Page]:
     scripted.bodies.clear()
+    scripted.deltas.clear()
     browser.complaints.clear()
     browser.open(live.url)
     browser.wait_for("document.getElementById('dot').className === 'ready' && document.getElementById('model').value")

@@ -7,7 +7,7 @@ The memory of a group grows as needed, or has a fixed size when a byte limit is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
-from spyglass.engine.cache.pages import Group, PagePool, groups_of
-from spyglass.engine.transfer import to_device
+from spyglass.engine.cache.pages import Group, PageMemory, PagePool, groups_of
 from spyglass.errors import CapacityError
 
 Ints = NDArray[np.int64]
@@ -28,17 +27,14 @@ _ALL = 1 << 40  # tokens; the retention of what keeps everything
 class Snapshot:
     """Memory of the first `tokens` tokens of some sequence, enough to go on behind them.
 
-    `pages` of the pools by group, held; `rows` [W, row_dim] by (kind, layer): copies of what rings keep (CachePlan).
+    `pages` of the pools by group, held; copies of what rings keep (CachePlan) lie under `number` in the memory and take
+    `row_bytes`.
     """
 
     tokens: int
     pages: Mapping[str, NDArray[np.int32]]
-    rows: Mapping[tuple[str, int], torch.Tensor]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(rows.nbytes for rows in self.rows.values())
+    number: int
+    row_bytes: int
 
 
 class CacheAllocator:
@@ -46,7 +42,7 @@ class CacheAllocator:
 
     `max_sequences` sequences hold a table row each; no step has more than `step_tokens` rows. With `cache_bytes` all
     memory is allocated at once: rings for every sequence, the rest for pools. `fill` poisons fresh and returned pages
-    (tests). `page_rows` (also an attribute, of all groups) is rows per page by group.
+    (tests). `memory` makes what rows lie in. `page_rows` (also an attribute, of all groups) is rows per page by group.
 
     Raises:
         CapacityError: `cache_bytes` does not hold the rings and one full step, or the device does not hold it.
@@ -64,12 +60,16 @@ class CacheAllocator:
         cache_bytes: int | None = None,
         page_rows: Mapping[str, int] | None = None,
         fill: float | None = None,
+        memory: Callable[..., PageMemory] = PageMemory,
     ) -> None:
         self.groups = groups_of(plans, dtype, page_rows)
-        self._device, self.step_tokens = device, step_tokens
+        self.memory, self.step_tokens = memory(self.groups, dtype, device, fill), step_tokens
+        self._next_snapshot = 0
         limits = _limits(self.groups, max_sequences, step_tokens, max_length, cache_bytes)
         try:
-            self.pools = {g.name: PagePool(g, dtype, device, limits[g.name], fill) for g in self.groups}
+            self.pools = {
+                g.name: PagePool(g, self.memory, limits[g.name], clears=fill is not None) for g in self.groups
+            }
         except RuntimeError as error:  # what torch's allocators raise
             raise CapacityError(f"cache_bytes is {cache_bytes:,}, more than {device} has left; lower it") from error
         self._tables: dict[str, NDArray[np.int32]] = {}
@@ -90,7 +90,7 @@ class CacheAllocator:
     @property
     def pages(self) -> dict[tuple[str, int], torch.Tensor]:
         """Row tensors [num_pages, page_rows, row_dim] by (kind, layer), as CacheView wants them."""
-        return {key: tensor for pool in self.pools.values() for key, tensor in pool.tensors.items()}
+        return self.memory.pages
 
     @property
     def bytes_allocated(self) -> int:
@@ -194,17 +194,17 @@ class CacheAllocator:
 
         They end this step or are a resumable position of it, and `release_expired` has not been called since.
         """
-        pages, rows = {}, {}
+        pages, row_bytes, number = {}, 0, self._next_snapshot
+        self._next_snapshot += 1
         for group in self.groups:
-            pool = self.pools[group.name]
             if group.retention is None:
                 pages[group.name] = self._tables[group.name][row, : group.pages_for(tokens)].copy()
-                pool.share(pages[group.name])
+                self.pools[group.name].share(pages[group.name])
             else:
                 place_W = self._kept_rows(group, row, tokens)
-                for key, tensor in pool.tensors.items():
-                    rows[key] = tensor.flatten(0, 1).index_select(0, place_W)
-        return Snapshot(tokens=tokens, pages=pages, rows=rows)
+                self.memory.keep(number, group.name, place_W)
+                row_bytes += len(place_W) * group.page_bytes // group.page_rows
+        return Snapshot(tokens=tokens, pages=pages, number=number, row_bytes=row_bytes)
 
     def has_page_for(self, snapshot: Snapshot) -> bool:
         """Whether the pages that `restore` copies fit into the memory now."""
@@ -232,19 +232,20 @@ class CacheAllocator:
                 if rest:
                     self._add(group, row, whole, whole + 1)
                     live[1, row] += 1
-                    pool.copy(int(snapshot.pages[group.name][whole]), int(self._tables[group.name][row, whole]), rest)
+                    page, copy = snapshot.pages[group.name][whole], self._tables[group.name][row, whole]
+                    self.memory.copy(group.name, int(page), int(copy), rest)
             else:
                 first = max(0, snapshot.tokens - group.retention) // group.page_rows
                 live[:, row] = first, -(-snapshot.tokens // group.page_rows)
                 self._fill_in(group, row, snapshot.tokens)
                 place_W = self._kept_rows(group, row, snapshot.tokens)
-                for key, tensor in pool.tensors.items():
-                    tensor.flatten(0, 1).index_copy_(0, place_W, snapshot.rows[key])
+                self.memory.restore(snapshot.number, group.name, place_W)
 
     def forget(self, snapshot: Snapshot) -> None:
         """Take back the pages that a snapshot holds."""
         for name, pages in snapshot.pages.items():
             self.pools[name].give_back(pages)
+        self.memory.forget(snapshot.number)
 
     def truncate(self, row: int, tokens: int) -> bool:
         """Keep the first `tokens` tokens of a sequence, at most the lookahead of the plans less than it has.
@@ -270,7 +271,7 @@ class CacheAllocator:
             table = self._tables[group.name]
             page = int(table[row, whole])
             table[row, whole] = pool.take(1)[0]
-            pool.copy(page, int(table[row, whole]), rest)
+            self.memory.copy(group.name, page, int(table[row, whole]), rest)
             pool.give_back(np.array([page]))
         self._stable_until_S[row] = 0
         return True
@@ -331,14 +332,14 @@ class CacheAllocator:
         if len(columns):
             table[row, columns] = self.pools[group.name].take(len(columns))
 
-    def _kept_rows(self, group: Group, row: int, tokens: int) -> torch.Tensor:
+    def _kept_rows(self, group: Group, row: int, tokens: int) -> Ints:
         """Flat rows of the tokens that are kept behind position `tokens` of a ring, int64 [W]."""
         assert group.retention is not None
         token_W = np.arange(max(0, tokens - group.retention), tokens)
         table = self._tables[group.name]
         page_W = table[row, token_W // group.page_rows % table.shape[1]].astype(np.int64)
         assert (page_W >= 0).all(), f"rows of group {group.name} before token {tokens} have been taken back"
-        return to_device(page_W * group.page_rows + token_W % group.page_rows, self._device)
+        return page_W * group.page_rows + token_W % group.page_rows
 
     def _drop(self, group: Group, row: int, first: int, stop: int) -> None:
         if first < stop:

@@ -1,4 +1,4 @@
-"""Pages of one group: how large they are, the tensors they lie in, and who holds them. Knows groups, not models.
+"""Pages of groups: how large they are, the memory they lie in, and who holds them. Knows groups, not models.
 
 A page may have several holders (sequences and snapshots that share a prefix); it is free when the last lets go.
 """
@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.config.cache import CachePlan
+from spyglass.engine.transfer import to_device
+
+Key = tuple[str, int]  # kind and layer of a `CachePlan`
 
 _PAGE_ROWS = 64
 _POOL_PAGE_TOKENS = 512  # a page of a strongly compressed pool is kept short: one page should not outlast a chat
@@ -76,21 +79,84 @@ def _row_dtype(plan: CachePlan, dtype: torch.dtype) -> torch.dtype:
     return dtype if plan.dtype == "activation" else torch.float32
 
 
-class PagePool:
-    """All pages of one group: the tensors, and which pages are free. `limit` None = grows."""
+class PageMemory:
+    """Row tensors [num_pages, page_rows, row_dim] of each group, without pages at first, and what snapshots copied.
+
+    All that changes them beside the model's own writes is one of these operations, with numbers as arguments, so that
+    processes which hold the same rows can do the same. `fill` poisons fresh pages, and those `clear` is told (tests).
+    """
 
     def __init__(
-        self, group: Group, dtype: torch.dtype, device: torch.device, limit: int | None, fill: float | None
+        self, groups: Sequence[Group], dtype: torch.dtype, device: torch.device, fill: float | None = None
     ) -> None:
+        self.groups = {group.name: group for group in groups}
+        self._dtype, self._device, self._fill = dtype, device, fill
+        self._kept: dict[int, dict[Key, torch.Tensor]] = {}
+        self.by_group: dict[str, dict[Key, torch.Tensor]] = {
+            group.name: {(plan.kind, plan.layer): self._new(group, plan, 0) for plan in group.plans} for group in groups
+        }
+
+    @property
+    def pages(self) -> dict[Key, torch.Tensor]:
+        """All row tensors."""
+        return {key: tensor for tensors in self.by_group.values() for key, tensor in tensors.items()}
+
+    @torch.inference_mode(False)  # pages outlive the step that makes them grow
+    def resize(self, name: str, capacity: int) -> None:
+        """Give a group so many pages, at least those that it has."""
+        group, tensors = self.groups[name], self.by_group[name]
+        for plan in group.plans:
+            held = tensors[plan.kind, plan.layer]
+            tensors[plan.kind, plan.layer] = grown = self._new(group, plan, capacity)
+            grown[: len(held)] = held
+
+    def copy(self, name: str, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` rows of a page into another."""
+        for tensor in self.by_group[name].values():
+            tensor[target, :rows] = tensor[source, :rows]
+
+    def clear(self, name: str, pages: Sequence[int]) -> None:
+        """Poison pages that nobody holds."""
+        assert self._fill is not None
+        for tensor in self.by_group[name].values():
+            tensor[torch.as_tensor(pages, device=self._device)] = self._fill
+
+    def keep(self, number: int, name: str, place_W: NDArray[np.int64]) -> None:
+        """Copy these flat rows of a group under the number of a snapshot."""
+        places, kept = to_device(place_W, self._device), self._kept.setdefault(number, {})
+        for key, tensor in self.by_group[name].items():
+            kept[key] = tensor.flatten(0, 1).index_select(0, places)
+
+    def restore(self, number: int, name: str, place_W: NDArray[np.int64]) -> None:
+        """Write what `keep` copied into these flat rows of the group."""
+        places, kept = to_device(place_W, self._device), self._kept[number]
+        for key, tensor in self.by_group[name].items():
+            tensor.flatten(0, 1).index_copy_(0, places, kept[key])
+
+    def forget(self, number: int) -> None:
+        """Drop the copies of a snapshot."""
+        self._kept.pop(number, None)
+
+    def _new(self, group: Group, plan: CachePlan, capacity: int) -> torch.Tensor:
+        dtype = self._dtype if plan.dtype == "activation" else torch.float32
+        shape = (capacity, group.page_rows, plan.row_dim)
+        grown = torch.empty(shape, dtype=dtype, device=self._device)
+        return grown if self._fill is None else grown.fill_(self._fill)
+
+
+class PagePool:
+    """Which pages of one group, in `memory`, are free. `limit` None = grows; `clears`: free pages are poisoned."""
+
+    def __init__(self, group: Group, memory: PageMemory, limit: int | None, *, clears: bool) -> None:
         self.group = group
         self.limit = limit
         self.capacity = 0
         self._holders = np.zeros(0, np.int32)  # sequences and snapshots that hold a page
-        self._dtype, self._device, self._fill = dtype, device, fill
+        self._memory, self._clears = memory, clears
         self._free: list[int] = []  # given back
         self._untouched = 0  # this page and all behind it have never been held
-        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
-        self._resize(0 if limit is None else limit)
+        if limit is not None:
+            self._resize(limit)
 
     @property
     def num_free(self) -> int:
@@ -137,28 +203,14 @@ class PagePool:
         return bool(self._holders[page] > 1)
 
     def give_back(self, pages: NDArray[np.int32]) -> None:
-        """One holder less; without any a page is free, and with a `fill` overwritten, so that a stale read shows."""
+        """One holder less; without any a page is free, and may be poisoned, so that a stale read shows."""
         self._holders[pages] -= 1
         free = pages[self._holders[pages] == 0].tolist()
         self._free.extend(free)
-        if self._fill is not None and free:
-            for tensor in self.tensors.values():
-                tensor[torch.as_tensor(free, device=self._device)] = self._fill
+        if self._clears and free:
+            self._memory.clear(self.group.name, free)
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of a page into another."""
-        for tensor in self.tensors.values():
-            tensor[target, :rows] = tensor[source, :rows]
-
-    @torch.inference_mode(False)  # pages outlive the step that makes them grow
     def _resize(self, capacity: int) -> None:
-        for plan in self.group.plans:
-            shape = (capacity, self.group.page_rows, plan.row_dim)
-            grown = torch.empty(shape, dtype=_row_dtype(plan, self._dtype), device=self._device)
-            if self._fill is not None:
-                grown.fill_(self._fill)
-            if self.capacity:
-                grown[: self.capacity] = self.tensors[plan.kind, plan.layer]
-            self.tensors[plan.kind, plan.layer] = grown
+        self._memory.resize(self.group.name, capacity)
         self._holders = np.append(self._holders, np.zeros(capacity - self.capacity, np.int32))
         self.capacity = capacity

@@ -13,7 +13,7 @@ from typing import Any
 
 import deepseek_recipe
 
-from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.request import THINK_END, SamplingParams, Structured
 from spyglass.errors import CapacityError, NotServedError, PromptError
 from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import ImageStubs, convert_request, render_conversation
@@ -21,7 +21,6 @@ from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import TooLongError
 from spyglass.server.exchange import Fetch, Served
-from spyglass.server.protocols.events import THINK_END
 from spyglass.server.protocols.fields import FieldReader, RequestError, flag_field, refuse, text_field
 from spyglass.server.protocols.markup import Expected
 from spyglass.server.protocols.tags import DSML

@@ -13,12 +13,11 @@ from json.encoder import encode_basestring
 from typing import Any, Literal
 
 from spyglass.engine.detokenize import TokenBytes
-from spyglass.engine.request import SHUTTING_DOWN, RequestOutput, TokenLogprob
+from spyglass.engine.request import SHUTTING_DOWN, THINK_END, RequestOutput, TokenLogprob
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
 
 CUT_OFF = "the answer was ended before it was whole; the server is stopping or gave up on it"
-THINK_END = "</think>"
 StopReason = Literal["stop", "length", "tool_calls"]
 HOLE = f"\ue000{secrets.token_hex(8)}"  # what no data has
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spyglass.engine.request import RequestOutput
+from spyglass.engine.request import THINK_END, RequestOutput
 from spyglass.server.protocols.events import (
-    THINK_END,
     ArgumentsDelta,
     CallEnd,
     CallStart,

@@ -8,7 +8,7 @@ from typing import Any
 
 from spyglass.config.fields import integer
 from spyglass.config.json_file import parse_json_text
-from spyglass.engine.request import SamplingParams, Structured
+from spyglass.engine.request import THINK_END, SamplingParams, Structured
 from spyglass.errors import PromptError
 from spyglass.server.limits import (
     MAX_ANSWERS,
@@ -18,7 +18,6 @@ from spyglass.server.limits import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
-from spyglass.server.protocols.events import THINK_END
 from spyglass.server.protocols.fields import NEVER, FieldReader, Fields, RequestError, refuse
 
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.

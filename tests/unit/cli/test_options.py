@@ -39,10 +39,11 @@ def test_every_alias_stands_in_the_table_beside_the_option_that_takes_it() -> No
     assert {*rows, *rows.values()} - {"-V", "--version"} <= every
 
 
-@pytest.mark.parametrize("size", ["2", "0"])
-def test_more_devices_than_one_are_refused_in_words(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--tensor-parallel-size", size, "hi"]) == 2
-    assert f"--tensor-parallel-size is {size}; a model runs on one device so far" in capsys.readouterr().err
+def test_numbers_of_processes_that_mean_nothing_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--tensor-parallel-size", "0", "hi"]) == 2
+    assert "tensor_parallel_size is 0, expected" in capsys.readouterr().err
+    assert main(["run", "-m", "spyglass-tiny-v41", "-tp", "3", "--device", "cpu", "hi"]) == 2
+    assert "tensor_parallel_size is 3, but this model divides into 1, 2 processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [0, 1.5, -1, True])

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from spyglass import LLM, SamplingParams
 from spyglass.cli.main import main
 from spyglass.cli.reasoning import Unfolded, answer_of
-from spyglass.cli.run import Talk
+from spyglass.cli.talk import Talk
 from spyglass.config.shipped import find_model
 from spyglass.engine.request import Delta, RequestOutput, Usage
 
@@ -24,7 +24,9 @@ PIECES = st.lists(st.text(" \nab<>/think", max_size=6) | st.sampled_from(["</thi
 
 def shown(pieces: list[str], *, reasoning: bool = True, terminal: bool = False) -> str:
     unfolded = Unfolded(reasoning=reasoning, terminal=terminal)
-    return "".join([unfolded.push(piece) for piece in pieces]) + unfolded.finish()
+    text = "".join([unfolded.push(piece) for piece in pieces]) + unfolded.finish()
+    assert text.count("\x1b[2m") == text.count("\x1b[0m") <= int(terminal), "dim, and not for longer than reasoning"
+    return text.replace("\x1b[2m", "").replace("\x1b[0m", "")
 
 
 def test_a_program_reads_reasoning_between_two_lines_and_a_person_under_a_heading() -> None:
@@ -128,7 +130,8 @@ def test_the_command_sets_the_reasoning_of_a_model_apart(
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", terminal)
         assert main([*command, "What colour is the circle?"]) == 0
-    assert terminal.getvalue().splitlines() == ["Reasoning:", *reasoning, "", "Answer:", answer]
+    head, *seen = terminal.getvalue().splitlines()
+    assert head == "\x1b[2mReasoning:" and seen == [*reasoning[:-1], reasoning[-1] + "\x1b[0m", "", "Answer:", answer]
     capsys.readouterr()
     assert main([*command, "--max-tokens", "2", "What colour is the circle?"]) == 0
     out, err = capsys.readouterr()

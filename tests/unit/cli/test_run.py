@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -213,9 +214,10 @@ def test_where_no_model_is_shipped_or_named_the_option_is(
 def test_a_chat_remembers_what_was_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["Hello", "And now?", ""])
+    lines = iter(["Hello", "", "And now?", "/exit"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("spyglass.cli.chat_session.HISTORY", os.devnull + "/history")
     assert main(["run", "--model", str(folder), *MODEL, "--max-tokens", "4", "--seed", "3"]) == 0
     told = re.findall(r"prompt (\d+) tokens", capsys.readouterr().err)
     assert len(told) == 2 and int(told[1]) > int(told[0]) + 4

@@ -22,6 +22,7 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
     texts = {"device": "cpu", "dtype": "float32", "numerics": "plain", "ops": "reference", "engram": "host"}
     texts |= {
         "vision_graphs": "off",
+        "numbers": "strict",
         "expand_weights": "1",
         "load": "dummy",
         "async_scheduling": "off",

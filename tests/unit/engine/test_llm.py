@@ -279,7 +279,7 @@ def test_adapters_beyond_the_free_memory_are_refused_before_weights_are_read(
 ) -> None:
     """There is room for the weights, not for what goes beside them."""
     monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 85 * 10**6))
-    monkeypatch.setattr("spyglass.engine.llm.load_model", None)
+    monkeypatch.setattr("spyglass.engine.loading.load_model", None)
     with pytest.raises(CapacityError, match=r"take 0\.08 GB, its adapters 0\.01 GB, and 0\.0. GB are free here"):
         LLM(tiny_folder, **OPTIONS, adapters={"large": large_adapter})
 
@@ -327,11 +327,11 @@ def test_options_come_from_the_environment_when_left_out(tiny_folder: Path, monk
 def test_prompt_only_ids_are_never_drawn(llm: LLM) -> None:
     """BOS, pad, the placeholder and the reserved tokens that play picture roles elsewhere; end of text may be."""
     roles = {129257 + kind for kind in TokenKind if kind is not TokenKind.TEXT}
-    assert llm.banned_tokens() == {0, 2, 129264} | roles
+    assert llm.banned_tokens == {0, 2, 129264} | roles
     flat = [SamplingParams(temperature=1e6, max_tokens=25, ignore_eos=True, seed=seed) for seed in range(16)]
     drawn = {token for output in llm.generate([[0, 5]] * 16, flat) for token in output.token_ids}
-    assert len(drawn) > 380 and not drawn & llm.banned_tokens()
-    assert not llm.banned_tokens() & set(llm.config.eos_token_ids)
+    assert len(drawn) > 380 and not drawn & llm.banned_tokens
+    assert not llm.banned_tokens & set(llm.config.eos_token_ids)
 
 
 def test_box_tags_come_out_as_text(llm: LLM) -> None:

@@ -60,7 +60,7 @@ class Writer:
         page = page_of(self.blocks, self.row, group, row)
         assert page >= 0, (group, row)
         seen = set()
-        for tensor in self.blocks.pools[group].tensors.values():
+        for tensor in self.blocks.memory.by_group[group].values():
             if value is not None:
                 tensor[page, row % PAGE_ROWS[group]] = value
             seen |= set(tensor[page, row % PAGE_ROWS[group]].tolist())

@@ -59,7 +59,7 @@ def test_a_machine_with_nothing_left_for_requests_is_told_the_numbers(free: Any)
     free(50_000)
     model = loaded(engine_config())
     with pytest.raises(
-        CapacityError, match=f"50,000 bytes are free .* a step takes {estimated_step(OPTIONS, model):,}"
+        CapacityError, match=f"50,000 bytes may be taken .* a step takes {estimated_step(OPTIONS, model):,}"
     ):
         with_room(OPTIONS, model, None)
 

@@ -1,0 +1,62 @@
+"""A model in memory: in this process, or divided among several that this one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spyglass.config.engine import EngineConfig
+from spyglass.config.read import read_model_config
+from spyglass.engine.fit import require_devices
+from spyglass.engine.ranks import Ranks
+from spyglass.errors import ConfigError
+from spyglass.model import LoadedModel, load_model
+from spyglass.params.shard import Shard, require_even
+from spyglass.params.table import param_table
+
+
+def load_ranks(
+    path: Path, options: EngineConfig, device: torch.device, *, progress: bool, without: Sequence[str] = ()
+) -> tuple[LoadedModel, Ranks | None]:
+    """The model, or this process's part of it and the ranks that have the others.
+
+    CPU threads are set for the whole process, and divided among the ranks unless their number is stated.
+
+    Raises:
+        ConfigError, CheckpointError, DeviceError: as `load_model`.
+        RankError: another process failed.
+    """
+    size = options.tensor_parallel_size
+    threads = options.threads or (max(1, torch.get_num_threads() // size) if size > 1 else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    how: dict[str, Any] = {
+        "path": path,
+        "dtype": options.dtype,
+        "numerics": options.numerics,
+        "images": options.images > 0,
+        "ops": options.ops,
+        "vision_graphs": options.vision_graphs,
+        "expand": options.expand_weights,
+        "load": options.load,
+        "without": tuple(without),
+    }
+    if size == 1:
+        return load_model(**how, device=device, progress=progress), None
+    if options.numbers == "strict":
+        raise ConfigError(
+            "numbers is 'strict', and those of a divided model are not compared; take 'off' or one process"
+        )
+    require_even(param_table(read_model_config(path)), size)
+    require_devices(device, size)
+    ranks = Ranks(size, device, how, threads=torch.get_num_threads())
+    with ExitStack() as stack:
+        stack.callback(ranks.close)
+        loaded = load_model(**how, device=device, progress=progress, shard=Shard(0, size), group=ranks.group)
+        ranks.answers()  # all have their part
+        stack.pop_all()
+    return loaded, ranks

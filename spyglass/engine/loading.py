@@ -1,0 +1,82 @@
+"""A model with its adapters and tables, loaded so that its numbers are those of the reference."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spyglass.config.engine import EngineConfig, NumbersMode
+from spyglass.engine.lead import adapter_banks
+from spyglass.engine.load import load_ranks
+from spyglass.engine.ranks import Ranks
+from spyglass.engram.feed import EngramFeed
+from spyglass.engram.store import open_engram
+from spyglass.errors import DeviceError
+from spyglass.lora.low_rank import AdapterFile
+from spyglass.lora.pool import AdapterPool
+from spyglass.model import LoadedModel
+from spyglass.numbers import WHOLE_PATH, NumbersReport, compare
+from spyglass.ops.table import OPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedParts:
+    """What an engine runs: the model, its adapters, and the rows of its engram tables if it has any."""
+
+    loaded: LoadedModel
+    lora: AdapterPool
+    engram: EngramFeed | None
+    ranks: Ranks | None = None  # those that have the other parts of a divided model
+    drawn: bool = False  # the weights are random: what they compute means nothing
+
+
+def load_parts(
+    path: Path,
+    options: EngineConfig,
+    device: torch.device,
+    adapters: Mapping[str, AdapterFile],
+    progress: bool,
+    without: Sequence[str] = (),
+) -> LoadedParts:
+    """Load all of it; ops in `without` run by their reference. Raises as `LLM`."""
+    loaded, ranks = load_ranks(path, options, device, progress=progress, without=without)
+    lora, engram = AdapterPool(loaded.model, banks=adapter_banks(loaded.model, ranks)), None
+    for name, file in adapters.items():  # before rows take what memory is left
+        lora.attach(name, file)
+    if loaded.config.text.engram is not None:
+        store = open_engram(path, loaded.config, placement=options.engram)
+        engram = EngramFeed(store, device=loaded.device, dtype=loaded.dtype)
+    return LoadedParts(loaded=loaded, lora=lora, engram=engram, ranks=ranks, drawn=options.load == "dummy")
+
+
+def load_checked(
+    load: Callable[[Sequence[str]], LoadedParts], mode: NumbersMode
+) -> tuple[LoadedParts, NumbersReport | None]:
+    """Parts whose ops all agree with their references: `load(without)` is called again without those that do not.
+
+    A divided model is not compared: its ranks do nothing that is not a step.
+
+    Raises:
+        DeviceError: something differs, and the mode is "strict".
+    """
+    parts = load(())
+    if mode == "off" or parts.drawn or parts.ranks is not None:
+        return parts, None
+    report = compare(parts.loaded, parts.engram, parts.lora.slots())
+    if not report.mismatches:
+        return parts, report
+    if mode == "strict":
+        raise DeviceError(
+            f"numbers differ from the reference: {report.differences()}; rebuild the kernels, look at the driver, or "
+            "start without --numbers strict to run the reference in their place"
+        )
+    logging.getLogger(__name__).error("%s", report)
+    del parts
+    gc.collect()
+    wrong = {one.op for one in report.mismatches}
+    return load(OPS if WHOLE_PATH in wrong else sorted(wrong)), report
