@@ -14,6 +14,7 @@ from spyglass.config.engine import EngineConfig, NumbersMode
 from spyglass.engine.lead import adapter_banks
 from spyglass.engine.load import load_ranks
 from spyglass.engine.ranks import Ranks
+from spyglass.engine.rehearsal import compile_ahead
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import DeviceError
@@ -48,6 +49,8 @@ def load_parts(
     lora, engram = AdapterPool(loaded.model, banks=adapter_banks(loaded.model, ranks)), None
     for name, file in adapters.items():  # before rows take what memory is left
         lora.attach(name, file)
+    if ranks is None:  # else each rank compiles what it launches first
+        compile_ahead(loaded, options, adapters=bool(adapters))
     if loaded.config.text.engram is not None:
         store = open_engram(path, loaded.config, placement=options.engram)
         engram = EngramFeed(store, device=loaded.device, dtype=loaded.dtype)
