@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     app.state.service.workers.start()
     listening.listen()  # not before: nobody is to wait while a model is loaded
     port = 0 if config.uds else listening.getsockname()[1]
-    print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk below the log keeps nobody from being served
+        print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
     try:
         asyncio.run(serve(make_server(app, config.grace_seconds, certificate=certificate), app, listening))
     finally:
