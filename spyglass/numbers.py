@@ -37,8 +37,8 @@ WHOLE_PATH = "the whole path"
 _TEXT_TOKENS, _CHUNK, _SINGLE = 140, 20, 3  # of the prompt: the first step's, a second one's, and steps of one token
 _PAGE_ROWS = 16
 # Root mean square of a difference over that of the reference: of all values, and of the worst row. Kernels round in
-# another order; where a result is rounded to few bits, one in a hundred values falls to the next of them.
-_MOST, _MOST_OF_A_ROW = 0.02, 0.1
+# another order, tensor cores more coarsely; rounded to few bits, one in a hundred values falls to the next of them.
+_MOST = {"cpu": (0.02, 0.1), "cuda": (0.05, 0.25)}
 _MOST_OF_CHOICES = 0.1  # of indices that differ: near ties fall otherwise
 _MOST_OF_THE_PATH = 0.2  # of hidden states: other sizes of steps may round elsewhere, and layers add that up
 
@@ -119,6 +119,7 @@ class _Comparison:
         self._references = bind_ops(loaded.device.type, dtype, "reference")
         self._chosen = ops.chosen
         self._seen: set[Any] = set()
+        self._most = _MOST[loaded.device.type]
         self.compared: dict[str, int] = {}
         self.mismatches: dict[str, Mismatch] = {}
 
@@ -129,9 +130,12 @@ class _Comparison:
         if self._chosen[op] == "reference" or kind in self._seen:
             return function(*args, **options)
         self._seen.add(kind)
-        self.compared[op] = self.compared.get(op, 0) + 1
         own_args, own_options = _copied(args), _copied(options)
-        expected = getattr(self._references, op)(*args, **options)
+        try:
+            expected = getattr(self._references, op)(*args, **options)
+        except RuntimeError:  # it widens weights, for which memory may be short: then there is nothing to compare with
+            return function(*own_args, **own_options)
+        self.compared[op] = self.compared.get(op, 0) + 1
         try:
             got = function(*own_args, **own_options)
         except Exception as error:  # whatever a kernel breaks with
@@ -140,7 +144,7 @@ class _Comparison:
             pairs = zip(
                 _tensors((got, own_args, own_options)), _tensors((expected, args, options)), strict=True
             )  # arguments too: some ops write into them
-            difference = next(filter(None, (_differs(a, b) for a, b in pairs if a is not b)), None)
+            difference = next(filter(None, (_differs(a, b, *self._most) for a, b in pairs if a is not b)), None)
         if difference is not None:
             self.mismatches[op] = Mismatch(op, self._chosen[op], difference)
         return expected
@@ -284,7 +288,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, one.name))
 
 
-def _differs(got: torch.Tensor, want: torch.Tensor) -> str | None:
+def _differs(got: torch.Tensor, want: torch.Tensor, most: float, most_of_a_row: float) -> str | None:
     """How one tensor is too far from another; None if it is not."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"gives {got.dtype} {list(got.shape)} for {want.dtype} {list(want.shape)}"
@@ -293,7 +297,7 @@ def _differs(got: torch.Tensor, want: torch.Tensor) -> str | None:
     if not want.dtype.is_floating_point:
         share = float((got != want).float().mean())
         return f"{share:.0%} of the indices differ" if share > _MOST_OF_CHOICES and want.numel() > 1 else None
-    return _floats_differ(got, want, _MOST, _MOST_OF_A_ROW)
+    return _floats_differ(got, want, most, most_of_a_row)
 
 
 def _floats_differ(got: torch.Tensor, want: torch.Tensor, most: float, most_of_a_row: float) -> str | None:

@@ -3,7 +3,7 @@
 Weights are counted as stored (packed) and as they are when FP8 and FP4 are widened to bfloat16. Cache rows follow spec
 v4 4.7 and v41 4.6. The working memory of a step is an estimate: the tensors that are alive together at the widest point
 of a layer. Engram tables are counted apart: they stay in their files, or are held once per machine in host memory, or
-are divided between the devices (spec v41 5.6).
+are whole on the first of the devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
-from spyglass.params.shard import Shard
+from spyglass.params.shard import Shard, even_sizes
 from spyglass.params.table import Param, ParamTable, most_tensors, param_table
 from spyglass.quant.formats import FakeQuant
 
@@ -140,9 +140,10 @@ def plan_memory(
         here.append(fit(machine.ram, 1, "bfloat16", "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
-        here.append(fit(smallest, len(machine.gpus), "bfloat16"))
+        count = max(size for size in even_sizes(params) if size <= len(machine.gpus))
+        here.append(fit(smallest, count, "bfloat16"))
         if outside == "files":
-            here.append(fit(smallest, len(machine.gpus), "bfloat16", "devices"))
+            here.append(fit(smallest, count, "bfloat16", "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
     gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
     on_gpus: tuple[Fit, ...] = ()
@@ -275,12 +276,14 @@ def _bytes_by_units(sources: Mapping[str, Source], params: ParamTable) -> Counte
 
 
 def _bytes_per_device(divisible: Mapping[tuple[bool, int], int], count: int, tables: Tables) -> int:
-    """Bytes on the device that holds the most, which is the last."""
+    """Bytes on the device that holds the most: what the last has of the weights, and the tables."""
     last, total = Shard(count - 1, count), 0
     for (is_table, units), nbytes in divisible.items():
-        if not is_table or tables in ("host", "devices"):
+        if not is_table:
             first, end = last.span(units)
             total += -(-nbytes * (end - first) // units)
+        elif tables in ("host", "devices"):
+            total += nbytes
     return total
 
 

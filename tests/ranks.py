@@ -13,6 +13,7 @@ import torch
 from spyglass.config.model import ModelConfig
 from spyglass.layers.build import BuildContext
 from spyglass.model import ModelOptions, VisionLanguageModel
+from spyglass.ops.declare import Ops
 from spyglass.ops.table import bind_ops
 from spyglass.parallel.processes import ProcessGroup
 from spyglass.params.shard import Shard
@@ -66,21 +67,26 @@ class Meeting:
 
 
 def divided(
-    config: ModelConfig, weights: Mapping[str, Packed], size: int, *, numerics: Any = "plain", ops: Any = "reference"
+    config: ModelConfig,
+    weights: Mapping[str, Packed],
+    size: int,
+    *,
+    ops: Any = "reference",
+    watched: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
 ) -> list[VisionLanguageModel]:
-    """A model's parts, filled from the whole weights, fp32."""
+    """A model's parts, filled from the whole weights, fp32; `watched` may wrap the ops of each."""
     meeting = Meeting(size)
     models = []
     for rank in range(size):
         shard = Shard(rank, size)
         build = BuildContext(
-            ops=bind_ops("cpu", "float32", ops),
+            ops=watched(rank, bind_ops("cpu", "float32", ops)),
             device=torch.device("cpu"),
             dtype=torch.float32,
             shard=shard,
             group=ThreadGroup(rank, meeting),
         )
-        model = VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics)).eval()
+        model = VisionLanguageModel(config, ModelOptions(build=build, numerics="plain")).eval()
         params = param_table(config)
         for slot in model.slots():
             slot.put(replace(part_of(weights[slot.name], slot.name, params[slot.name], shard), shape=slot.shape))

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from spyglass.ops import gpu
+from spyglass.ops.launches import pretended, recorded
 from spyglass.quant.formats import FakeQuant
 from tests.ops.call import DTYPES, Source, assert_agrees, poisoned, run_call, tolerance_of
 from tests.ops.cases import CASES
-from tests.ops.triton_lane import pretended, triton_ops
+from tests.ops.triton_lane import triton_ops
 
 STARTED = time.time()
 CHECKED_ROWS = (1, 37, 300)
@@ -47,9 +48,12 @@ def runs(op: str, dtype: str) -> bool:
 def compile_case(op: str, case: str, dtype: str, generation: int) -> str:
     """Compile what a case launches, in a process that leaves the GPU alone."""
     try:
-        with pretended(generation):
+        with recorded(generation) as kernels:
             for rows in CHECKED_ROWS:
                 run_call(triton_function(op), CASES[op, case](Source(DTYPES[dtype], rows)), "cpu", poisoned)
+        with pretended(generation):
+            for kernel in kernels:
+                kernel.compile()
     except Exception as error:
         return f"{op} {case} {dtype}: {type(error).__name__}: {str(error)[:200]}"
     return ""
@@ -69,9 +73,12 @@ def compile_sizes(name: str, size: str, generation: int) -> str:
             for op in triton_ops():
                 importlib.import_module(f"spyglass.ops.{op}.triton_kernel")
         overlapping(size != "apart")
-        with torch.inference_mode(), pretended(generation):
+        with torch.inference_mode(), recorded(generation) as kernels:
             for rows in (1, 8, 128, 4096):
                 TIMED[name](Sizes(size, rows, "meta", 1))(0)
+        with pretended(generation):
+            for kernel in kernels:
+                kernel.compile()
     except Exception as error:
         return f"{name} {size}: {type(error).__name__}: {str(error)[:200]}"
     return ""

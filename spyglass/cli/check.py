@@ -66,7 +66,8 @@ def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
     from spyglass.engine.llm import LLM
 
     llm = LLM(directory, numbers="on", adapters={f"adapter{n}": place for n, place in enumerate(adapters)})
-    assert llm.numbers is not None
+    if llm.numbers is None:
+        return {"agree": True, "text": "not compared: the model is divided between processes"}
     return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
@@ -275,10 +276,12 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     if tables:
         lines.append(
             f"engram tables: {shown_bytes(tables)}, left in their files (--engram mmap), or one copy in a machine's "
-            "memory (host), or divided between its GPUs (device)"
+            "memory (host), or beside the weights on its first GPU (device)"
         )
     where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
-    lines += [f"{_times(fit)}{fit['name']}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]]
+    lines += [
+        f"{_times(fit)}{fit['name']}{_ranks(fit)}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]
+    ]
     title = "context that fits beside the weights, by GPU memory and count"
     if not tables:
         return lines + _gpu_table(memory["gpus"], f"{title}:")
@@ -288,6 +291,10 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
 
 def _times(fit: dict[str, Any]) -> str:
     return f"{fit['count']} x " if fit["count"] > 1 else ""
+
+
+def _ranks(fit: dict[str, Any]) -> str:
+    return f" (--tensor-parallel-size {fit['count']})" if fit["count"] > 1 else ""
 
 
 def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
@@ -305,7 +312,8 @@ def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
 
 
 def _verdict(fit: dict[str, Any]) -> str:
-    sizes = f"{shown_bytes(fit['weights'])} of weights, {shown_bytes(fit['usable'])} usable"
+    each = " on each" if fit["count"] > 1 else ""
+    sizes = f"{shown_bytes(fit['weights'])} of weights{each}, {shown_bytes(fit['usable'])} usable"
     return (
         f"fits, with room for {_tokens(fit['context'])} tokens ({sizes})"
         if fit["context"]

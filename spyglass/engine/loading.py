@@ -14,6 +14,7 @@ from spyglass.config.engine import EngineConfig, NumbersMode
 from spyglass.engine.lead import adapter_banks
 from spyglass.engine.load import load_ranks
 from spyglass.engine.ranks import Ranks
+from spyglass.engine.rehearsal import compile_ahead
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import DeviceError
@@ -48,6 +49,8 @@ def load_parts(
     lora, engram = AdapterPool(loaded.model, banks=adapter_banks(loaded.model, ranks)), None
     for name, file in adapters.items():  # before rows take what memory is left
         lora.attach(name, file)
+    if ranks is None:  # else each rank compiles what it launches first
+        compile_ahead(loaded, options, adapters=bool(adapters))
     if loaded.config.text.engram is not None:
         store = open_engram(path, loaded.config, placement=options.engram)
         engram = EngramFeed(store, device=loaded.device, dtype=loaded.dtype)
@@ -62,9 +65,11 @@ def load_checked(
     A divided model is not compared: its ranks do nothing that is not a step.
 
     Raises:
-        DeviceError: something differs, and the mode is "strict".
+        DeviceError: something differs, or cannot be compared, and the mode is "strict".
     """
     parts = load(())
+    if mode == "strict" and parts.ranks is not None:
+        raise DeviceError("a model that is divided between processes is not compared; leave --numbers strict out")
     if mode == "off" or parts.drawn or parts.ranks is not None:
         return parts, None
     report = compare(parts.loaded, parts.engram, parts.lora.slots())

@@ -1,4 +1,4 @@
-"""The largest images and steps, to be run once before anything is promised, so that nothing fails on them later."""
+"""The largest images and all kinds of steps, to be tried before anything is promised: nothing fails or waits later."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from spyglass.engine.engine import Engine
 from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.ranks import Ranks
+from spyglass.engine.rehearsal import captured_bytes
 from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
@@ -77,7 +78,8 @@ def measured_step(
 ) -> int:
     """The maximum of bytes that torch held on a GPU above what it holds now, while a full step with an image ran.
 
-    The trial draws one token; what drawing takes for `max_sequences` answers at once is added.
+    The trial draws one token; what drawing takes for `max_sequences` answers at once is added, and what all captured
+    steps take, of which the two largest are tried: the first brings the memory that all share.
     """
     allocator = CacheAllocator(
         cache_plans(loaded.config.text),
@@ -103,7 +105,8 @@ def measured_step(
     before = torch.cuda.memory_allocated(loaded.device)
     engine.warm_up(options.max_step_tokens)
     drawing = options.max_sequences * loaded.config.text.vocab_size * _DRAWING
-    return torch.cuda.max_memory_allocated(loaded.device) - before + drawing
+    step = torch.cuda.max_memory_allocated(loaded.device) - before + drawing
+    return step + captured_bytes(engine, loaded.model, lambda: torch.cuda.mem_get_info(loaded.device)[0])
 
 
 def _tower_bytes(vision: VisionConfig, tokens: int) -> int:

@@ -1,8 +1,7 @@
 """PEFT folders in: every tensor becomes part of a pair of a native module, or the adapter is refused by name.
 
 Names may be official or Transformers', below any of the prefixes that trainers leave. A pair for stacked experts
-(`target_parameters`) holds all experts of a layer: A [experts · r, in] with the expert slowest, B [out, r · experts]
-with the expert fastest.
+holds all experts of a layer, in one of the layouts of `stacks`.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from pathlib import Path
 import torch
 
 from spyglass.checkpoint.match import MAX_STACKED_EXPERTS
-from spyglass.checkpoint.safetensors import MAX_TENSORS, TensorHeader, list_names, read_header
+from spyglass.checkpoint.safetensors import MAX_NAMES_SHOWN, MAX_TENSORS, TensorHeader, list_names, read_header
 from spyglass.config.model import ModelConfig
 from spyglass.errors import AdapterError, CheckpointError
 from spyglass.lora.config import AdapterConfig, read_adapter_config
 from spyglass.lora.fit import PairShape, check_shapes_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
-from spyglass.params.hf_names import STACKED, to_native
+from spyglass.lora.stacks import LAYOUTS, PARAMETERS, StackDims, named_stack, stack_dims, stack_factors
+from spyglass.params.hf_names import to_native
 from spyglass.params.table import most_tensors, param_table
-from spyglass.params.targets import group_of, why_refused
+from spyglass.params.targets import group_of, nearest_target, why_refused
 
 TENSORS_NAME = "adapter_model.safetensors"
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?!bias)[^.]+)?(?:\.weight)?")
 _STACK = re.compile(r"layers\.[0-9]{1,6}\.ffn\.experts")
-_STACK_PARTS = {stack: parts for stack, _, parts in STACKED.values()}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -45,7 +44,15 @@ class _Pair:
     @property
     def name(self) -> str:
         """What ranks and alphas are looked up by."""
-        return self.module if self.parameter is None else f"{_outer(self.module)}.{self.parameter}"
+        named = self.parameter is None or self.module.endswith(f".{self.parameter}")
+        return self.module if named else f"{_outer(self.module)}.{self.parameter}"
+
+    def dims(self, rank: int) -> StackDims:
+        """Of a pair for all experts, whose shapes have been checked."""
+        assert self.parameter is not None
+        found = stack_dims(self.a.shape, self.b.shape, rank, self.parameter)
+        assert found is not None, self.name
+        return found
 
 
 @dataclass(slots=True)
@@ -84,7 +91,7 @@ def read_adapter(directory: str | Path, model: ModelConfig | None = None) -> Ada
     for pair in pairs:
         rank, alpha = config.rank_of(pair.name), config.alpha_of(pair.name)
         if pair.parameter is not None:
-            stacked[pair.native] = pair.a.shape[0] // rank
+            stacked[pair.native] = pair.dims(rank).experts
         for name, a_rI, b_Or in _parts(pair, _read(pair.a), _read(pair.b), rank):
             if name in modules:
                 raise AdapterError(f"{path} holds two pairs for one module: {name}, the second from {pair.module}")
@@ -98,7 +105,7 @@ def _pairs(path: Path, headers: Mapping[str, TensorHeader], config: AdapterConfi
     if found.strangers:
         raise AdapterError(
             f"{path} holds tensors that are no lora_A or lora_B weight (DoRA, biases, embeddings or whole modules?): "
-            f"{list_names(found.strangers)}"
+            f"{list_names(found.strangers)}; {LAYOUTS}"
         )
     if not found.sides:
         raise AdapterError(f"{path} holds no tensor: 0 of 0 modules matched")
@@ -111,12 +118,14 @@ def _pairs(path: Path, headers: Mapping[str, TensorHeader], config: AdapterConfi
         native, parameter = _target_of(module, found.sides, config)
         if parameter is None and group_of(native) is None:
             reason = why_refused(native)
+            if reason is None and len(unmatched) < MAX_NAMES_SHOWN and (near := nearest_target(native)) is not None:
+                reason = f"nearest is {near}"
             unmatched.append(f"{module} ({reason})" if reason else module)
         pairs.append(_Pair(module=module, native=native, parameter=parameter, a=sides["A"], b=sides["B"]))
     if unmatched:
         raise AdapterError(
             f"{path}: {len(pairs) - len(unmatched)} of {len(pairs)} modules matched, and an adapter is used wholly or "
-            f"not at all; unmatched: {list_names(unmatched)}"
+            f"not at all; unmatched: {list_names(unmatched)}; {LAYOUTS}"
         )
     return pairs
 
@@ -139,6 +148,8 @@ def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig
     """
     outer = _outer(module)
     native = to_native(outer)
+    if module == outer and (named := named_stack(native)) is not None:
+        return named
     if not _STACK.fullmatch(native):
         return to_native(module), None
     if module != outer:
@@ -146,13 +157,13 @@ def _target_of(module: str, modules: Mapping[str, object], config: AdapterConfig
     if f"{outer}.base_layer" in modules:
         return native, "down_proj"
     targets = tuple(f".{target}" for target in config.target_parameters)
-    named = [name for name in ("gate_up_proj", "down_proj") if f".{outer}.{name}".endswith(targets)]
-    if len(named) != 1:
+    asked = [name for name in ("gate_up_proj", "down_proj") if f".{outer}.{name}".endswith(targets)]
+    if len(asked) != 1:
         raise AdapterError(
             f"{module} holds one pair for stacked experts, and target_parameters {list(config.target_parameters)} name "
-            f"{len(named)} of gate_up_proj and down_proj there; they must say which one it is"
+            f"{len(asked)} of gate_up_proj and down_proj there; they must say which one it is"
         )
-    return native, named[0]
+    return native, asked[0]
 
 
 def _outer(module: str) -> str:
@@ -162,18 +173,20 @@ def _outer(module: str) -> str:
 def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:
     """Ranks of both tensors and of the config agree; whether they fit the model is seen when they are attached."""
     for header in (pair.a, pair.b):
-        if header.dtype not in _DTYPES or len(header.shape) != 2 or 0 in header.shape:
+        axes = (2,) if pair.parameter is None else (2, 3)
+        if header.dtype not in _DTYPES or len(header.shape) not in axes or 0 in header.shape:
             raise AdapterError(
                 f"{path}: {header.name} is {header.dtype} {list(header.shape)}; expected a matrix of "
-                f"{', '.join(_DTYPES)}"
+                f"{', '.join(_DTYPES)}; {LAYOUTS}"
             )
     rank, rows, columns = config.rank_of(pair.name), pair.a.shape[0], pair.b.shape[1]
     if pair.parameter is not None:
-        sound = rows == columns and rows % rank == 0 and pair.b.shape[0] % _STACK_PARTS[pair.parameter] == 0
-        if rows // rank > MAX_STACKED_EXPERTS:
+        dims = stack_dims(pair.a.shape, pair.b.shape, rank, pair.parameter)
+        sound = dims is not None
+        if dims is not None and dims.experts > MAX_STACKED_EXPERTS:
             raise AdapterError(
-                f"{path}: {pair.name} has {rows // rank:,} experts of rank {rank}; a model has {MAX_STACKED_EXPERTS:,} "
-                "at most"
+                f"{path}: {pair.name} has {dims.experts:,} experts of rank {rank}; a model has "
+                f"{MAX_STACKED_EXPERTS:,} at most"
             )
     else:
         own_for_each_group = pair.native.endswith(".wo_a") and rows % rank == 0
@@ -181,7 +194,7 @@ def _check_shapes(path: Path, pair: _Pair, config: AdapterConfig) -> None:
     if not sound:
         raise AdapterError(
             f"{path}: {pair.name} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, which is not the rank {rank} "
-            "that adapter_config.json gives it (r, rank_pattern)"
+            f"that adapter_config.json gives it (r, rank_pattern){'' if pair.parameter is None else f'; {LAYOUTS}'}"
         )
 
 
@@ -191,13 +204,13 @@ def _check_model(pairs: list[_Pair], config: AdapterConfig, model: ModelConfig) 
     stacked: dict[str, int] = {}
     experts = model.text.n_routed_experts
     for pair in pairs:
-        rank, (a_rows, inner), (outer, _) = config.rank_of(pair.name), pair.a.shape, pair.b.shape
+        rank = config.rank_of(pair.name)
         if pair.parameter is None:
-            shapes[pair.native] = (a_rows, inner), (outer, rank)
+            shapes[pair.native] = (pair.a.shape[0], pair.a.shape[1]), (pair.b.shape[0], rank)
             continue
-        stacked[pair.native] = a_rows // rank
-        shape = (rank, inner), (outer // _STACK_PARTS[pair.parameter], rank)
-        matrices = [matrix for matrix, (stack, _, _) in STACKED.items() if stack == pair.parameter]
+        dims, matrices = pair.dims(rank), PARAMETERS[pair.parameter]
+        stacked[pair.native] = dims.experts
+        shape = (rank, dims.inner), (dims.outer // len(matrices), rank)
         shapes |= {f"{pair.native}.{expert}.{matrix}": shape for expert in range(experts) for matrix in matrices}
     check_shapes_fit(shapes, stacked, param_table(model), experts)
 
@@ -206,13 +219,12 @@ def _parts(pair: _Pair, a: torch.Tensor, b: torch.Tensor, rank: int) -> list[tup
     """(native module, A [r, in], B [out, r]) of a pair: one, or every expert and matrix of a stack, as views."""
     if pair.parameter is None:
         return [(pair.native, a, b)]
-    experts = len(a) // rank
-    a_ErI, b_OrE = a.view(experts, rank, -1), b.view(len(b), rank, experts)
-    matrices = [(matrix, part, parts) for matrix, (stack, part, parts) in STACKED.items() if stack == pair.parameter]
+    experts, matrices = pair.dims(rank).experts, PARAMETERS[pair.parameter]
+    a_ErI, b_EOr = stack_factors(a, b, rank, experts)
     return [
-        (f"{pair.native}.{expert}.{matrix}", a_ErI[expert], b_OrE.chunk(parts)[part][:, :, expert])
+        (f"{pair.native}.{expert}.{matrix}", a_ErI[expert], b_EOr[expert].chunk(len(matrices))[part])
         for expert in range(experts)
-        for matrix, part, parts in matrices
+        for part, matrix in enumerate(matrices)
     ]
 
 

@@ -9,6 +9,7 @@ run, and `why_not` says so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import importlib.util
@@ -32,6 +33,10 @@ from spyglass.errors import DeviceError
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 # Best first: what /proc/cpuinfo must name, and what the compiler is told.
 _X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "amx_bf16": (
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "fma", "amx_tile", "amx_bf16"),
+        (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
+    ),
     "avx512_bf16": (
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "fma"),
         (*_AVX512, "-mavx512bf16", "-mavx512vbmi"),
@@ -52,12 +57,25 @@ _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-tra
 
 def isas() -> tuple[str, ...]:
     """Instruction sets this processor can run, best first; `PLAIN` is always the last."""
-    names = _processor_flags()
+    names = processor_flags()
+    if "amx_tile" in names and not tiles_allowed():
+        names -= {"amx_tile"}
     return (*(isa for isa, (needs, _) in _X86_ISAS.items() if names.issuperset(needs)), PLAIN)
 
 
 @cache
-def _processor_flags() -> frozenset[str]:
+def tiles_allowed() -> bool:
+    """Ask the system to let this process (all its threads, and its children until they run another program) use tiles.
+
+    They are off until asked for, since they make the state of a thread 8 KB larger (Linux 5.16 and later).
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """What /proc/cpuinfo calls the abilities of this processor; empty where it is no x86 or cannot be asked."""
     info = Path("/proc/cpuinfo")
     if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
         return frozenset()

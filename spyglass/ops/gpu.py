@@ -35,10 +35,12 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`; those of an H200 where tensors have no device."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Streaming multiprocessors of `device`; where tensors have none, of the GPU stood in for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    from triton.runtime import driver
+
+    return int(driver.active.processors)
 
 
 def usable(device_type: str, dtype: str) -> bool:

@@ -52,7 +52,7 @@ _SIGNATURES = {
 _NOT_ON_TAPE = ("sg_keep_memory", "sg_replay")
 Function = Callable[..., None]
 NO_QUANT = (0, 0, 0)
-PAIR_ISA = "avx512_bf16"  # the one that multiplies bf16 pairs
+PAIR_ISAS = ("amx_bf16", "avx512_bf16")  # those that multiply bf16 pairs
 PAIR_SCALES = (127 - 117, 127 + 119)  # e8m0 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "fp4": 3}
@@ -206,7 +206,7 @@ def refuse_scales(name: str, weight: Packed) -> None:
         DeviceError: the weight `name` has other values there.
     """
     scale = weight.scale
-    if scale is None or scale.dtype != torch.uint8 or isas()[0] != PAIR_ISA:
+    if scale is None or scale.dtype != torch.uint8 or isas()[0] not in PAIR_ISAS:
         return
     held = scale.clamp(*PAIR_SCALES)
     if torch.equal(held, scale):

@@ -79,20 +79,29 @@ WHOLE = Shard(0, 1)
 _MAX_SIZE = 64
 
 
-def require_even(params: ParamTable, size: int) -> None:
-    """Refuse to divide a model among `size` processes unless each gets as many groups of heads and experts.
+def even_sizes(params: ParamTable) -> tuple[int, ...]:
+    """Numbers of processes of which each gets as many groups of heads and experts as the others.
 
     The vocabulary may be divided unevenly.
-
-    Raises:
-        ConfigError: it cannot be; the numbers of processes that can be are named.
     """
-    counts = {param.num_units for param in params.values() if param.split != "none" and param.kind != "table"
-              and (param.unit > 1 or param.split == "experts")}  # fmt: skip
-    if any(count % size for count in counts):
-        good = [n for n in range(1, _MAX_SIZE + 1) if not any(count % n for count in counts)]
+    return tuple(size for size in range(1, _MAX_SIZE + 1) if not any(count % size for count in _counts(params)))
+
+
+def require_even(params: ParamTable, size: int) -> None:
+    """Raises ConfigError unless `size` is one of `even_sizes`, which are named."""
+    good = even_sizes(params)
+    if size not in good:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this model divides into {', '.join(map(str, good))} "
             f"{'processes' if good[-1] > 1 else 'process'}: its groups of heads, experts and shared expert come in "
-            f"{', '.join(map(str, sorted(counts)))} parts; choose one of these"
+            f"{', '.join(map(str, sorted(_counts(params))))} parts; choose one of these"
         )
+
+
+def _counts(params: ParamTable) -> set[int]:
+    """Into how many parts each of those can be divided."""
+    return {
+        param.num_units
+        for param in params.values()
+        if param.split == "experts" or (param.split != "none" and param.kind != "table" and param.unit > 1)
+    }

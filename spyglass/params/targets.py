@@ -5,6 +5,7 @@ Whole names are matched, never suffixes: `attn.wq_b` and `attn.indexer.wq_b` are
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ UNTRAINABLE: dict[str, str] = {
 }
 _LAYER = r"layers\.[0-9]+\."
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")  # one spelling each: no two names mean one module
+_LONGEST = 120  # of a name that is compared with others, which takes long for long ones
 _SECTIONS = {"layers.*.": LAYER, "layers.*.ffn.experts.*.": EXPERT, "": TOWER, "vision.blocks.*.": TOWER_BLOCK}
 _TARGETS = {f"{prefix}{one.name}": one.adapter for prefix, section in _SECTIONS.items() for one in section}
 _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -33,6 +35,15 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 def group_of(name: str) -> AdapterGroup | None:
     """The group of a native module name, None for modules that take no adapter."""
     return None if "*" in name else _TARGETS.get(_NUMBER.sub("*", name))
+
+
+def nearest_target(name: str) -> str | None:
+    """The module that takes an adapter and is called most like a native name, with the name's own numbers."""
+    if len(name) > _LONGEST:
+        return None
+    numbers = iter(_NUMBER.findall(name))
+    found = difflib.get_close_matches(_NUMBER.sub("*", name), [t for t, group in _TARGETS.items() if group], 1, 0.5)
+    return re.sub(r"\*", lambda _: next(numbers, "0"), found[0]) if found else None
 
 
 def why_refused(name: str) -> str | None:

@@ -21,7 +21,7 @@ from spyglass.runtime import cpu_graph
 Outputs = tuple[torch.Tensor, ...]
 Run = Callable[[], Outputs]
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = {"eager": 0, "cpu_graph": 64, "cuda_graph": 256}
 _LOG = logging.getLogger(__name__)
 
 
@@ -39,14 +39,14 @@ class CapturedGraph(Protocol):
 class Capture:
     """The graphs of one driver, least recently used first. Not for two threads at once.
 
-    `replays` counts runs that came from a graph, `eager` keys that cannot be captured, by reason.
+    `replays` counts runs from a graph, `captures` graphs that were made, `eager` keys that cannot be, by reason.
     """
 
-    def __init__(self, backend: Backend, device: torch.device | str = "cpu", *, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, backend: Backend, device: torch.device | str = "cpu", *, max_graphs: int | None = None) -> None:
         self.backend = backend
-        self.replays = 0
+        self.replays = self.captures = 0
         self.eager: Counter[str] = Counter()
-        self._max_graphs = max_graphs
+        self._max_graphs = MAX_GRAPHS[backend] if max_graphs is None else max_graphs
         self._graphs: OrderedDict[Hashable, CapturedGraph | None] = OrderedDict()  # None: seen, or cannot be captured
         self._refused: set[Hashable] = set()
         self._state: Hashable = None
@@ -92,16 +92,10 @@ class Capture:
         if key in self._refused:
             return run()
         if self._cuda is not None:
-            try:
-                with harmless():
-                    graph = self._cuda.capture(run)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # what torch raises when captured code waits for the device
-                self._refuse(key, str(error))
-                return run()
-            self._keep(key, graph)
-            return graph.replay()
+            with harmless():
+                self.prepare(key, run)
+            graph = self._graphs.get(key)
+            return run() if graph is None else graph.replay()
         if key not in self._graphs:
             self._keep(key, None)
             return run()
@@ -113,8 +107,20 @@ class Capture:
         self._keep(key, made)
         return made.outputs
 
+    def prepare(self, key: Hashable, run: Run) -> None:
+        """Capture for a GPU what has not been captured yet; `run` runs once for warming up and must change nothing."""
+        if self._cuda is None or key in self._graphs or key in self._refused:
+            return
+        try:
+            self._keep(key, self._cuda.capture(run))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what torch raises when captured code waits for the device
+            self._refuse(key, str(error))
+
     def _keep(self, key: Hashable, graph: CapturedGraph | None) -> None:
         self._graphs[key] = graph
+        self.captures += graph is not None
         self._graphs.move_to_end(key)
         if len(self._graphs) > self._max_graphs:
             self._graphs.popitem(last=False)

@@ -26,9 +26,9 @@ Pages = Mapping[tuple[str, int], torch.Tensor]
 MAX_ROWS = 64  # of a step on a CPU that has a bucket: in larger ones the kernels take the time
 _MAX_ROWS_EACH = 8  # of one sequence: a token and drafts
 _VISIBLE_ROUNDING = 64  # compressed rows, on a CPU
-_MAX_FRAMES = 64
-_CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_CUDA_TOKENS = 2048  # the smallest bucket of context lengths, and then four times as much, and so on
+_MAX_FRAMES = 256
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_GPU_TOKENS = 2048  # the smallest bucket of context lengths, and then four times as much, and so on
 _ALIGNMENT = 64  # bytes; each tensor of a frame begins at a multiple
 
 
@@ -48,12 +48,12 @@ class FrameShape:
     closing: tuple[tuple[int, int], ...]
     visible: tuple[tuple[int, int], ...]
     table_widths: tuple[tuple[str, int], ...]
-    images: bool
-    image_rows: bool
+    images: bool = False
+    image_rows: bool = False
     adapters: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)  # a frame is its addresses
 class Frame:
     """A step in its buffers. `num_rows` of its rows and `num_logit_rows` of its logit rows are real, the first ones.
 
@@ -124,6 +124,8 @@ class Frames:
             exact = self._exact_shape(step, values)
             shape = self._bucket(step, exact)
             if shape is None:
+                if self._device.type != "cpu" and exact.rows <= GPU_ROWS[-1]:  # so that kernels meet few sizes
+                    exact = replace(exact, rows=next(rows for rows in GPU_ROWS if rows >= exact.rows))
                 return self._lay_out(values, exact, _Buffers(exact, self._fields(exact), self._device), pages)
         return self._reuse(values, shape, pages)
 
@@ -242,16 +244,15 @@ class Frames:
         )
 
     def _bucket(self, step: StepInput, exact: FrameShape) -> FrameShape | None:
-        """Room for many steps like this one: a few rows of each sequence, no images. None for any other.
+        """Room for many steps like this one: few rows, no images. None for any other.
 
-        Room costs time where rows are computed one after another, so on a CPU only bounds are rounded up, and either
-        no sequence closes a group or all may.
+        On a CPU room costs time: only bounds are rounded up, sequences have few rows, none or all may close a group.
         """
-        few = exact.rows == exact.sequences or int((step.stop_S - step.start_S).max()) <= _MAX_ROWS_EACH
-        if exact.images or not few or exact.window_width > self._text.sliding_window:
+        if exact.images or exact.window_width > self._text.sliding_window or exact.rows > GPU_ROWS[-1]:
             return None
-        if self._device.type != "cuda":
-            if exact.rows > MAX_ROWS:
+        if self._device.type == "cpu":
+            few = exact.rows == exact.sequences or int((step.stop_S - step.start_S).max()) <= _MAX_ROWS_EACH
+            if not few or exact.rows > MAX_ROWS:
                 return None
             return replace(
                 exact,
@@ -259,27 +260,25 @@ class Frames:
                 closing=tuple((ratio, count and exact.rows) for ratio, count in exact.closing),
                 visible=tuple((ratio, self._rounded(ratio, most)) for ratio, most in exact.visible),
             )
-        rows = next((rows for rows in _CUDA_ROWS if rows >= exact.rows), None)
-        if rows is None:
-            return None
-        tokens = _CUDA_TOKENS
-        while tokens < step.stop_S.max():
-            tokens *= 4
-        visible = {
-            ratio: min(tokens // ratio, self._topk.get(ratio, tokens))
-            if most <= self._topk.get(ratio, 0)
-            else tokens // ratio
-            for ratio, most in exact.visible
-        }
-        return replace(
-            exact,
+        rows = next(rows for rows in GPU_ROWS if rows >= exact.rows)
+        return self.gpu_shape(rows, self.levels(int(step.stop_S.max()))[-1], dict(exact.table_widths), exact.adapters)
+
+    def levels(self, tokens: int) -> list[int]:
+        """Bounds of context lengths up to the one that holds `tokens`; the model's own limit is the last."""
+        last = (((tokens - 1) // _GPU_TOKENS).bit_length() + 1) // 2
+        return [min(_GPU_TOKENS * 4**n, max(tokens, self._text.max_position_embeddings)) for n in range(last + 1)]
+
+    def gpu_shape(self, rows: int, tokens: int, table_widths: Mapping[str, int], adapters: bool) -> FrameShape:
+        """The bucket of `rows` rows of sequences up to `tokens` tokens."""
+        return FrameShape(
             rows=rows,
             sequences=rows,
             logit_rows=rows,
             window_width=self._text.sliding_window,
-            closing=tuple((ratio, rows) for ratio, _ in exact.closing),
-            visible=tuple(visible.items()),
-            table_widths=tuple((group, self._width(group, width, tokens)) for group, width in exact.table_widths),
+            closing=tuple((ratio, rows) for ratio in self._compressors),
+            visible=tuple((ratio, tokens // ratio) for ratio in self._compressors),
+            table_widths=tuple((group, self._width(group, width, tokens)) for group, width in table_widths.items()),
+            adapters=adapters,
         )
 
     def _rounded(self, ratio: int, most: int) -> int:

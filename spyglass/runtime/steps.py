@@ -91,8 +91,8 @@ class StepRunner:
         backend: Backend | None = None,
         capture: tuple[int, ...] = (),
     ) -> None:
-        self._model, self._banned_V, self._streams = model, banned_V, capture
-        self._frames = Frames(text, page_rows, device)
+        self.model, self._banned_V, self._streams = model, banned_V, capture
+        self.frames = Frames(text, page_rows, device)
         if backend is None:
             backend = model.capture_backend if _is_capturable(model) else "eager"
         self.capture = Capture(backend, device)
@@ -114,64 +114,69 @@ class StepRunner:
         comes back is memory of its own.
         """
         captures = self.capture.backend != "eager" and not torch.is_grad_enabled()
-        frame = self._frames.fill(step, pages) if captures else self._frames.exact(step, pages)
+        frame = self.frames.fill(step, pages) if captures else self.frames.exact(step, pages)
         if engram_rows is not None:
             frame.put_engram(engram_rows())
         if amend is not None:
             amend(frame.batch)
         started = time.perf_counter()
         try:
-            run = partial(self._forward, frame, image_rows_IC, argmax)
+            within = argmax and self.capture.backend != "cuda_graph"  # launches behind a graph cost a GPU nothing
+            run = partial(self.forward, frame, image_rows_IC, within)
             if not (captures and frame.reused):
-                return self._result(frame, run())
+                return self._result(frame, run(), argmax)
 
             @contextmanager
             def padding() -> Iterator[None]:
                 """Inside, the frame holds padding rows alone, so that a run changes nothing."""
-                self._frames.padding(frame.shape, pages)
+                self.frames.padding(frame.shape, pages)
                 try:
                     yield
                 finally:
-                    self._frames.fill(step, pages, frame.shape)
+                    self.frames.fill(step, pages, frame.shape)
                     if amend is not None:
                         amend(frame.batch)
 
-            model = self._model
-            assert _is_capturable(model), "only such a model has a back end"
-            addresses = tuple([tensor.data_ptr() for tensor in pages.values()])
-            self.capture.use((model.weights_version, addresses))
-            key = frame.shape, argmax, torch.get_num_threads()
+            self.use(pages)
+            key = frame, within, torch.get_num_threads()
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
-            return self._result(frame, tuple([output.clone() for output in outputs]))
+            return self._result(frame, tuple([output.clone() for output in outputs]), argmax)
         finally:
             self.seconds += time.perf_counter() - started
 
+    def use(self, pages: Pages) -> None:
+        """What was captured with other weights or pages is forgotten."""
+        assert _is_capturable(self.model), "only such a model has a back end"
+        self.capture.use((self.model.weights_version, tuple([tensor.data_ptr() for tensor in pages.values()])))
+
     def logits(self, hidden_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [R, V] of some rows (int64) of the hidden states of the last step."""
-        return self._model.logits(hidden_TC, rows_R)
+        return self.model.logits(hidden_TC, rows_R)
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
         """Image rows [I, C], image by image."""
-        return self._model.encode_images(images)
+        return self.model.encode_images(images)
 
     def _known(self, frame: Frame, pages: Pages) -> list[torch.Tensor]:
         """Every tensor that a captured step reads or writes and that outlives it."""
-        assert _is_capturable(self._model)
+        assert _is_capturable(self.model)
         batch = frame.batch
-        return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self._model.held_tensors()]
+        return [batch.ids_T, *batch.engram_rows.values(), *pages.values(), self._banned_V, *self.model.held_tensors()]
 
-    def _forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
-        model, batch = self._model, replace(frame.batch, capture=self._streams)
+    def forward(self, frame: Frame, image_rows_IC: torch.Tensor | None, argmax: bool) -> Outputs:
+        model, batch = self.model, replace(frame.batch, capture=self._streams)
         hidden_TC, captured = model.text(model.embed(batch, image_rows_IC), batch, frame.cache)
         found = model.argmax(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
         return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
-    def _result(self, frame: Frame, outputs: Outputs) -> StepResult:
+    def _result(self, frame: Frame, outputs: Outputs, argmax: bool) -> StepResult:
         rows, count = frame.num_logit_rows, 1 + len(self._streams)
+        behind = argmax and len(outputs) == count
+        found = self.model.argmax(outputs[0], frame.batch.logit_rows_R, self._banned_V) if behind else outputs[count:]
         hidden_TC, *streams = (output[: frame.num_rows] for output in outputs[:count])
         return StepResult(
             hidden_TC=hidden_TC,
             logit_rows_R=frame.logit_rows_R,
             captured=dict(zip(self._streams, streams, strict=True)),
-            argmax=None if len(outputs) == count else (outputs[count][:rows], outputs[count + 1][:rows]),
+            argmax=(found[0][:rows], found[1][:rows]) if found else None,
         )

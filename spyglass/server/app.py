@@ -96,7 +96,8 @@ class Service:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
         work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
-        tasks = [asyncio.create_task(each) for each in work]
+        watching = self.metrics.watch_loop()
+        tasks = [asyncio.create_task(each) for each in (*work, watching)]
         try:
             yield
         finally:
@@ -290,6 +291,7 @@ def describe(llm: LLM, served: Served) -> dict[str, Any]:
         "version": __version__,
         "family": llm.config.family,
         "device": str(loaded.device),
+        "tensor_parallel_size": llm.options.tensor_parallel_size,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "numerics": loaded.numerics,
         "max_length": served.max_length,

@@ -9,9 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spyglass.engine.llm import LLM
+from spyglass.engine.rehearsal import capture_steps, captures_ahead
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.warm_up import blank, largest_images, noise
 from spyglass.engine.worker import EngineWorker
@@ -22,6 +24,7 @@ STALL_S = 120.0  # a step that takes longer is taken for stuck
 AGAIN_S = 0.5  # between trials while the server is full
 _OK = "ok"
 _STARTING = "not tried yet"
+_GRAPHS = "captured steps"
 _LOG = logging.getLogger(__name__)
 
 
@@ -38,10 +41,13 @@ class Readiness:
     def __init__(self, llm: LLM, worker: EngineWorker, stopping: Callable[[], bool], info: Mapping[str, Any]) -> None:
         self._llm, self._worker, self._stopping, self._info = llm, worker, stopping, info
         self._trials = _trials(llm)
-        self._seen = dict.fromkeys(self._trials, _STARTING)
+        self._graphs = captures_ahead(llm.engine)
+        self._seen = dict.fromkeys(((_GRAPHS,) if self._graphs else ()) + tuple(self._trials), _STARTING)
 
     async def try_all(self) -> None:
-        """Draw one token with each feature, one after the other."""
+        """Capture what a GPU captures, then draw one token with each feature, one after the other."""
+        if self._graphs:
+            self._seen[_GRAPHS] = await self._capture()
         for feature, trial in self._trials.items():
             self._seen[feature] = await self._try(trial)
             if self._stopping():
@@ -91,6 +97,18 @@ class Readiness:
         elif stats.step_s > STALL_S:
             state = f"stalled: one step has taken {stats.step_s:.0f} s"
         return 200 if state == "ok" else 503, {"status": state, **self._info, "features": dict(self._seen)}
+
+    async def _capture(self) -> str:
+        llm = self._llm
+        capture = partial(capture_steps, llm.engine, llm.loaded.model, adapters=bool(llm.adapters))
+        try:
+            await self._worker.between_steps(capture)
+        except SpyglassError as error:
+            return str(error)
+        except Exception as error:  # as in `_try`
+            _LOG.exception("capturing broke")
+            return f"it broke ({type(error).__name__}); the log has the details"
+        return _OK
 
     async def _try(self, trial: _Trial) -> str:
         while True:

@@ -1,13 +1,15 @@
-"""Chats to learn from: JSONL in OpenAI form, checked line by line before anything is loaded, packed by token count.
+"""Chats to learn from, checked one by one before anything is loaded, packed by token count.
 
-A line is `{"messages": [...]}`, and `"tools"` if it has some; the last message is the assistant's. Images are data
-URLs, or paths seen from the file's folder. Learnt are the tokens that the model would have sampled itself: all after
-`<｜Assistant｜>` and the mark that begins or skips reasoning, up to and with the end-of-sentence token.
+A chat is `{"messages": [...]}` in OpenAI form, and `"tools"` if it has some; the last message is the assistant's.
+Images are data URLs, or paths seen from the file's folder; other trainers' shapes become this in `entries`. Learnt are
+the tokens that the model would have sampled itself: all after `<｜Assistant｜>` and the mark that begins or skips
+reasoning, up to and with the end-of-sentence token.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,21 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from spyglass.config.json_file import parse_json_text
 from spyglass.config.model import ModelConfig
 from spyglass.config.training import LossOn
 from spyglass.errors import ConfigError, PromptError
 from spyglass.progress import Progress
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.chat import ChatOptions, Effort, ImageRef, RenderedChat, SpecialPiece, encode_chat, render_chat
-from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import CHAT_RULES, PYTHON_LIMITS
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokenizer import PromptTokenizer
+from spyglass.train.entries import Entry, RawChat, chat_of, read_entries
 from spyglass.train.packing import Sample
 
 _ASSISTANT, _END, _THINK, _NO_THINK = "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"
-_KEYS = {"messages", "tools"}
 _MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "prefix")
 _MOST_PLANNED = 20_000_000  # chats of all passes: some ten seconds
 # what a model points with is a token of its own in an answer, as it will be when the model says it (spec v4 9.8)
@@ -125,7 +125,7 @@ class Learner:
 class Chat:
     """One line of the file: its number from 1, its content, and how many tokens it takes and teaches.
 
-    `digest` covers what is written and every pixel seen.
+    `digest` covers what is written and every pixel seen. `ignored`: columns that say nothing about a chat.
     """
 
     line: int
@@ -135,6 +135,7 @@ class Chat:
     targets: int
     images: int
     digest: bytes
+    ignored: frozenset[str]
 
 
 def read_chats(
@@ -142,26 +143,20 @@ def read_chats(
 ) -> tuple[list[Chat], list[str]]:
     """The chats of a file, every one of them rendered and its images decoded once, and what is wrong with the others.
 
-    Empty lines are passed over. `most_tokens` a chat may have.
+    `most_tokens` a chat may have. What a file may hold: `spyglass.train.entries`.
 
     Raises:
-        PromptError: a line cannot be used and `skip_bad` is not set (the message lists all of them), no line can, or
+        PromptError: an entry cannot be used and `skip_bad` is not set (the message lists all of them), none can, or
             the file cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PromptError(f'{path} is no text (UTF-8); it needs lines of the form {{"messages": [...]}}') from None
+    entries = read_entries(path)
     chats, faults = [], []
-    for number, text in enumerate(Progress(lines, total=len(lines), desc="checking", unit="line", show=progress), 1):
-        if not text.strip():
-            continue
+    for entry in Progress(entries, total=len(entries), desc="checking", unit="line", show=progress):
         try:
-            chats.append(_chat(number, text, path.parent, learner, most_tokens))
+            raw = chat_of(_sound(entry), path.parent)
+            chats.append(_chat(entry, raw, learner, most_tokens))
         except PromptError as error:
-            faults.append(f"line {number}: {error}")
+            faults.append(f"{entry.place}: {error}")
     if faults and not skip_bad:
         total = len(chats) + len(faults)
         listed = "\n  ".join(faults)
@@ -174,38 +169,33 @@ def read_chats(
     return chats, faults
 
 
-def _chat(number: int, text: str, folder: Path, learner: Learner, most_tokens: int) -> Chat:
-    try:
-        entry = parse_json_text(text)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"not JSON: {error}") from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
-        raise PromptError('a line must be an object with a list "messages"')
-    if entry.keys() - _KEYS:
-        raise PromptError(
-            f"unknown key {sorted(entry.keys() - _KEYS)[0]!r}; a line has messages and, if need be, tools"
-        )
-    for place, message in enumerate(entry["messages"]):
+def _sound(entry: Entry) -> Any:
+    if entry.fault is not None:
+        raise PromptError(entry.fault)
+    return entry.value
+
+
+def _chat(entry: Entry, raw: RawChat, learner: Learner, most_tokens: int) -> Chat:
+    for place, message in enumerate(raw.messages):
         _refuse_unknown(message, place)
-    messages = [_with_paths(message, folder) for message in entry["messages"]]
-    tools = entry.get("tools", [])
-    sample = learner.sample(messages, tools)
+    sample = learner.sample(raw.messages, raw.tools)
     tokens, targets = len(sample.prompt), len(sample.rows)
     if tokens > most_tokens:
         raise PromptError(f"{tokens} tokens, and a batch takes {most_tokens}; raise --batch-tokens or shorten the chat")
     if tokens > (most := learner.config.text.max_position_embeddings):
         raise PromptError(f"{tokens} tokens, and the model reads {most} (max_position_embeddings); shorten the chat")
-    content = hashlib.blake2b(text.encode(), digest_size=16)
+    content = hashlib.blake2b(json.dumps(entry.value, default=repr).encode(), digest_size=16)
     for patches in sample.prompt.patches:
         content.update(patches.data)
     return Chat(
-        line=number,
-        messages=messages,
-        tools=tools,
+        line=entry.number,
+        messages=raw.messages,
+        tools=raw.tools,
         tokens=tokens,
         targets=targets,
         images=len(sample.prompt.patches),
         digest=content.digest(),
+        ignored=raw.ignored,
     )
 
 
@@ -218,24 +208,6 @@ def _refuse_unknown(message: Any, place: int) -> None:
         raise PromptError(
             f"messages[{place}] has the unknown key {unknown[0]!r}; those known are {', '.join(_MESSAGE_KEYS)}"
         )
-
-
-def _with_paths(message: Any, folder: Path) -> Any:
-    """The message with image paths, which a file may hold and a request may not, as `Path`s seen from `folder`."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_with_path(part, folder) for part in content]}
-
-
-def _with_path(part: Any, folder: Path) -> Any:
-    url = part.get("image_url") if isinstance(part, dict) else None
-    source = url.get("url") if isinstance(url, dict) else url
-    if not isinstance(source, str) or is_data_url(source):
-        return part
-    if "://" in source:
-        raise PromptError(f"{source[:60]!r} is not a file; pictures are not fetched, save it and name its path")
-    return {**part, "image_url": {"url": folder / source}}
 
 
 class Batches:

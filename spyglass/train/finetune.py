@@ -81,6 +81,8 @@ def finetune(
             f"warning: {options.steps} steps are too few to learn much; raise --epochs or --steps, or lower "
             "--batch-chats or --accumulate"
         )
+    if ignored := sorted({name for chat in chats for name in chat.ignored}):
+        tell(f"ignored columns, which say nothing about a chat: {', '.join(ignored)}")
     feed = Feed(chats, batches, learner, stride=processes.count)
     run = _train_whole if config.full else partial(_train_adapter, named=named)
     with held_alone(config.output / RUN_FOLDER) if processes.rank == 0 else contextlib.nullcontext():

@@ -13,6 +13,7 @@ import torch
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import NO_ADAPTER
+from spyglass.ops.declare import Ops
 from spyglass.params.targets import GROUPS
 from spyglass.prompt.tokens import Prompt
 from tests.adapter_parts import Small, logits_together, random_adapter
@@ -90,3 +91,35 @@ def test_answers_of_the_parts_are_those_of_the_whole_whatever_the_batch(family: 
 
     for together, alone in on_all_ranks(ranks(family, size, ops), play):
         assert alone == expected and together == [*expected, *expected[::-1]]
+
+
+@pytest.mark.parametrize(("family", "size"), [("v4", 4), ("v41", 2)])
+def test_rows_that_are_attended_and_experts_are_chosen_alike_on_all_ranks(family: str, size: int) -> None:
+    """Bit by bit, and so is everything that ranks keep of a sequence."""
+    one = world(family)
+    chosen: list[list[torch.Tensor]] = [[] for _ in range(size)]
+
+    def watched(rank: int, ops: Ops) -> Ops:
+        def keep(name: str) -> Any:
+            op = getattr(ops, name)
+
+            def kept(*args: Any, **options: Any) -> Any:
+                out = op(*args, **options)
+                chosen[rank] += [part.clone() for part in (out if isinstance(out, tuple) else (out,))]
+                return out
+
+            return kept
+
+        return ops.replaced(**{name: keep(name) for name in ("index_topk", "index_blocks", "router_topk")})
+
+    def play(model: Any) -> dict[Any, torch.Tensor]:
+        engine = one.engine(model)
+        logits_together(engine, [(one.prompt(PARTS), NO_ADAPTER)])
+        return {key: tensor.nan_to_num() for key, tensor in engine.allocator.pages.items()}
+
+    pages = on_all_ranks(divided(one.config, one.weights, size, watched=watched), play)
+    assert {kind for kind, _ in pages[0]} >= {"window", "pool", "index"} and len(chosen[0]) > 20
+    for rank in range(1, size):
+        assert len(chosen[rank]) == len(chosen[0])
+        assert all(torch.equal(ours, first) for ours, first in zip(chosen[rank], chosen[0], strict=True))
+        assert all(torch.equal(tensor, pages[0][key]) for key, tensor in pages[rank].items())

@@ -11,10 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from spyglass.config.engine import EngineConfig
+from spyglass.engine.engine import Engine
 from spyglass.engine.llm import LLM
+from spyglass.engine.ranks import Ranks
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.errors import AdapterError, RankError
 from spyglass.params.targets import GROUPS
@@ -22,6 +26,7 @@ from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
 from tests.adapter_parts import random_adapter, shapes_of
 from tests.engine_parts import patches
+from tests.laws.test_drafts import LOOKAHEAD, Guesser
 from tests.ranks import DIVISIBLE
 from tests.small_models import random_text
 from tests.tolerance import assert_law
@@ -125,6 +130,51 @@ def test_answers_that_are_preempted_are_the_same(v4: Path, monkeypatch: pytest.M
     assert [output.token_ids for output in run(divided, asked)] == expected
     assert divided.engine.stats().preemptions
     divided.close()
+
+
+def test_drafts_are_kept_and_taken_back_on_all_processes(v4: Path) -> None:
+    """With the streams of two layers captured, and prefixes that are left in between."""
+    alone, divided = load(v4, 1), load(v4, 2)
+    given = [make_prompt(alone, [40 + 30 * n], n) for n in range(3)]
+    long = replace(GREEDY, max_tokens=24)
+    expected = [output.token_ids for output in run(alone, [(prompt, long, None) for prompt in given])]
+    answers = {prompt.ids_T.tobytes(): ids for prompt, ids in zip(given, expected, strict=True)}
+    drafter = Guesser(answers, np.random.default_rng(0), alone.config.text.vocab_size, capture=(0, 2))
+    engine = Engine(
+        divided.loaded.model,
+        divided.config,
+        EngineConfig(max_sequences=4, prefix_cache_bytes=1 << 24),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        banned=divided.banned_tokens,
+        lookahead=LOOKAHEAD,
+        drafter=drafter,
+        ranks=divided.ranks,
+    )
+    for _ in range(2):
+        ids = [engine.add(prompt, long) for prompt in given]
+        done: dict[int, RequestOutput] = {}
+        while engine.has_work:
+            done |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+        assert [done[number].token_ids for number in ids] == expected
+    assert drafter.accepted and drafter.refused and engine.stats().prefix_hits
+    divided.close()
+
+
+def test_where_there_is_no_shared_memory_steps_go_through_pipes_which_is_said(
+    v4: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.posix_fallocate", lambda *arguments: (_ for _ in ()).throw(OSError("no room")))
+    llm = load(v4, 2)
+    assert "steps are sent through pipes" in caplog.text
+    asked = [(make_prompt(llm, [40]), GREEDY, None)]
+    assert run(llm, asked)[0].token_ids == run(load(v4, 1), asked)[0].token_ids
+    llm.close()
+
+
+def test_a_process_that_cannot_load_its_part_is_named_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+\) failed: ConfigError: .*gone"):
+        Ranks(2, torch.device("cpu"), {"path": tmp_path / "gone", "dtype": "float32"}, threads=1).answers()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ KERNEL_ROWS: list[Mutant] = [
         ("rounding: no floor of FP8 scales", "element == E4M3 ? 1e-4f : 6 * 0x1p-126f", "6 * 0x1p-126f"),
         ("rounding: no floor of e4m3 scales", "FLOOR = e4m3_scale ? 6 * 0x1p-9f :", "FLOOR =")),
     *faults("spyglass/ops/csrc/product.h", "tests/ops/test_cpu_linear.py tests/ops/test_op_cases.py -m 'not slow'",
-        ("linear: the first inputs of a matrix again", "(LD ? word / KB * cap * LD : word)", "(LD ? word / KB * cap * LD : 0)")),
+        ("linear: the first inputs of a matrix again", "(LD ? word / KB * cap * LD + word % KB : word)", "(LD ? word / KB * cap * LD : 0)")),
     *faults("spyglass/ops/csrc/rows.h", "tests/ops/test_cpu_linear.py tests/ops/test_op_cases.py -m 'not slow'",
         ("linear: no bias of few rows", "    if (bias) value += bias[at];\n", ""),
         ("linear: no addend of few rows", "    if (addend) value += addend[row * stride + at];\n", "")),

@@ -112,3 +112,12 @@ def test_importing_an_op_builds_nothing(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, env=environment)
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_tiles_are_used_only_where_the_system_lets_a_process_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "f bw dq vl _bf16 vbmi".split()
+    everything = frozenset([*(f"avx512{name}" for name in names), "avx2", "fma", "amx_tile", "amx_bf16"])
+    monkeypatch.setattr(build, "processor_flags", lambda: everything)
+    for allowed, best in ((True, "amx_bf16"), (False, "avx512_bf16")):
+        monkeypatch.setattr(build, "tiles_allowed", lambda allowed=allowed: allowed)
+        assert build.isas()[0] == best

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spyglass.errors import DeviceError
+from spyglass.ops.build import isas
 from spyglass.ops.experts_grouped import cpu as experts_cpu
 from spyglass.ops.experts_grouped import reference as experts_reference
 from spyglass.ops.linear_block import cpu as block_cpu
@@ -267,3 +268,30 @@ def test_formats_of_one_layer_must_agree() -> None:
         mixed = Packed(F32, w3.data.float(), None, w3.shape)
         ids = torch.zeros(1, 1, dtype=torch.int32)
         experts_cpu.experts_grouped(torch.ones(1, 32), ids, torch.ones(1, 1), w1, mixed, w2, limit=1.0)
+
+
+@pytest.mark.skipif(isas()[0] != "amx_bf16", reason="this processor has no tile unit")
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8 small blocks", "fp4"])
+def test_on_tiles_a_row_has_the_same_bits_beside_any_number_of_others(name: str) -> None:
+    """Alone, in a part of a tile, in several tiles, and where the weight is decoded once for all."""
+    library, w = kernels("amx_bf16"), weight(FORMATS[name], 100, 1056)
+    x = torch.randn(300, 1056).bfloat16()
+    whole = block_cpu.linear_block(x, w, rounding=E4M3, out_dtype=torch.float32, kernels=library)
+    for rows in (1, 2, 15, 16, 17, 33, 49, 64, 65, 130):
+        part = block_cpu.linear_block(x[:rows], w, rounding=E4M3, out_dtype=torch.float32, kernels=library)
+        assert torch.equal(part, whole[:rows]), rows
+
+
+@pytest.mark.skipif(isas()[0] != "amx_bf16", reason="this processor has no tile unit")
+def test_on_tiles_a_row_of_an_expert_has_the_same_bits_beside_any_number_of_others() -> None:
+    library, stacks = kernels("amx_bf16"), experts(FP4, 2, 96, 160)
+    x, weights = torch.randn(150, 160).bfloat16(), torch.rand(150, 1)
+    ids = torch.tensor([[1]] * 150, dtype=torch.int32)
+
+    def first(rows: int) -> torch.Tensor:
+        given = x[:rows], ids[:rows], weights[:rows]
+        return experts_cpu.experts_grouped(*given, *stacks, limit=2.0, kernels=library)
+
+    whole = first(150)
+    for rows in (1, 5, 16, 17, 64, 70):
+        assert torch.equal(first(rows), whole[:rows]), rows

@@ -9,11 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from spyglass.ops.launches import pretended
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
 from spyglass.quant.tiles import tile
-from tests.ops.triton_lane import _Driver, interpret
+from tests.ops.triton_lane import interpret
 from tests.tolerance import OP_FLOAT32, assert_close
 
 pytest.importorskip("triton", "3.9", reason="older interpreters do not know numpy 2")
@@ -75,11 +76,9 @@ CASES: dict[str, Callable[[], Pair]] = {
 
 def run(name: str) -> Pair:
     """One case, in a process that interprets."""
-    from triton.runtime import driver
-
-    driver.set_active(_Driver(90))
     torch.manual_seed(0)
-    return CASES[name]()
+    with pretended(90):
+        return CASES[name]()
 
 
 @pytest.mark.parametrize("name", CASES)

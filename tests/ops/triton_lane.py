@@ -1,17 +1,15 @@
 """Triton kernels on a machine without a GPU: what they need once compiled, and what the interpreter makes of them.
 
-A pretended driver names a generation of GPU. Ops are then called with tensors that have a shape and no memory: whatever
-they launch is compiled for that generation, with the very options and specialisations of a launch, and not run.
+Ops are called with tensors that have a shape and no memory; what they launch is compiled (`spyglass.ops.launches`).
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from spyglass.ops.gpu import SHARED_MEMORY
+from spyglass.ops.launches import Kernel, pretended, recorded
 from tests.ops.call import Source, poisoned, run_call
 from tests.ops.cases import CASES
 
@@ -77,68 +76,39 @@ def kernels_of(op: str) -> set[str]:
     return found
 
 
-class _Driver:
-    """As much of Triton's driver as compiling asks for. Each generation counts as a device, with a cache of its own."""
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.generation, 32)
-
-    def get_current_device(self) -> int:
-        return self.generation
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
-@contextmanager
-def pretended(generation: int, light: frozenset[Key] = frozenset()) -> Iterator[list[tuple[Key, Any]]]:
-    """Inside, launches are compiled for `generation` and not run; yields the list that they are added to.
-
-    Of launches in `light` only the first of each kernel is compiled.
-    """
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    run, compiled, seen = JITFunction.run, [], set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        key = (self.__name__, *(f"{name}={value}" for name, value in options.items() if not hasattr(value, "dtype")))
-        if key in light and self.__name__ in seen:
-            return None
-        seen.add(self.__name__)
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append((key, kernel))
-        return kernel
-
-    JITFunction.run = compile_only
-    driver.set_active(_Driver(generation))
-    try:
-        yield compiled
-    finally:
-        JITFunction.run = run
-        with suppress(RuntimeError):  # there is no GPU: nothing else could be active
-            driver.reset_active()
-
-
 @cache
 def compile_op(op: str, generation: int) -> list[Compiled]:
     """Every launch of the op's launch file, compiled; for other generations than 9.0 not all that is light there."""
     light = frozenset() if generation == 90 else frozenset(one.key for one in compile_op(op, 90) if one.light)
-    launches = importlib.import_module(f"tests.ops.launches.{op}").launches()
+    found: list[Compiled] = []
+    seen: set[str] = set()
+    for kernel, may_spill in launched(op, generation).items():
+        key = _key(kernel)
+        if key in light and kernel.name in seen:
+            continue
+        seen.add(kernel.name)
+        with pretended(generation):
+            found.append(_measured(key, kernel.compile(), may_spill))
+    return found
+
+
+def launched(op: str, generation: int) -> dict[Kernel, bool]:
+    """Kernels that the op's launch file launches, and whether one may spill."""
     function = getattr(importlib.import_module(f"spyglass.ops.{op}.triton"), op)
-    found: dict[str, Compiled] = {}
-    with torch.inference_mode(), pretended(generation, light) as compiled:
-        for launch in launches:
-            compiled.clear()
+    found: dict[Kernel, bool] = {}
+    for launch in importlib.import_module(f"tests.ops.launches.{op}").launches():
+        with torch.inference_mode(), recorded(generation) as kernels:
             function(*launch.args, **launch.options)
-            for key, kernel in compiled:
-                found[kernel.hash] = _measured(key, kernel, generation in launch.may_spill)
-    return list(found.values())
+        found |= dict.fromkeys(kernels, generation in launch.may_spill)
+    return found
+
+
+def _key(kernel: Kernel) -> Key:
+    """What does not depend on the generation: arguments, constants and the options that a launch states."""
+    wanted = json.loads(kernel.specialisation)
+    stated = {name: wanted["options"][name] for name in ("num_warps", "num_stages", "maxnreg")}
+    parts = (wanted["signature"], wanted["constant_keys"], wanted["constant_vals"], wanted["attrs_keys"], stated)
+    return kernel.name, *map(json.dumps, parts)
 
 
 def _measured(key: Key, kernel: Any, may_spill: bool) -> Compiled:
@@ -204,12 +174,10 @@ def interpret() -> None:
 
 def interpreted(op: str, case: str, dtype: torch.dtype, rows: int) -> tuple[Results, Results]:
     """Results of the kernel and of the reference for one case, in a process that called `interpret`."""
-    from triton.runtime import driver
-
-    driver.set_active(_Driver(90))
     call = CASES[op, case](Source(dtype, rows))
     expected = run_call(getattr(_module(op, "reference"), op), call)
-    return run_call(getattr(_module(op, "triton"), op), call, place=poisoned), expected
+    with pretended(90):
+        return run_call(getattr(_module(op, "triton"), op), call, place=poisoned), expected
 
 
 @cache

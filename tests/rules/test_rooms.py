@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
         "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora", "numbers",
+        "lora", "text", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",
@@ -59,7 +59,7 @@ ROOMS |= {
     "__init__": {"engine", "config", "errors", "lora", "train"},
     "__main__": {"cli"},
 }
-FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "cli/main.py", "cli/bench.py"}
+FINDS_MODULES_BY_NAME = {"ops/table.py", "ops/declare.py", "ops/launches.py", "cli/main.py", "cli/bench.py"}
 NO_TORCH = {"errors", "families", "config", "params", "prompt"}  # rooms that a front end without torch can load
 
 

@@ -36,6 +36,8 @@ CATCHES_WHOLESALE = {
     "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
+    "engine/rehearsal.py",  # what is done ahead would be done later as well
+    "ops/launches.py",  # one kernel among many; whatever a compiler raises comes again at its launch
 }
 PRINTS = {"cli", "bench", "progress.py"}  # rooms that talk to a terminal
 RUN_BY_NAME = {"ops/build.py"}  # `python -m` modules outside those rooms

@@ -19,6 +19,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments"
 CHAT_TOOL = {"type": "function", "function": {"name": "look", "description": "d", "strict": False, "parameters": PATH}}
 TOOL = {"type": "function", "name": "look", "description": "d", "strict": False, "parameters": PATH}
 CUSTOM = {"name": "look", "description": "d", "input_schema": PATH, "cache_control": {"type": "ephemeral"}}
+OLLAMA_CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"path": "x"}}}
 USER = [{"role": "user", "content": "hi"}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {
@@ -78,13 +79,24 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {
         "max_tokens": 4, "messages": USER, "tools": [CUSTOM], "tool_choice": {"type": "tool", "name": "look"},
     }),
+    ("/api/chat", {
+        "model": "tiny", "stream": True, "tools": [CHAT_TOOL], "keep_alive": "5m",
+        "options": {"temperature": 0.5, "top_k": 3, "seed": 1, "num_predict": 4, "stop": ["x"], "num_ctx": 10},
+        "messages": [
+            {"role": "system", "content": "s"}, {"role": "user", "content": "hi", "images": [URL.split(",")[1]]},
+            {"role": "assistant", "content": "a", "thinking": "t", "tool_calls": [OLLAMA_CALL]},
+            {"role": "tool", "tool_name": "look", "content": "res"},
+        ],
+    }),
+    ("/api/generate", {"model": "tiny", "prompt": "hi", "think": "low", "images": [URL], "format": "json"}),
+    ("/api/generate", {"model": "tiny", "prompt": "hi", "raw": True, "stream": False}),
     ("/v1/completions", {
         "prompt": [1, 2, 3], "max_tokens": 4, "echo": True, "logprobs": 2, "stream_options": {"include_usage": True},
     }),
 ]  # fmt: skip
 VALUES: list[Any] = [True, False, 0, -1, 1 << 100, 1.5, "", "x", [], ["a"], [[]], [{}], [None], {}, {"type": []}, None]
 # objects whose fields are the client's own business: schemas, arguments, notes, biases by token
-FREE = {"parameters", "input_schema", "schema", "metadata", "cache_control", "logit_bias", "input"}
+FREE = {"parameters", "input_schema", "schema", "metadata", "cache_control", "logit_bias", "input", "arguments"}
 Place = tuple[str | int, ...]
 
 

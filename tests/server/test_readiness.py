@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from spyglass.config.server import ServerConfig
+from spyglass.engine.engine import Engine
 from spyglass.engine.llm import LLM
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.worker import EngineWorker
-from spyglass.errors import OverloadedError, PromptError
+from spyglass.errors import CapacityError, OverloadedError, PromptError
+from spyglass.model import VisionLanguageModel
 from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, plain, running, wait_for
@@ -244,3 +246,23 @@ def test_what_the_engine_counts_of_caches_and_masks_is_told(llm: LLM) -> None:
         "prefix_cache_bytes", "image_cache_bytes", "prefix_cache_evictions_total", "image_cache_evictions_total",
         "answers_without_memory", "grammar_mask_hidden_ratio",
     )] == [11, 12, 13, 14, 15, 0.25]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [None, CapacityError("no memory for graphs")])
+def test_a_gpu_captures_its_steps_before_it_is_ready(
+    error: CapacityError | None, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[bool] = []
+
+    def capture(engine: Engine, model: VisionLanguageModel, *, adapters: bool) -> None:
+        captured.append(adapters)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("spyglass.server.readiness.captures_ahead", lambda engine: True)
+    monkeypatch.setattr("spyglass.server.readiness.capture_steps", capture)
+    with held(llm, ScriptedEngine()) as server:
+        wait_for(lambda: health(server)[1]["status"] != "starting")
+        status, body = health(server)
+        assert captured == [False]
+        assert (status, body["features"]["captured steps"]) == ((200, "ok") if error is None else (503, str(error)))

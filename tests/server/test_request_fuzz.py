@@ -19,7 +19,7 @@ JSON = st.recursive(
 NAMES = (
     "messages input prompt tools tool_choice response_format thinking stop n text reasoning system output_config "
     "structured_outputs guided_choice logprobs stream_options include logit_bias max_tokens tokens model "
-    "chat_template_kwargs stream echo"
+    "chat_template_kwargs stream echo think format options images raw suffix"
 ).split()
 BLOCK = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "image_url", "image", "input_text", "input_image", "tool_result"]) | JSON},
@@ -40,7 +40,8 @@ MESSAGE = st.fixed_dictionaries(
 def test_any_body_is_a_call_or_refused(body: dict[str, Any], messages: list[Any], valid: bool) -> None:
     many = [{"role": "user", "content": "json"}] if valid else messages
     for endpoint in make_endpoints(served_of()):
-        for more in ({}, {"messages": many, "max_tokens": 5}, {"input": many}, {"prompt": "a"}):
+        named = {"model": "tiny"}
+        for more in ({}, {**named, "messages": many, "max_tokens": 5}, {"input": many}, {**named, "prompt": "a"}):
             try:
                 endpoint.parse({**more, **body}, None)
             except (PromptError, NotServedError) as error:

@@ -75,6 +75,31 @@ template <class Run> INLINE void with_exactly(i64 n, Run run) {
   }
 }
 
+// The most rows of a tile, and the words of its inputs.
+template <class M> constexpr i64 TILE_ROWS = ON_TILES<M> ? VL : FEW;
+template <class M> i64 tile_words(i64 words) { return TILE_ROWS<M> * words; }
+
+// The inputs of `n` rows as `stream` takes them.
+template <class M, int FMT> void fill_tile(const u32* const* rows, i64 n, i64 words, u32* to) {
+  if (ON_TILES<M>) return pack_lanes(rows, n, words, to, 1), spread<M, FMT>(to, words, 1);
+  for (i64 p = 0; p < n; p++) memcpy(to + p * words, rows[p], words * 4), arrange<M, FMT>(to + p * words, words);
+}
+
+// `emit(row, p, value)` for the rows first .. stop (64 at most) of the weight and the n rows of a tile.
+template <class M, int FMT, class Emit>
+INLINE void stream(const Weight& w, i64 first, i64 stop, Factors<M>& factors, const u32* tile, i64 words, i64 n, Emit emit) {
+#if SG_TILES
+  if constexpr (ON_TILES<M>) {
+    V c[ROW_BLOCK + OVERSHOOT];
+    tiled_rows<FMT>(w, first, stop - first, w.rows - stop, (const V*)tile, 1, words, c);
+    for (i64 row = first; row < stop; row++)
+      for (i64 p = 0; p < n; p++) emit(row, p, ((const float*)(c + row - first))[p]);
+  }
+#endif
+  if constexpr (!ON_TILES<M>)
+    with_exactly(n, [&](auto few) { dot_rows<M, FMT, few.value>(w, first, stop, factors, (const V*)tile, words / VL, emit); });
+}
+
 // The largest rank that an adapter has beside a matrix of an expert; 0 without adapters.
 i64 most_ranks(const Experts& x) {
   i64 most = 0;
@@ -108,20 +133,19 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
   SCRATCH(tile_list);
   i64 words1 = words_of<M, FMT>(x.C), words2 = words_of<M, FMT>(x.F);
   Tile* tiles = tile_list.get<Tile>(routes.num_pairs);
-  i64 num_tiles = cut(routes, x.num, FEW, tiles);
+  i64 num_tiles = cut(routes, x.num, TILE_ROWS<M>, tiles);
   u32* prepared = inputs.get<u32>(T * words1);
-  u32* x_tiles = tiled.get<u32>(num_tiles * FEW * words1);
+  u32* x_tiles = tiled.get<u32>(num_tiles * tile_words<M>(words1));
   float* z = activations.get<float>(routes.num_pairs * x.F);
-  u32* z_tiles = hidden.get<u32>(num_tiles * FEW * words2);
+  u32* z_tiles = hidden.get<u32>(num_tiles * tile_words<M>(words2));
   parallel(T * x.C < 16384 ? 1 : threads, T, [&](i64 t) {
     prepare_row<M>(rows, t, x.C, words1, x.q, prepared + t * words1);
-    arrange<M, FMT>(prepared + t * words1, words1);
   });
-  for (i64 i = 0; i < num_tiles; i++) {
-    u32* to = x_tiles + i * FEW * words1;
-    for (i64 p = 0; p < tiles[i].n; p++)
-      memcpy(to + p * words1, prepared + routes.token[tiles[i].first + p] * words1, words1 * 4);
-  }
+  parallel(num_tiles * x.C < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
+    const u32* rows_of[TILE_ROWS<M>];
+    for (i64 p = 0; p < tiles[i].n; p++) rows_of[p] = prepared + routes.token[tiles[i].first + p] * words1;
+    fill_tile<M, FMT>(rows_of, tiles[i].n, words1, x_tiles + i * tile_words<M>(words1));
+  });
   // what adapters make of the inputs of w1 and w3, [pair][2][most]; later of w2
   SCRATCH(reduced);
   i64 most = most_ranks(x);
@@ -145,12 +169,10 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
     i64 end = (task % steps1 + 1) * stretch1 < x.F ? (task % steps1 + 1) * stretch1 : x.F;
     for (i64 first = task % steps1 * stretch1; first < end; first += STEP) {
       i64 stop = first + STEP < end ? first + STEP : end;
-      float sums[2][FEW][STEP];
+      float sums[2][TILE_ROWS<M>][STEP];
       for (int which = 0; which < 2; which++)
-        with_exactly(tile.n, [&](auto n) {
-          dot_rows<M, FMT, n.value>(w[which], first, stop, factors[which], (const V*)(x_tiles + task / steps1 * FEW * words1), words1 / VL,
-                                    [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
-        });
+        stream<M, FMT>(w[which], first, stop, factors[which], x_tiles + task / steps1 * tile_words<M>(words1), words1, tile.n,
+                       [&](i64 row, int t, float value) { sums[which][t][row - first] = value; });
       for (i64 p = 0; most && p < tile.n; p++) {
         i64 at = x.adapters.of(routes.token[tile.first + p]);
         if (at < 0) continue;
@@ -167,42 +189,44 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
     }
   });
   parallel(num_tiles * x.F < 16384 ? 1 : threads, num_tiles, [&](i64 i) {
-    u32* to = z_tiles + i * FEW * words2;
+    SCRATCH(rounded);
+    u32* rows = rounded.get<u32>(TILE_ROWS<M> * words2);
+    const u32* rows_of[TILE_ROWS<M>];
     for (i64 p = 0; p < tiles[i].n; p++) {
       i64 at = most ? x.adapters.of(routes.token[tiles[i].first + p]) : -1;
       if (at >= 0) x.adapters.reduce(x.adapters.w2, at, tiles[i].expert, z + (tiles[i].first + p) * x.F, u + (tiles[i].first + p) * 2 * most);
-      prepare_row<M>(Rows{z, x.F, FLOAT32}, tiles[i].first + p, x.F, words2, x.q, to + p * words2);
-      arrange<M, FMT>(to + p * words2, words2);
+      prepare_row<M>(Rows{z, x.F, FLOAT32}, tiles[i].first + p, x.F, words2, x.q, rows + p * words2);
+      rows_of[p] = rows + p * words2;
     }
+    fill_tile<M, FMT>(rows_of, tiles[i].n, words2, z_tiles + i * tile_words<M>(words2));
   });
   parallel(threads, steps2, [&](i64 task) {
     SCRATCH(scales);
     SCRATCH(addends);
     i64 first = task * stretch2, stop = first + stretch2 < x.C ? first + stretch2 : x.C;
-    float* added = most ? addends.get<float>(FEW * stretch2) : nullptr;
+    float* added = most ? addends.get<float>(TILE_ROWS<M> * stretch2) : nullptr;
     for (i64 t = 0; t < T; t++) memset(out + t * x.C + first, 0, (stop - first) * 4);
     for (i64 i = 0; i < num_tiles; i++) {
       Weight w = x.w2.part(tiles[i].expert);
       Factors<M> factors(w, scales.get<typename M::Factor>(Factors<M>::need(w.cols)));
-      if (most) memset(added, 0, FEW * stretch2 * sizeof(float));
+      if (most) memset(added, 0, TILE_ROWS<M> * stretch2 * sizeof(float));
       for (i64 p = 0; most && p < tiles[i].n; p++) {
         i64 at = x.adapters.of(routes.token[tiles[i].first + p]);
         if (at >= 0) x.adapters.add(x.adapters.w2, at, tiles[i].expert, u + (tiles[i].first + p) * 2 * most, first, stop - first, added + p * stretch2);
       }
-      with_exactly(tiles[i].n, [&](auto n) {
-        dot_rows<M, FMT, n.value>(w, first, stop, factors, (const V*)(z_tiles + i * FEW * words2), words2 / VL,
-                                  [&](i64 row, int p, float value) {
-                                    if (most) value += added[p * stretch2 + row - first];
-                                    float y = x.dtype == BFLOAT16 ? round_bf16(value) : value;
-                                    out[routes.token[tiles[i].first + p] * x.C + row] += y;
-                                  });
-      });
+      for (i64 row = first; row < stop; row += STEP)
+        stream<M, FMT>(w, row, row + STEP < stop ? row + STEP : stop, factors, z_tiles + i * tile_words<M>(words2), words2, tiles[i].n,
+                       [&](i64 row, int p, float value) {
+                         if (most) value += added[p * stretch2 + row - first];
+                         float y = x.dtype == BFLOAT16 ? round_bf16(value) : value;
+                         out[routes.token[tiles[i].first + p] * x.C + row] += y;
+                       });
     }
   });
 }
 
 // z [F][count vectors] of one panel, a token per lane: rounded in blocks of channels and folded into words, in place.
-template <class M> void fold_panel(V* z, i64 F, i64 words, int count, const Quant& q) {
+template <class M, int FMT> void fold_panel(V* z, i64 F, i64 words, int count, const Quant& q) {
   auto round_blocks = [&](auto rounding) {
     typedef decltype(rounding) R;
     for (i64 first = 0; first < F; first += q.block)
@@ -223,6 +247,7 @@ template <class M> void fold_panel(V* z, i64 F, i64 words, int count, const Quan
       }
   }
   for (i64 i = (F + M::per_word - 1) / M::per_word * count; i < words * count; i++) z[i] = V{};
+  spread<M, FMT>((u32*)z, words, count);
 }
 
 // Many rows per expert: one task multiplies up to four panels of tokens with one expert; the sum over experts comes after.
@@ -268,7 +293,7 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
       }
     };
     for (i64 p = 0; p < panels; p++)
-      pack_panel<M>(rows, routes.token + tile.first, p * MAX_LANES, size_of(p), x.C, words1, x.q, lanes + p * MAX_LANES * words1);
+      pack_panel<M, FMT>(rows, routes.token + tile.first, p * MAX_LANES, size_of(p), x.C, words1, x.q, lanes + p * MAX_LANES * words1);
     Weight w1 = x.w1.part(tile.expert), w3 = x.w3.part(tile.expert), w2 = x.w2.part(tile.expert);
     typename M::Factor* memory = scales.get<typename M::Factor>(2 * Factors<M>::need(x.C > x.F ? x.C : x.F));
     Factors<M> f1(w1, memory), f3(w3, memory + Factors<M>::need(x.C)), f2(w2, memory);
@@ -305,7 +330,7 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
       x.adapters.reduce(x.adapters.w2, at, tile.expert, own, u + i * 2 * most);
       x.adapters.add(x.adapters.w2, at, tile.expert, u + i * 2 * most, 0, x.C, added + i * x.C);
     }
-    for (i64 p = 0; p < panels; p++) fold_panel<M>(z + p * MAX_COUNT * z_rows, x.F, words2, count_of(size_of(p)), x.q);
+    for (i64 p = 0; p < panels; p++) fold_panel<M, FMT>(z + p * MAX_COUNT * z_rows, x.F, words2, count_of(size_of(p)), x.q);
     Output to{y + tile.first * x.C * element, x.C, x.dtype, added, nullptr};
     f2 = Factors<M>(w2, memory);
     for (i64 first = 0; first < x.C; first += ROW_BLOCK) {
@@ -363,7 +388,7 @@ extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* id
       Routes routes = sort_routes(ids + t * K, weights + t * K, n, K, num);
       for (i64 e = 0; e < num; e++) active += routes.start[e + 1] > routes.start[e];
       Rows rows{(const char*)x + t * C * (dtype == BFLOAT16 ? 2 : 4), C, dtype};
-      if (routes.num_pairs <= active * FEW) experts_few<M, FMT>(experts, rows, routes, n, out + t * C, threads);
+      if (routes.num_pairs <= active * TILE_ROWS<M>) experts_few<M, FMT>(experts, rows, routes, n, out + t * C, threads);
       else experts_many<M, FMT>(experts, rows, routes, n, K, out + t * C, threads);
     }
   });

@@ -34,6 +34,35 @@ static void linear_few(const Weight& w, const Rows& x, i64 T, i64 groups, const 
   });
 }
 
+#if SG_TILES
+// Up to MAX_LANES rows of x: the weight is decoded on its way into the product.
+template <int F>
+static void linear_tiled(const Weight& w, const Rows& x, i64 T, i64 groups, const Quant& q, const Output& out, int threads) {
+  SCRATCH(packed);
+  const int count = count_of(T);
+  i64 words = words_of<Pairs, F>(w.cols), rows = w.rows / groups, task_rows = ROW_BLOCK, size = count * VL * words;
+  u32* lanes = packed.get<u32>(groups * size);
+  parallel(T * w.cols < 65536 ? 1 : threads, groups, [&](i64 g) {
+    Rows part{(const char*)x.x + g * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride * groups, x.dtype};
+    pack_panel<Pairs, F>(part, nullptr, 0, T, w.cols, words, q, lanes + g * size);
+  });
+  while (task_rows * threads * 8 < w.rows && task_rows < 1024) task_rows *= 2;
+  i64 tasks = (rows + task_rows - 1) / task_rows;
+  parallel(w.rows * w.row_bytes() < 32768 ? 1 : threads, tasks * groups, [&](i64 task) {
+    V c[(ROW_BLOCK + OVERSHOOT) * MAX_COUNT];
+    i64 g = task / tasks, start = g * rows + task % tasks * task_rows;
+    i64 end = start + task_rows < (g + 1) * rows ? start + task_rows : (g + 1) * rows;
+    for (i64 first = start; first < end; first += ROW_BLOCK) {
+      i64 n = end - first < ROW_BLOCK ? end - first : ROW_BLOCK;
+      tiled_rows<F>(w, first, n, end - first - n, (const V*)(lanes + g * size), count, words, c);
+      if (out.largest) out.largest->take_lanes(0, c, n, count, first);
+      else turn_out(c, n, count, 0, T, first, out);
+    }
+    if (out.past_caches) settle();
+  });
+}
+#endif
+
 template <class M, int F>
 static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const Quant& q, const Output& out, int threads) {
   SCRATCH(packed);
@@ -44,7 +73,7 @@ static void linear_many(const Weight& w, const Rows& x, i64 T, i64 groups, const
   parallel(threads, groups * panels, [&](i64 task) {
     i64 g = task / panels, p = task % panels;
     Rows part{(const char*)x.x + g * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride * groups, x.dtype};
-    pack_panel<M>(part, nullptr, p * MAX_LANES, size_of(p), w.cols, words, q, panel_of(g, p));
+    pack_panel<M, F>(part, nullptr, p * MAX_LANES, size_of(p), w.cols, words, q, panel_of(g, p));
   });
   // one panel takes a few rows at a time, which stay in the nearest cache; their successors come while they are multiplied
   i64 step = panels == 1 ? NEAR_ROWS : ROW_BLOCK, task_rows = ROW_BLOCK;
@@ -88,7 +117,12 @@ void linear(const Weight& w, Rows x, i64 T, i64 groups, const Quant& q, Output o
   with_format(w, fits_pairs(w, x.dtype, q), [&](auto words, auto format) {
     typedef decltype(words) M;
     constexpr int F = format.value;
-    if (T <= FEW) return linear_few<M, F>(w, x, T, groups, q, out, threads);
+#if SG_TILES
+    if constexpr (ON_TILES<M>)
+      if (T <= MAX_LANES) return linear_tiled<F>(w, x, T, groups, q, out, threads);
+#endif
+    if constexpr (!ON_TILES<M>)
+      if (T <= FEW) return linear_few<M, F>(w, x, T, groups, q, out, threads);
     i64 step = rows_at_once(w.cols * groups);
     for (i64 t = 0; t < T; t += step) {
       Rows part{(const char*)x.x + t * groups * x.stride * (x.dtype == FLOAT32 ? 4 : 2), x.stride, x.dtype};

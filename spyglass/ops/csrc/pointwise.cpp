@@ -236,7 +236,7 @@ extern "C" void sg_hyper_mix(const void* streams, int dtype, i64 T, i64 M, i64 C
     i64 panels = (J + MAX_LANES - 1) / MAX_LANES;
     u32* lanes = fn_memory.get<u32>(panels * MAX_LANES * words);
     parallel(threads, panels, [&](i64 p) {
-      pack_panel<Floats>(Rows{fn, E, FLOAT32}, nullptr, p * MAX_LANES, J - p * MAX_LANES < MAX_LANES ? J - p * MAX_LANES : MAX_LANES,
+      pack_panel<Floats, F32>(Rows{fn, E, FLOAT32}, nullptr, p * MAX_LANES, J - p * MAX_LANES < MAX_LANES ? J - p * MAX_LANES : MAX_LANES,
                          E, words, none, lanes + p * MAX_LANES * words);
     });
     parallel(threads, (T + TOKENS - 1) / TOKENS, [&](i64 task) {

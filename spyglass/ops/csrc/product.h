@@ -49,6 +49,9 @@ struct Floats {
   }
 };
 
+struct Pairs;
+template <class M> constexpr bool ON_TILES = SG_TILES && std::is_same<M, Pairs>::value;  // products run on the tile unit
+
 // Decoding VL words' worth of inputs at a time: COLS inputs become VECS vectors, in natural order, scale included.
 template <class M, int F> struct Chunk;
 template <> struct Chunk<Floats, F32> {
@@ -123,6 +126,19 @@ static constexpr E4m3Table TABLE;
 template <> struct Chunk<Pairs, FP8> {
   static constexpr int COLS = 64, BYTES = 64, VECS = 2;
   static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
+#if SG_TILES
+    // Most stretches hold normal numbers only, whose exponent and fraction move to their place as they are.
+    __m512i codes = _mm512_loadu_si512(p);
+    if (__builtin_expect(!(_mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) |
+                           _mm512_cmpeq_epi8_mask(_mm512_or_si512(codes, _mm512_set1_epi8((char)0x80)), _mm512_set1_epi8(-1))), 1)) {
+      for (int v = 0; v < 2; v++) {
+        __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p + v)), 4);
+        wide = _mm512_and_si512(wide, _mm512_set1_epi16((short)0x87f0));
+        out[v] = (V)_mm512_add_epi16(wide, _mm512_set1_epi16((short)(scale[v] + (120 << 7))));
+      }
+      return;
+    }
+#endif
     // quarters of bytes are placed so that interleaving within 16-byte lanes gives natural order
     __m512i code = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(p));
     __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLE.low), code, _mm512_load_si512(TABLE.low + 64));
@@ -147,6 +163,22 @@ template <> struct Chunk<Pairs, FP4> {
     out[0] = _mm512_unpacklo_epi8(even_low, even_high), out[1] = _mm512_unpackhi_epi8(even_low, even_high);
     out[2] = _mm512_unpacklo_epi8(odd_low, odd_high), out[3] = _mm512_unpackhi_epi8(odd_low, odd_high);
   }
+#if SG_TILES
+  // Of every 64 inputs first the even, then the odd ones (see `spread`). Each pair of groups looks up its values in a table of its own.
+  static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
+    const __m512i VALUES = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00,
+                                                                    (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
+    const __m512i SECOND = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i scales = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)scale)), NEXT = _mm512_srli_epi16(SECOND, 4);
+    for (int v = 0; v < 2; v++) {
+      __m512i exponent = _mm512_permutexvar_epi16(_mm512_or_si512(NEXT, _mm512_set1_epi16(2 * v)), scales);
+      __m512i table = _mm512_mask_add_epi16(VALUES, 0xfefefefe, VALUES, exponent);
+      __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p + v));
+      out[2 * v] = (V)_mm512_permutexvar_epi16(_mm512_ternarylogic_epi64(bytes, _mm512_set1_epi16(15), SECOND, 0xEA), table);  // (bytes & 15) | SECOND
+      out[2 * v + 1] = (V)_mm512_permutexvar_epi16(_mm512_or_si512(_mm512_srli_epi16(bytes, 4), SECOND), table);
+    }
+  }
+#else
   static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
     __m512i v[4];  // quarters of lanes are placed so that the two interleavings give natural order
     values(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
@@ -156,6 +188,7 @@ template <> struct Chunk<Pairs, FP4> {
     out[2] = Pairs::shift(_mm512_unpacklo_epi16(v[1], v[3]), scale[2]);
     out[3] = Pairs::shift(_mm512_unpackhi_epi16(v[1], v[3]), scale[3]);
   }
+#endif
   // For `dot`, x takes the order of `values` instead, so that a lane holds one group of 32 and one scale.
   static INLINE void arrange(V* x) {
     const __m512i APART = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
@@ -295,6 +328,8 @@ static void dot_rows(const Weight& w, i64 first, i64 stop, Factors<M>& factors, 
   }
 }
 
+#define SIZE(n) std::integral_constant<int, n>()
+
 INLINE u32* word_of_row(u32* rows, i64 cap, i64 row, i64 word) { return rows + (word / KB * cap + row) * LDW + word % KB; }
 
 // Rows first .. first + n of the weight into `rows`.
@@ -361,15 +396,25 @@ static __attribute__((noinline)) void tile(const u32* rows, i64 apart, const V* 
     for (int j = 0; j < N; j++) c[r * N + j] = acc[r][j];
 }
 
-// c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 15 rows behind the last are written too.
+// c [n][count vectors] (+)= rows [n][words] · lanes [words][count vectors]; up to 15 rows behind the last are read and written
+// too. Without LD the rows are those of a matrix, `cap` words apart.
 constexpr i64 OVERSHOOT = 15;
-// Without LD the rows are those of a matrix, `cap` words apart.
+#if SG_TILES
+#include "tiles.h"
+#endif
 template <class M, i64 LD = LDW>
 static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count, i64 words, V* c, bool first = true,
                     Ahead ahead = Ahead()) {
-  for (i64 word = 0; word < words; word += KB) {
-    i64 steps = words - word < KB ? words - word : KB, apart = LD ? LD : cap;
-    const u32* block = rows + (LD ? word / KB * cap * LD : word);
+  i64 begin = 0;
+#if SG_TILES
+  if constexpr (ON_TILES<M>) {
+    begin = words / VL * VL;
+    if (begin) tiled_product<LD>(rows, cap, n, lanes, count, begin, c, first, ahead), first = false;
+  }
+#endif
+  for (i64 word = begin; word < words; word += KB - word % KB) {
+    i64 steps = words - word < KB - word % KB ? words - word : KB - word % KB, apart = LD ? LD : cap;
+    const u32* block = rows + (LD ? word / KB * cap * LD + word % KB : word);
     const V* x = (const V*)lanes + word * count;
     auto walk = [&](auto height, auto vectors) {
       constexpr int R = height.value, N = vectors.value;
@@ -377,11 +422,10 @@ static void product(const u32* rows, i64 cap, i64 n, const u32* lanes, int count
       if constexpr (R == 6)  // 16 heads are 6 + 6 + 4
         for (; n - r > 4 || n - r < 1; r += R) {
           if (n - r < 1) return;
-          tile<M, R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == 0, ahead);
+          tile<M, R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == begin, ahead);
         }
-      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == 0, ahead);
+      for (; r < n; r += R == 6 ? 4 : R) tile<M, R == 6 ? 4 : R, N, LD>(block + r * apart, apart, x, steps, c + r * N, first && word == begin, ahead);
     };
-#define SIZE(n) std::integral_constant<int, n>()
     if constexpr (VL == 16) {
       if (count == 4) walk(SIZE(6), SIZE(4));
       if (count == 3) walk(SIZE(8), SIZE(3));
@@ -405,5 +449,20 @@ static inline void pack_lanes(const u32* const* rows, i64 n, i64 words, u32* lan
       for (int i = 0; i < VL; i++) v[i] = j * VL + i < n && rows[j * VL + i] ? load<VU>(rows[j * VL + i] + word) : VU{};
       transpose(v);
       for (int i = 0; i < VL; i++) store(lanes + ((word + i) * count + j) * VL, v[i]);
+    }
+}
+
+// Lanes in the order in which FP4 weights are decoded for tiles: of every 64 inputs first the even, then the odd ones.
+template <class M, int F> static inline void spread(u32* lanes, i64 words, int count) {
+  if constexpr (ON_TILES<M> && F == FP4)
+    for (i64 block = 0; block < words * count; block += 32 * count) {
+      VU *at = (VU*)lanes + block, even[16 * MAX_COUNT], odd[16 * MAX_COUNT];
+      for (int i = 0; i < 16; i++)
+        for (int j = 0; j < count; j++) {
+          VU first = at[2 * i * count + j], second = at[(2 * i + 1) * count + j];
+          even[i * count + j] = (first & 0xffff) | second << 16;
+          odd[i * count + j] = first >> 16 | (second & 0xffff0000u);
+        }
+      memcpy(at, even, 16 * count * sizeof(VU)), memcpy(at + 16 * count, odd, 16 * count * sizeof(VU));
     }
 }

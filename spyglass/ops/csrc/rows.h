@@ -142,7 +142,7 @@ inline void turn_out(const V* c, i64 n, int count, i64 first_row, i64 num_rows, 
 }
 
 // x in lanes, `num` rows in panels of at most MAX_LANES rows; panel p starts at p * MAX_LANES * words.
-template <class M>
+template <class M, int F>
 inline void pack_panel(const Rows& x, const i64* index, i64 first, i64 num, i64 cols, i64 words, const Quant& q, u32* out) {
   SCRATCH(prepared);
   u32* rows = prepared.get<u32>(MAX_LANES * words);
@@ -152,6 +152,7 @@ inline void pack_panel(const Rows& x, const i64* index, i64 first, i64 num, i64 
     prepare_row<M>(x, index ? index[first + i] : first + i, cols, words, q, rows + i * words);
   }
   pack_lanes(at, num, words, out, count_of(num));
+  spread<M, F>(out, words, count_of(num));
 }
 
 // `linear.cpp`: x [T, groups, cols] times the weight, whose row block g reads group g.

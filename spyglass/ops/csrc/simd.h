@@ -24,6 +24,11 @@ constexpr int VL = 4;
 #else
 #define SG_PAIRS 0
 #endif
+#if SG_PAIRS && defined(__AMX_BF16__)
+#define SG_TILES 1  // the same on tiles of 16 x 32 of them
+#else
+#define SG_TILES 0
+#endif
 
 typedef uint8_t u8;
 typedef uint16_t bf16;  // the upper half of an fp32

@@ -65,7 +65,7 @@ def index_topk(
     few = k if blocks_TY is None else 0
     candidates = max_visible if blocks_TY is None else blocks_TY.shape[1] * block_size
     group = group_of(candidates)
-    step = max(1, _SCORES_AT_ONCE // candidates)
+    step = max(16, _SCORES_AT_ONCE // candidates & -16)  # parts begin at a multiple of 16 bytes, as Triton asks
     for t in range(0, len(q_TNI), step):
         part = slice(t, t + step)
         blocks = None if blocks_TY is None else blocks_TY[part]

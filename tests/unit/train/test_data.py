@@ -142,7 +142,7 @@ BAD: list[tuple[Any, str]] = [
     ('{"messages": [], "messages": [1]}', "'messages' is written twice"),
     (json.dumps({"messages": [{"role": "user", "content": "ab\ud800"}, ANSWER]}), "lone surrogate at character 2"),
     ({"message": []}, '"messages"'),
-    ({"messages": [USER, ANSWER], "weight": 1}, "unknown key 'weight'"),
+    ({"messages": [{**USER, "content": "Where is <image>?"}, ANSWER]}, "1 marks for images (<image> in a text"),
     ({"messages": []}, "last message must be the assistant's"),
     ({"messages": [USER]}, "last message must be the assistant's"),
     ({"messages": [shown("missing.png"), ANSWER]}, "missing.png"),
