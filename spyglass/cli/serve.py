@@ -121,7 +121,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("vision", images),
-        ("numbers", "not compared (--numbers off)" if llm.numbers is None else str(llm.numbers)),
+        ("numbers", "not compared" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
