@@ -74,7 +74,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max-lenth: 3", "'max-lenth' is no option of spyglass run; known are model, image, "),
+        ("max-lenth: 3", "'max-lenth' is no option of spyglass run; known are model, "),
         ("thinking: maybe", "thinking: invalid choice: 'maybe'"),
         ("seed: [1, 2]", r"seed is \[1, 2\], expected one value"),
         ("seed: x", "seed: invalid integer value: 'x'"),
