@@ -18,7 +18,7 @@ FAMILY ?= v4
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak clean
+.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak attack clean
 
 help:
 	@echo 'make setup           .venv with everything the others need (they set it up themselves)'
@@ -29,7 +29,8 @@ help:
 	@echo 'make check           format, lint, types, rules, unit and op tests'
 	@echo 'make lint, format    the first part of check; mend what can be mended'
 	@echo 'make bench           benchmarks, each beside its baseline; spyglass bench --help names others'
-	@echo 'make soak            ten minutes of mixed load on a server, every answer checked'
+	@echo 'make soak            ten minutes of mixed load on a server, attackers among it, every answer checked'
+	@echo 'make attack          ten minutes of attackers beside well-behaved clients: SECONDS=600 SEED=0'
 	@echo 'make mutants         plant faults that some test must notice: SINCE=main in the lines changed since then'
 	@echo 'make gpu             tests marked gpu, with the python that is there'
 	@echo 'make train-tiny      train the small model anew on a GPU: FAMILY=v4 or v41'
@@ -98,7 +99,13 @@ mutants: setup
 
 # Ten minutes of mixed load on a live server: every answer is known beforehand, memory is watched.
 soak: setup
-	$(TEST_ENV) $(BIN)/python -m scripts.soak --seconds 600
+	$(TEST_ENV) $(BIN)/python -m scripts.soak --seconds 600 --attackers
+
+# Attackers beside three well-behaved clients, whose every answer and pause is held against the law of docs/server.md.
+SECONDS ?= 600
+SEED ?= 0
+attack: setup
+	$(TEST_ENV) $(BIN)/python -m scripts.attack --seconds $(SECONDS) --seed $(SEED)
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist spyglass.egg-info

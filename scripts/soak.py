@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from spyglass.checkpoint.random import new_checkpoint
 from tests.server.parts import data_url
 
 CLIENTS = 12
+NICE = ("nice", "-n", "2")
 PATIENCE = 180.0  # seconds for one answer: a busy machine is given a minute for a grammar that takes too long
 MOST_BODY = 300_000
 MOST_GROWTH = 64 << 20  # bytes of memory that a server may hold more than after its first third
@@ -243,9 +244,31 @@ def memory(pid: int) -> int:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[str], httpx.AsyncClient]]:
+async def beside(module: str, *argv: str) -> AsyncIterator[asyncio.Task[bytes]]:
+    """A program of ours that runs meanwhile, and what it printed in the end."""
+    command = (*NICE, sys.executable, "-m", module, *argv)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+
+    async def result() -> bytes:
+        out, _ = await process.communicate()
+        assert process.returncode == 0, f"{module}: it ended with {process.returncode}"
+        return out
+
+    task = asyncio.create_task(result())
+    try:
+        yield task
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, options: Sequence[str] = SERVER
+) -> AsyncIterator[tuple[subprocess.Popen[str], httpx.AsyncClient]]:
     """`spyglass serve` in a process of its own; it must end well."""
-    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(folder), *SERVER]
+    command = [sys.executable, "-m", "spyglass.cli.main", "serve", str(folder), *options]
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(command, stderr=told, text=True)
         try:
@@ -276,8 +299,11 @@ async def _address(process: subprocess.Popen[str], told: Any) -> str:
     raise AssertionError("the server did not say where it listens")
 
 
-async def soak(folder: Path, seconds: float, seed: int = 0, count: int = 30) -> tuple[Tally, list[int]]:
-    """Load for so long; what happened, and the server's memory over time (12 samples)."""
+async def soak(
+    folder: Path, seconds: float, seed: int = 0, count: int = 30, *, attacked: bool = False
+) -> tuple[Tally, list[int]]:
+    """Load for so long; what happened, and the server's memory over time (12 samples). `attacked`: with attackers
+    (`scripts.attackers`) among the clients."""
     asked = questions(seed, count)
     async with serving(folder) as (process, client):
         expected = {}
@@ -300,7 +326,16 @@ async def soak(folder: Path, seconds: float, seed: int = 0, count: int = 30) -> 
                 await asyncio.sleep(seconds / 12)
                 samples.append(memory(process.pid))
 
-        await asyncio.gather(watch(), *(visitor(number) for number in range(CLIENTS)))
+        async with AsyncExitStack() as others:
+            if attacked:
+                url, root = str(client.base_url).rstrip("/"), others.enter_context(tempfile.TemporaryDirectory())
+                argv = url, str(seed), str(seconds), root
+                attackers = await others.enter_async_context(beside("scripts.attackers", *argv))
+            await asyncio.gather(watch(), *(visitor(number) for number in range(CLIENTS)))
+            if attacked:
+                told = json.loads(await attackers)
+                load.tally.seen["attacks"] = sum(told["seen"].values())
+                load.tally.wrong += told["wrong"]
         await _settle(client, load.tally)
     return load.tally, samples
 
@@ -328,13 +363,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attackers", action="store_true", help="attackers among the clients")
     parser.add_argument("--model", help="checkpoint folder (default: a new tiny one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(args.model or Path(made) / "tiny")
         if args.model is None:
             new_checkpoint(folder, "tiny", seed=0)
-        tally, samples = asyncio.run(soak(folder, args.seconds, args.seed))
+        tally, samples = asyncio.run(soak(folder, args.seconds, args.seed, attacked=args.attackers))
     print("seen:", dict(tally.seen))
     print("memory, MiB:", [sample >> 20 for sample in samples], "growth", growth(samples) >> 20)
     for wrong in tally.wrong[:20]:

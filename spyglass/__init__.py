@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NotServedError,
         OverloadedError,
         PromptError,
+        RankError,
         SpyglassError,
     )
     from spyglass.lora.merge import merge_adapter
@@ -46,6 +47,7 @@ __all__ = [
     "OverloadedError",
     "Patches",
     "PromptError",
+    "RankError",
     "RequestOutput",
     "SamplingParams",
     "SpyglassError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     app.state.service.workers.start()
     listening.listen()  # not before: nobody is to wait while a model is loaded
     port = 0 if config.uds else listening.getsockname()[1]
-    print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk below the log keeps nobody from being served
+        print(banner(llm, config, port, app.state.service.max_live), file=sys.stderr, flush=True)
     try:
         asyncio.run(serve(make_server(app, config.grace_seconds, certificate=certificate), app, listening))
     finally:
@@ -119,7 +121,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("clients", f"{url}/v1  ({keys})"),
         ("playground", f"{url}/"),
         ("vision", images),
-        ("numbers", "not compared (--numbers off)" if llm.numbers is None else str(llm.numbers)),
+        ("numbers", "not compared" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),

@@ -65,9 +65,11 @@ def load_checked(
     A divided model is not compared: its ranks do nothing that is not a step.
 
     Raises:
-        DeviceError: something differs, and the mode is "strict".
+        DeviceError: something differs, or cannot be compared, and the mode is "strict".
     """
     parts = load(())
+    if mode == "strict" and parts.ranks is not None:
+        raise DeviceError("a model that is divided between processes is not compared; leave --numbers strict out")
     if mode == "off" or parts.drawn or parts.ranks is not None:
         return parts, None
     report = compare(parts.loaded, parts.engram, parts.lora.slots())

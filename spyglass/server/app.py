@@ -96,7 +96,8 @@ class Service:
         """Start the engine's thread, find out what works, and in the end stop."""
         self.worker.start()
         work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
-        tasks = [asyncio.create_task(each) for each in work]
+        watching = self.metrics.watch_loop()
+        tasks = [asyncio.create_task(each) for each in (*work, watching)]
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +29,10 @@ _OPENAI = {
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
+}  # fmt: skip
+_LACKS = {
+    errno.ENOMEM: "memory", errno.EMFILE: "more open files", errno.ENFILE: "more open files",
+    errno.ENOSPC: "space on its disk", errno.EAGAIN: "more processes",
 }  # fmt: skip
 _OPTIONS = "|".join(option.name for option in dataclasses.fields(EngineConfig))
 _ADVICE = re.compile(rf"\b(raise|lower|set) ({_OPTIONS})\b")
@@ -70,6 +75,10 @@ def error_response(error: BaseException) -> ErrorResponse:
         return ErrorResponse(status=429, message=str(error), headers=wait)
     if isinstance(error, HTTPException):
         return ErrorResponse(status=error.status_code, message=error.detail, headers=error.headers or {})
+    code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
+    if code in _LACKS:
+        message = f"the machine has no {_LACKS[code]} for this request now; send it later"
+        return ErrorResponse(status=503, message=message, headers={"retry-after": "5"}, known=False)
     return ErrorResponse(status=500, message=INTERNAL, known=False)
 
 

@@ -27,7 +27,7 @@ class MemoryBudget:
         self._unreturned += nbytes
         if self._unreturned >= _TRIMMED:
             self._unreturned = 0
-            timer = threading.Timer(_TRIM_SECONDS, _trim)  # when what was counted is free
+            timer = threading.Timer(_TRIM_SECONDS, trim)  # when what was counted is free
             timer.daemon = True
             timer.start()
 
@@ -67,7 +67,8 @@ class Reservation:
             self._mine = 0
 
 
-def _trim() -> None:
+def trim() -> None:
+    """Return to the system what the allocator keeps for later."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # glibc's
         library.malloc_trim(0)

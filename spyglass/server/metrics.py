@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +13,8 @@ from spyglass.engine.worker import WorkerStats
 from spyglass.server.log import Record
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_DELAYS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TICK_SECONDS = 0.05
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -22,6 +25,12 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineNumbers(model, read))
         self._model = model
+        self._delay = Histogram(
+            "spyglass:event_loop_delay_seconds",
+            "how late the event loop runs what is due, looked at 20 times a second",
+            registry=self._registry,
+            buckets=_DELAYS,
+        )
         self._first = self._times("vllm:time_to_first_token_seconds", "from request to first token", _SECONDS)
         self._whole = self._times("vllm:e2e_request_latency_seconds", "from request to last token", _SECONDS)
         self._pace = self._times("vllm:request_time_per_output_token_seconds", "mean of an answer", _TOKEN_SECONDS)
@@ -85,6 +94,14 @@ class Metrics:
             each = record.completion_tokens / record.answers
             if each > 1:
                 self._pace.observe((record.total_s - record.first_token_s) / (each - 1))
+
+    async def watch_loop(self) -> None:
+        """Observe the event loop until cancelled: nothing on it may take long, since every stream waits meanwhile."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            self._delay.observe(loop.time() - due)
 
     def text(self) -> bytes:
         """The exposition format."""

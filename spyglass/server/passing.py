@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -96,8 +97,11 @@ def receive(channel: socket.socket) -> tuple[bytearray, list[int]]:
 
     Raises:
         EOFError: the other side is gone.
+        OSError: there can be no more open files.
     """
-    head, fds, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
+    head, fds, flags, _ = socket.recv_fds(channel, _HEAD.size, 1)
+    if flags & socket.MSG_CTRUNC:  # it lies there and cannot be had
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     while 0 < len(head) < _HEAD.size:
         head += channel.recv(_HEAD.size - len(head)) or b"\0" * _HEAD.size
     if len(head) != _HEAD.size:
@@ -146,6 +150,7 @@ def receive_result(channel: socket.socket, known: Mapping[str, Any]) -> tuple[Re
 
     Raises:
         EOFError: the other side is gone.
+        OSError: there can be no more open files.
     """
     head, fds = receive(channel)
     sizes, length = pickle.loads(head)

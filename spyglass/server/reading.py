@@ -22,6 +22,7 @@ from spyglass.prompt.decode import ImageRules, open_image
 from spyglass.prompt.tokens import ImagePlan
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Immediate, Served
+from spyglass.server.memory import trim
 from spyglass.server.passing import ReadBody, Refusal, Result, UnpackImage, Wanted, receive, send, send_result
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.writing import encoded
@@ -128,6 +129,7 @@ def _fork_readers(control: socket.socket) -> None:
     payload, _ = receive(control)
     reader = Reader(*pickle.loads(payload))
     gc.collect()
+    trim()
     gc.freeze()
     while True:
         payload, fds = receive(control)

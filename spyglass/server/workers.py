@@ -3,6 +3,7 @@ there never runs here."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -134,10 +135,11 @@ class Workers:
             job.works_in(process)
             send(process.channel, dumps(work))
             result, goes_on = receive_result(process.channel, self._known)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             job.works_in(None)
             with self._lock:
-                raise self._why(self._end(process), job, too_much) from None
+                code = self._end(process)
+            raise _why(code, error, job, too_much) from error
         job.works_in(None)
         with self._lock:
             if goes_on and not job.over and not self._closed and len(self._waiting) < _KEPT:
@@ -147,14 +149,6 @@ class Workers:
         if isinstance(result, Refusal):
             raise result.error()
         return result
-
-    def _why(self, code: int, job: Job, too_much: str) -> SpyglassError:
-        """What to say of a process that ended over a request. The caller has the lock."""
-        if job.over:
-            return SpyglassError("nobody waits for this request")
-        if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            return OverloadedError("the process that read this request was ended from outside; send it again")
-        return PromptError(f"{too_much}; send it smaller")
 
     def _fork(self) -> _Process:
         """Raises SpyglassError: there can be no process. The caller has the lock."""
@@ -216,6 +210,17 @@ class Workers:
             process.kill()
             if (code := process.wait()) != -signal.SIGKILL:
                 _LOG.error("the process that starts readers of requests has ended, with %d", code)
+
+
+def _why(code: int, error: Exception, job: Job, too_much: str) -> SpyglassError:
+    """What to say of a process that ended over a request, or of what could not be had from it."""
+    if job.over:
+        return SpyglassError("nobody waits for this request")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return OverloadedError(f"the request cannot be read now ({error.strerror}); send it later")
+    if -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return OverloadedError("the process that read this request was ended from outside; send it again")
+    return PromptError(f"{too_much}; send it smaller")
 
 
 def _none(error: Exception) -> SpyglassError:

@@ -106,17 +106,21 @@ def play(llm: LLM, asked: list[Asked], random: np.random.Generator) -> dict[int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "ahead"), [("spyglass-tiny-v4", "on"), ("spyglass-tiny-v41", "off")])
+@pytest.mark.parametrize(
+    ("model", "ahead", "ranks"),
+    [("spyglass-tiny-v4", "on", 1), ("spyglass-tiny-v41", "off", 1), ("spyglass-tiny-v41", "on", 2)],
+)
 def test_whatever_comes_together_each_gets_what_it_gets_alone(
-    model: str, ahead: str, monkeypatch: pytest.MonkeyPatch
+    model: str, ahead: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps one by one, and one ahead."""
+    """Steps one by one, and one ahead; on one process, and on two."""
     quiet = make_llm(model, prefix_cache_bytes=0, image_cache_bytes=0)
     asked = make_requests(quiet, np.random.default_rng(3))
     alone = [quiet.generate([one.prompt], one.params, adapter=one.adapter)[0] for one in asked]
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     sizes = {"max_step_tokens": 420, "max_sequences": 8, "cache_bytes": BYTES[model], "async_scheduling": ahead}
-    llm = make_llm(model, prefix_cache_bytes=200_000_000, image_cache_bytes=100_000, **sizes)
+    caches = {"prefix_cache_bytes": 200_000_000, "image_cache_bytes": 100_000}
+    llm = make_llm(model, **caches, **sizes, tensor_parallel_size=ranks)
     done = play(llm, asked, np.random.default_rng(4))
     stats = llm.engine.stats()
     assert stats.preemptions and stats.prefix_hits and stats.image_hits and stats.prefix_evictions
@@ -133,3 +137,4 @@ def test_whatever_comes_together_each_gets_what_it_gets_alone(
         np.testing.assert_allclose(ours, theirs, atol=LOGPROB_LAW)
     llm.engine.prefixes.clear()
     assert llm.engine.stats().cache_share == 0
+    llm.close()

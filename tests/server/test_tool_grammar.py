@@ -147,3 +147,25 @@ def test_a_block_that_is_not_open_is_opened_by_its_familys_tag_first(accepts: Ac
     blocks = [f"\n\n<M_{name}>\n{STOP}" for name in ("tool_calls", "calls")]
     assert sum(accepts(block, opened=False) for block in blocks) == 1
     assert not accepts(STOP, opened=False) and not any(accepts(block) for block in blocks)
+
+
+TEXT_FORMS = {
+    "date": (
+        ["2026-12-01", "2024-02-29", "0001-01-31", "2000-02-29"],
+        ["2026-02-29", "1900-02-29", "2026-13-01", "0000-01-01", "today"],
+    ),
+    "date-time": (["2026-12-01T05:30:00Z", "2026-12-01T05:30:00.25+02:00"], ["2026-12-01", "2026-12-01T25:00:00Z"]),
+    "time": (["05:30:00Z"], ["5:30"]),
+    "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+    "ipv4": (["192.168.0.1"], ["192.168.0.256", "1.2.3"]),
+    "colour": (["anything"], []),
+}
+
+
+@pytest.mark.parametrize("form", TEXT_FORMS)
+def test_b1_a_text_with_a_format_has_it(form: str, accepts: Accepts) -> None:
+    tools = {"at": {"properties": {"when": {"type": "string", "format": form}}, "required": ["when"]}}
+    for texts, sound in zip(TEXT_FORMS[form], (True, False), strict=True):
+        for text in texts:
+            said = call(f'<M_parameter name="when" string="true">{text}</M_parameter>\n', tool="at")
+            assert accepts(said, tools=tools) == sound, text

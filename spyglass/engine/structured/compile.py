@@ -97,10 +97,15 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
         trial.consume_token(int(np.unpackbits(words_1W.view(np.uint8), bitorder="little").argmax()))
     if trial.is_error() or notes:  # a warning is something of the grammar that would not be honoured
         wrong = first_line(trial.get_error()) if trial.is_error() else "; ".join(notes)
+        wrong = _IN_WORDS.get(wrong, wrong)
         if kind == "json_schema":
             wrong = f"{_faulty_place(value, vocabulary)}: {wrong}"
         raise ValueError(f"the {kind} asked for cannot be followed: {wrong[:500]}")
     return matcher
+
+
+# What the library says with names of its own.
+_IN_WORDS = {"NoExtensionBias": "it says nothing but that it is like itself, so no value fits; say what it is made of"}
 
 
 def first_line(error: str) -> str:

@@ -163,7 +163,7 @@ def parse_conversation(
         CapacityError: text that is certain to be too long.
     """
     if named is not None:
-        tools, choice = [tool for tool in tools if tool.name == named], "required"
+        tools, choice, one_call = [tool for tool in tools if tool.name == named], "required", True
         if not tools:
             refuse("tool_choice", f"asks for the tool {named[:100]!r}, no function named {named[:100]!r} is in tools")
     if choice == "required" and not tools:

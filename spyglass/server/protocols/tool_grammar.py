@@ -1,7 +1,8 @@
 """Tool calls as a grammar (Lark, as `llguidance` reads it), so that a call that must be made is made, and is sound.
 
-Parameters come in the order of the schema, the required ones always. Text is free, or one of an `enum`, also behind a
-reference to a definition or as one of several alternatives; everything else is JSON by its own schema.
+Parameters come in the order of the schema, the required ones always. Text is free, or of a format (a date, a time, a
+UUID, an address), or one of an `enum`, also behind a reference to a definition or as one of several alternatives;
+everything else is JSON by its own schema.
 The markup's own token is named by id: no text can spell it.
 """
 
@@ -20,6 +21,22 @@ from spyglass.server.protocols.tags import DSML
 
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _DEPTH = 8  # references and alternatives inside one another that are followed to find text
+_FOURS = "(0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    r"((000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
+    r"((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+    f"|([0-9]{{2}}{_FOURS}|{_FOURS}00)-02-29)"
+)
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_HEX, _BYTE = "[0-9a-f]", r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+# Formats that a parameter of text must have, which in JSON the grammar library knows itself
+_FORMATS = {
+    "date": _DATE,
+    "time": _CLOCK,
+    "date-time": f"{_DATE}T{_CLOCK}",
+    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
 _SAYS_NOTHING = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 
 
@@ -133,7 +150,8 @@ def _text(schema: Mapping[str, Any]) -> str | None:
     if types != "string" and not (isinstance(types, list) and "string" in types):
         return None
     if not isinstance(values, list):
-        return "TEXT"
+        form = _FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+        return "TEXT" if form is None else f'(/{form}/ "</")'
     spelled = [json.dumps(value + "</", ensure_ascii=False) for value in values if isinstance(value, str)]
     return f"({' | '.join(spelled)})" if spelled else None
 

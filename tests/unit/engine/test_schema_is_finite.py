@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
+from spyglass.errors import PromptError
 
 LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 NAMES = ("a", "b", "c")
@@ -125,3 +129,17 @@ def test_a_value_that_ends_exists_where_one_can_be_built_in_as_many_steps_as_the
     """A shortest derivation never follows the same reference inside itself."""
     definitions = dict(zip(NAMES, schemas, strict=True))
     assert schema_is_finite(defined(**definitions)) == builds({"$ref": "#/$defs/a"}, definitions, len(NAMES) + 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$ref": "#"}, r"\$: "),
+        ({"allOf": [{"$ref": "#"}]}, r"\$: "),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, r"\$\.\$defs\.a: "),
+    ],
+)
+def test_a_schema_that_refers_only_to_itself_is_told_in_words(schema: Any, place: str, tiny_folder: Path) -> None:
+    llm = LLM(tiny_folder, device="cpu", images=0, max_sequences=1)
+    with pytest.raises(PromptError, match=place + "it says nothing but that it is like itself"):
+        llm.generate([[0]], SamplingParams(structured=Structured(kind="json_schema", value=schema)))
