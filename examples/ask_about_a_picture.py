@@ -1,6 +1,6 @@
 """Ask one question about one picture; the answer streams.
 
-python examples/ask_about_a_picture.py spyglass-tiny-v4 photo.jpg "What is this?"
+python examples/ask_about_a_picture.py spyglass-tiny-v4 examples/shapes.jpg "What shape is the red thing?"
 """
 
 import sys
@@ -19,6 +19,6 @@ message = {
         {"type": "text", "text": question},
     ],
 }
-for delta in llm.stream([message], SamplingParams(max_tokens=32, temperature=0.6, seed=0)):
+for delta in llm.stream([message], SamplingParams(max_tokens=32, temperature=0)):
     print(delta.text, end="", flush=True)
 print()

@@ -1,6 +1,6 @@
 """Prompts of different lengths, with and without a picture, answered together: the model reads its weights once a step.
 
-python examples/batch_of_prompts.py spyglass-tiny-v4 photo.jpg
+python examples/batch_of_prompts.py spyglass-tiny-v4 examples/shapes.jpg
 """
 
 import sys
@@ -14,15 +14,15 @@ model, picture = sys.argv[1:]
 llm = LLM(model)
 photo = {"type": "image_url", "image_url": {"url": Path(picture)}}
 questions = [
-    "Name three colours.",
-    [photo, {"type": "text", "text": "Describe the picture in one sentence."}],
-    [photo, {"type": "text", "text": "Is there a person in it? Answer yes or no."}],
+    "Hello!",
+    [photo, {"type": "text", "text": "What colour is the circle?"}],
+    [photo, {"type": "text", "text": "How many things are there?"}],
 ]
 chats = [[{"role": "user", "content": question}] for question in questions]
 params = [
     SamplingParams(max_tokens=12, temperature=0.8, seed=1),
     SamplingParams(max_tokens=16, temperature=0),
-    SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+    SamplingParams(max_tokens=8, temperature=0, logprobs=2),
 ]
 for output in llm.chat(chats, params):
     print(f"[{output.finish_reason}, {output.usage.completion_tokens} tokens] {output.text!r}")

@@ -27,6 +27,7 @@ from scripts.soak import Question, beside, memory, questions, read, serving
 from spyglass.checkpoint.random import new_checkpoint
 
 LAW_SECONDS, REFUSAL_SECONDS = 0.25, 1.0
+LOOP_SECONDS = 2.5  # what a busy machine may keep the event loop waiting
 TRIED = {"grammar": 10.0}  # what must be tried to be refused has processor seconds of its own
 # Where others use the machine too: what is noticed at most, and in all but a hundredth of cases, is so many times the
 # longest that the clients noticed alone, and so many seconds.
@@ -87,6 +88,9 @@ class Outcome:
         slowest = self.attackers["slowest"].items() if absolute else ()
         slow = {kind: seconds for kind, seconds in slowest if seconds > REFUSAL_SECONDS + TRIED.get(kind, 0.0)}
         found += [f"a refusal of {kind} took {seconds:.1f} s" for kind, seconds in slow.items()]
+        bound = str(LAW_SECONDS if absolute else LOOP_SECONDS)
+        if late := self.loop["+Inf"] - self.loop[bound]:
+            found.append(f"the event loop was later than {bound} s {late} times")
         if not beside["answers"]:
             found.append("no answer came beside the attackers")
         if self.after - self.before > MOST_GROWTH:

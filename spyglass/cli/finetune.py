@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from pathlib import Path
@@ -70,8 +71,10 @@ def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) ->
     elif item.name in choices_of(TrainConfig):
         parser.add_argument(option, choices=choices_of(TrainConfig)[item.name], default=item.default, help=_help(item))
     else:
-        parse = str if kind is str else integer if kind in (int, int | None) else number
-        letter = {str: "NAME", integer: "N", number: "X"}[parse]
+        kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
+            str: (str, "NAME"), int: (integer, "N"), int | None: (integer, "N"), Path | None: (Path, "FILE"),
+        }  # fmt: skip
+        parse, letter = kinds.get(kind, (number, "X"))
         parser.add_argument(option, metavar=letter, type=parse, default=item.default, help=_help(item))
 
 

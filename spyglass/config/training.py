@@ -11,6 +11,7 @@ from spyglass.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 LossOn = Literal["assistant", "all"]
+EPOCHS = 3  # unless somebody says
 MAX_FACTOR = 1e12  # of what fp32 values are multiplied with
 _OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
@@ -37,10 +38,13 @@ class TrainConfig:
     full: bool = field(
         default=False, metadata=about("train every weight instead of adapters; the output is a checkpoint")
     )
-    epochs: int = field(default=1, metadata=about("passes over the data"))
+    epochs: int | None = field(default=None, metadata=about("passes over the data (default: 3)"))
     steps: int | None = field(default=None, metadata=about("steps, instead of passes (--epochs)"))
     batch_tokens: int = field(
         default=4096, metadata=about("max tokens of a micro-batch, and of a chat, images included")
+    )
+    batch_chats: int = field(
+        default=8, metadata=about("max chats of a micro-batch, so that a small file makes many steps")
     )
     accumulate: int = field(default=1, metadata=about("micro-batches of a step, over all processes"))
     lr: float = field(default=2e-4, metadata=about("highest learning rate"))
@@ -51,6 +55,14 @@ class TrainConfig:
     seed: int = field(default=0, metadata=about("of the order of the data, of new adapters and of dropout", low=0))
     loss_on: LossOn = field(
         default="assistant", metadata=about("what is learnt: the assistant's tokens, or all that are text")
+    )
+    eval_data: Path | None = field(
+        default=None,
+        metadata=about("chats that are not learnt: their loss is told, and the adapter of the best step is kept"),
+    )
+    eval_every: int = field(default=20, metadata=about("steps between measurements of --eval-data"))
+    patience: int = field(
+        default=5, metadata=about("end after so many measurements without a better one; 0 never", low=0)
     )
     skip_bad: bool = field(default=False, metadata=about("leave out lines that cannot be used, naming them"))
     checkpointing: bool = field(
@@ -77,7 +89,9 @@ class TrainConfig:
             self._refuse_adapter_options()
 
     def _check_numbers(self) -> None:
-        if self.steps is not None and self.epochs != 1:
+        if self.full and self.eval_data is not None:
+            raise ConfigError("eval_data goes with adapters; with full, measure the checkpoint afterwards")
+        if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them")
         for name in ("lr", "alpha", "clip"):
             if not 0 < getattr(self, name) <= MAX_FACTOR:

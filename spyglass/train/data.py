@@ -211,13 +211,14 @@ def _refuse_unknown(message: Any, place: int) -> None:
 
 
 class Batches:
-    """Which chats each micro-batch has: every epoch all of them, shuffled anew, filled up to `most_tokens` in order.
+    """Which chats each micro-batch has: every epoch all of them, shuffled anew, filled up to `most_tokens`
+    or `most_chats` in order.
 
     A function of the seed and the micro-batch's number alone, so a run that is resumed meets the same ones.
     """
 
-    def __init__(self, tokens: Sequence[int], *, most_tokens: int, seed: int) -> None:
-        self._tokens, self._most, self._seed = tokens, most_tokens, seed
+    def __init__(self, tokens: Sequence[int], *, most_tokens: int, seed: int, most_chats: int | None = None) -> None:
+        self._tokens, self._most, self._seed, self._most_chats = tokens, most_tokens, seed, most_chats
         self._plan: list[list[int]] = []
         self._epochs = 0
 
@@ -236,7 +237,7 @@ class Batches:
             raise ConfigError(
                 f"{epochs} passes over {len(self._tokens)} chats are too many to plan; say how many steps"
             )
-        fresh = Batches(self._tokens, most_tokens=self._most, seed=self._seed)
+        fresh = Batches(self._tokens, most_tokens=self._most, seed=self._seed, most_chats=self._most_chats)
         for _ in range(epochs):
             fresh._add_epoch()
         return len(fresh._plan)
@@ -246,7 +247,7 @@ class Batches:
         self._epochs += 1
         used = self._most + 1
         for chat in order.tolist():
-            if used + self._tokens[chat] > self._most:
+            if used + self._tokens[chat] > self._most or len(self._plan[-1]) == self._most_chats:
                 self._plan.append([])
                 used = 0
             self._plan[-1].append(chat)

@@ -19,18 +19,19 @@ import torch
 from spyglass.checkpoint.digest import checkpoint_digest
 from spyglass.config import read_model_config
 from spyglass.config.shipped import find_model
-from spyglass.config.training import TrainConfig
+from spyglass.config.training import EPOCHS, TrainConfig
 from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
-from spyglass.lora.new import TRAINED_SLOT, new_adapter
+from spyglass.lora.new import TRAINED_SLOT, TrainableAdapter, new_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
 from spyglass.train.full_finetune import FullRun
+from spyglass.train.held_out import HeldOut
 from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss
@@ -40,6 +41,7 @@ from spyglass.train.sharding import shard_layers, whole_adapter
 from spyglass.train.state import has_state, held_alone
 
 RUN_FOLDER = "training"
+FEW_STEPS = 20
 Tell = Callable[[str], None]
 
 
@@ -68,11 +70,17 @@ def finetune(
         config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
     )
     _refuse_blind(config, chats)
-    batches = Batches([chat.tokens for chat in chats], most_tokens=config.batch_tokens, seed=config.seed)
+    batches = _batches(config, chats)
     options = loop_options(config, batches)
     check_options(options, processes)
     _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
+    tell(f"{options.steps} steps of {options.accumulate} x at most {config.batch_chats} chats")
+    if options.steps < FEW_STEPS:
+        tell(
+            f"warning: {options.steps} steps are too few to learn much; raise --epochs or --steps, or lower "
+            "--batch-chats or --accumulate"
+        )
     if ignored := sorted({name for chat in chats for name in chat.ignored}):
         tell(f"ignored columns, which say nothing about a chat: {', '.join(ignored)}")
     feed = Feed(chats, batches, learner, stride=processes.count)
@@ -82,6 +90,47 @@ def finetune(
     if processes.rank == 0:
         tell(_result_line(config, options, result))
     return result
+
+
+def _batches(config: TrainConfig, chats: list[Chat]) -> Batches:
+    return Batches(
+        [chat.tokens for chat in chats],
+        most_tokens=config.batch_tokens,
+        seed=config.seed,
+        most_chats=config.batch_chats,
+    )
+
+
+def _held_out(
+    config: TrainConfig, options: LoopOptions, feed: Feed, loaded: LoadedModel, adapter: TrainableAdapter,
+    leaves: Mapping[str, torch.Tensor], tell: Tell,
+) -> HeldOut | None:  # fmt: skip
+    """What measures the chats of `eval_data`, without dropout; None if there are none."""
+    if config.eval_data is None:
+        return None
+    chats, _ = read_chats(
+        config.eval_data, feed.learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=False
+    )
+    batches = _batches(config, chats)
+    loss = _task(config, loaded, leaves, Feed(chats, batches, feed.learner)).loss
+
+    def plain(number: int) -> MicroLoss:
+        adapter.set_dropout(0.0)
+        try:
+            return loss(number)
+        finally:
+            adapter.set_dropout(config.dropout)
+
+    tell(f"held out: {len(chats)} chats of {config.eval_data}")
+    return HeldOut(
+        plain,
+        batches.count(1),
+        leaves,
+        steps=options.steps,
+        every=config.eval_every,
+        patience=config.patience,
+        tell=tell,
+    )
 
 
 def _train_adapter(
@@ -116,8 +165,15 @@ def _train_adapter(
     if processes.count > 1:
         leaves = shard_layers(loaded.model, adapter, processes)
     task = _task(config, loaded, leaves, feed)
+    held = _held_out(config, options, feed, loaded, adapter, leaves, tell)
+    if held is not None:
+        held.begin()
+        task = replace(task, after_step=held.after_step, enough=held.enough)
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
+    if held is not None and result.finished:
+        held.restore()
+        tell(f"held out: kept the adapter of step {held.best_step}, loss {held.best:.4f}")
     adapter.set_dropout(0.0)
     adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
@@ -189,7 +245,7 @@ def loop_options(config: TrainConfig, batches: Batches) -> LoopOptions:
     """The loop's options; passes over the data become steps, the last of which may begin another pass."""
     steps = config.steps
     if steps is None:
-        steps = -(-batches.count(config.epochs) // config.accumulate)
+        steps = -(-batches.count(config.epochs or EPOCHS) // config.accumulate)
     return LoopOptions(
         steps=steps,
         accumulate=config.accumulate,
@@ -239,7 +295,19 @@ def open_engram_feed(folder: Path, loaded: LoadedModel) -> EngramFeed | None:
 
 def _facts(config: TrainConfig, model: VisionLanguageModel, feed: Feed) -> dict[str, Any]:
     """What a run cannot change when it is resumed, besides the options of the loop."""
-    same = ("full", "rank", "alpha", "rslora", "dropout", "batch_tokens", "lr", "weight_decay", "loss_on", "skip_bad")
+    same = (
+        "full",
+        "rank",
+        "alpha",
+        "rslora",
+        "dropout",
+        "batch_tokens",
+        "batch_chats",
+        "lr",
+        "weight_decay",
+        "loss_on",
+        "skip_bad",
+    )
     return {name: getattr(config, name) for name in same} | {
         "data": feed.digest(),
         "base model": checkpoint_digest(config.model),

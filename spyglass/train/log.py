@@ -118,10 +118,10 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     steps, losses = [row.step for row in rows], [row.loss for row in rows]
-    mean, smooth = losses[0], []
-    for loss in losses:
+    mean, smooth = 0.0, []
+    for step, loss in enumerate(losses, 1):
         mean += (loss - mean) * 0.1
-        smooth.append(mean)
+        smooth.append(mean / (1 - 0.9**step))  # as Adam does: the mean begins at 0, not at an old loss
     figure = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     top.plot(steps, losses, color="tab:blue", alpha=0.35, label="loss")

@@ -66,8 +66,9 @@ class Task:
 
     `leaves` by name, all of which the optimisers hold between them; `loss(number)` runs micro-batch `number` forward.
     `extra` tensors are saved and restored in place with the leaves; `after_step(step)` runs when leaves have changed,
-    `restored` when a saved state has been put into them. A run is resumed only with the `facts` (of JSON) it began
-    with: they tell it from others that train the same leaves.
+    `restored` when a saved state has been put into them. `enough()`, asked after each step, may end the run as
+    finished. A run is resumed only with the `facts` (of JSON) it began with: they tell it from others that train the
+    same leaves.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -77,6 +78,7 @@ class Task:
     after_step: Callable[[int], None] | None = None
     restored: Callable[[], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    enough: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,20 +198,21 @@ class _Loop:
         self._since = time.perf_counter()
 
     def run(self, done: int) -> LoopResult:
-        options, started = self._options, time.perf_counter()
+        options, started, over = self._options, time.perf_counter(), False
         with asked_to_stop() as asked:
-            while done < options.steps:
+            while done < options.steps and not over:
                 self._pending.append(self._step(done))
                 done += 1
+                over = self._task.enough is not None and self._task.enough()
                 stop = self._any(asked.is_set() or _over(started, options.minutes))
-                if stop or done % options.save_every == 0 or done == options.steps:
+                if stop or over or done % options.save_every == 0 or done == options.steps:
                     self._flush()
                     self._save(done)
                 if stop:
                     break
                 if done % options.log_every == 0:
                     self._flush()
-        return LoopResult(step=done, finished=done == options.steps, loss=self._last)
+        return LoopResult(step=done, finished=over or done == options.steps, loss=self._last)
 
     def _step(self, step: int) -> _Pending:
         task, options = self._task, self._options

@@ -15,7 +15,7 @@ from spyglass.tiny_world.questions import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ANSWER = re.compile(r"^spyglass run .*#\s+(\S.*)$", re.MULTILINE)  # of a command, as the document shows it
+ANSWER = re.compile(r"^(?:spyglass run|print\().*#\s+(\S.*)$", re.MULTILINE)  # as the document shows it
 MAKE_TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 
 
@@ -71,6 +71,7 @@ def test_the_example_runs(place: str, language: str, code: str, desk: Path) -> N
         [sys.executable, "-c", code], cwd=desk, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, f"{place}\n{done.stdout}\n{done.stderr}"
+    assert all(answer in done.stdout for answer in ANSWER.findall(code)), f"{place}\n{done.stdout}"
 
 
 def test_every_make_target_that_a_document_names_exists() -> None:

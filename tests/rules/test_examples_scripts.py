@@ -15,6 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+TRUE_ANSWERS = {
+    "ask_about_a_picture": ["It is a triangle."],
+    "batch_of_prompts": ["It is yellow.", "There are three."],
+}
 LONGEST = 40  # lines: an example is read in one go
 
 
@@ -33,6 +37,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("desk")
     data = Path(skimage.__file__).parent / "data"
+    (folder / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "shapes.jpg", folder / "examples")
     for name, photograph in (("photo", "rocket.jpg"), ("first", "rocket.jpg"), ("second", "chelsea.png")):
         shutil.copy(data / photograph, folder / f"{name}.jpg")
     run([str(Path(sys.executable).parent / "spyglass"), *shlex.split("new-checkpoint demo-model --seed 0")], folder)
@@ -53,6 +59,7 @@ def test_the_script_runs_as_it_says(script: Path, desk: Path) -> None:
     assert python == "python"
     said = run([sys.executable, str(script), *arguments], desk).strip()
     assert said
+    assert all(answer in said for answer in TRUE_ANSWERS.get(script.stem, ())), said
     if script.stem == "finetune_on_two_pictures":
         assert said.splitlines()[-2:] == ["A rocket.", "A cat."], "what it was taught"
 

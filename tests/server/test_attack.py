@@ -20,7 +20,7 @@ FINE = Outcome(
     before=1 << 30,
     peak=2 << 30,
     after=1 << 30,
-    loop={},
+    loop={"0.25": 99, "2.5": 99, "+Inf": 99},
 )
 
 
@@ -43,6 +43,7 @@ def test_beside_attackers_every_answer_is_right_and_nobody_waits_much_longer_tha
         ({"attackers": {**NOTHING, "wrong": ["raw: a 500"]}}, "a 500"),
         ({"files": {**NOTHING, "wrong": ["config: TypeError"]}}, "config: TypeError"),
         ({"attackers": {**NOTHING, "slowest": {"raw": 1.5}}}, "a refusal of raw took 1.5 s"),
+        ({"loop": {"0.25": 97, "+Inf": 99}}, "the event loop was later than 0.25 s 2 times"),
         ({"after": (1 << 30) + MOST_GROWTH + 1}, "are kept after the attacks"),
     ],
 )

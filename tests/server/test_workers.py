@@ -17,17 +17,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from spyglass.config.server import ServerConfig
+from spyglass.engine.llm import LLM
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt import plan_image
 from spyglass.prompt.build import unpack_image
 from spyglass.prompt.decode import CHAT_RULES, open_image
 from spyglass.prompt.tokens import ImagePlan, Prompt
+from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Immediate
 from spyglass.server.passing import Refusal, Wanted, receive_result, send_result
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import json_bytes
-from tests.server.parts import data_url, wait_for
+from tests.server.parts import data_url, running, wait_for
 from tests.server.protocol_parts import config_of, served_of, tokenizer_of
 
 SERVED = served_of()
@@ -264,3 +267,23 @@ def test_a_body_written_in_pieces_is_the_one_written_at_once() -> None:
     value = {"a": [1, {"b": ['x"y', None, True, 1.5, {}, [], "\u2028é"]}], "": {"c": {"d": [[[[[[[[[1]]]]]]]]]}}}
     assert json_bytes(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     assert json_bytes({"a": "\ud800"}) == b'{"a":"?"}'
+
+
+def test_the_reading_of_a_body_ends_with_its_client(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
+    def endless(_: Workers, path: str, body: bytes, adapters: object, remote: object, job: Job) -> Call:
+        jobs.append(job)
+        wait_for(lambda: job.over)
+        raise SpyglassError("nobody waits for this request")
+
+    monkeypatch.setattr(Workers, "read", endless)
+    body = asking("word " * 10_000)
+    with running(create_app(llm, ServerConfig())) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30) as raw:
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            raw.sendall(head.encode() + b"\r\n\r\n" + body)
+            wait_for(lambda: jobs)
+            assert not jobs[0].over
+        wait_for(lambda: jobs[0].over)
+        server.wait_until_idle()

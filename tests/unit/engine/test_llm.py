@@ -279,7 +279,7 @@ def test_adapters_beyond_the_free_memory_are_refused_before_weights_are_read(
 ) -> None:
     """There is room for the weights, not for what goes beside them."""
     monkeypatch.setattr("spyglass.engine.fit.host_memory", lambda: Device("host", 10**9, 85 * 10**6))
-    monkeypatch.setattr("spyglass.engine.loading.load_model", None)
+    monkeypatch.setattr("spyglass.engine.load.load_model", None)
     with pytest.raises(CapacityError, match=r"take 0\.08 GB, its adapters 0\.01 GB, and 0\.0. GB are free here"):
         LLM(tiny_folder, **OPTIONS, adapters={"large": large_adapter})
 

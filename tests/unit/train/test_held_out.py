@@ -1,0 +1,59 @@
+"""Held-out chats decide which step is kept and when training ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from spyglass.train.data import Batches
+from spyglass.train.held_out import HeldOut
+from spyglass.train.loop import LoopOptions, MicroLoss, Task, train
+
+
+def run(folder: Path, *, steps: int, patience: int) -> tuple[int, float, HeldOut, list[str]]:
+    """Train one number from 0 towards 1 while held-out data wants 0.5; steps done, what is left, and what was told."""
+    weight = torch.nn.Parameter(torch.zeros(()))
+    told: list[str] = []
+
+    def loss(number: int, aim: float) -> MicroLoss:
+        return MicroLoss(loss=2 * (weight - aim).square() + number, targets=2)
+
+    held = HeldOut(
+        lambda number: loss(number, 0.5), 2, {"w": weight}, steps=steps, every=1, patience=patience, tell=told.append
+    )
+    held.begin()
+    task = Task(
+        leaves={"w": weight},
+        optimisers=[torch.optim.SGD([weight], lr=0.05)],
+        loss=lambda number: loss(0, 1.0),
+        after_step=held.after_step,
+        enough=held.enough,
+    )
+    result = train(task, LoopOptions(steps=steps, schedule="constant", clip=None), folder, progress=False)
+    assert result.finished
+    held.restore()
+    return result.step, float(weight.detach()), held, told
+
+
+def test_the_best_step_is_kept_and_training_ends_when_it_gets_no_better(tmp_path: Path) -> None:
+    step, kept, held, told = run(tmp_path / "a", steps=60, patience=3)
+    assert step == held.best_step + 3 < 60
+    assert abs(kept - 0.5) < 0.06 and told[held.best_step].endswith(f"after step {held.best_step}, the best so far")
+    assert not told[-1].endswith("best so far")
+
+
+def test_without_patience_every_step_is_done_and_the_best_still_kept(tmp_path: Path) -> None:
+    step, kept, held, _ = run(tmp_path / "b", steps=60, patience=0)
+    assert step == 60 and abs(kept - 0.5) < 0.06 and held.best_step < 60
+
+
+def test_a_loss_is_the_mean_over_all_targets() -> None:
+    losses = [MicroLoss(loss=torch.tensor(6.0), targets=2), MicroLoss(loss=torch.tensor(2.0), targets=6)]
+    held = HeldOut(losses.__getitem__, 2, {}, steps=1, every=1, patience=1, tell=lambda line: None)
+    assert held.measure() == 1.0
+
+
+def test_a_batch_has_at_most_so_many_chats() -> None:
+    batches = Batches([1] * 20, most_tokens=100, seed=0, most_chats=8)
+    assert [len(batches[number]) for number in range(batches.count(1))] == [8, 8, 4]
