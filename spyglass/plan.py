@@ -9,6 +9,7 @@ are whole on the first of the devices.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from collections import Counter
@@ -293,7 +294,7 @@ def this_machine() -> Machine:
 
 
 def host_memory() -> Device:
-    """Memory of this machine, or of the container it is; all zero where unknown."""
+    """Memory of this machine, of the container it is, or that this process may have; all zero where unknown."""
     total, free = _meminfo()
     for limit_file, used_file, cached in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -303,7 +304,18 @@ def host_memory() -> Device:
         if limit is not None and limit < total:
             held = (used or 0) - _cached_files((CGROUP / used_file).with_name("memory.stat"), cached)
             total, free = limit, min(free, max(limit - held, 0))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # `ulimit -v`: addresses, of which libraries take many
+    if limit != resource.RLIM_INFINITY:
+        total, free = min(total, limit), min(free, max(limit - _addresses(), 0))
     return Device("this machine's memory", total, free)
+
+
+def _addresses() -> int:
+    """Bytes of addresses that this process has; zero where unknown."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _cached_files(stat: Path, names: tuple[str, ...]) -> int:

@@ -109,6 +109,7 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> Non
     report["faults"] = matched.faults() + unfilled + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
+    report["gpu_kernels"] = _standings() if machine.gpus else {}
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
@@ -182,6 +183,16 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
+def _standings() -> dict[str, str]:
+    """What is known of the Triton kernels on each GPU that torch sees, by its name and compute capability."""
+    import torch
+
+    from spyglass.ops.gpu import standing
+
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {f"{gpu.name} ({gpu.major}.{gpu.minor})": standing((gpu.major, gpu.minor)) for gpu in found}
+
+
 def _has_graphs(ops: dict[str, dict[str, str]]) -> bool:
     """Whether images would go through CUDA graphs (`vision_graphs='auto'`)."""
     on_gpu = [chosen["vit_attention"] for device, chosen in ops.items() if device.startswith("cuda")]
@@ -203,6 +214,7 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
         lines.append("no tokenizer.json: takes token ids and pictures, but no text")
     if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
+        lines += [f"Triton kernels on {name}: {known}" for name, known in report["gpu_kernels"].items()]
         if report["no_cpu_kernels"] is not None:
             lines.append(f"the fast kernels for processors cannot run: {report['no_cpu_kernels']}")
         lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")

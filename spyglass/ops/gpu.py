@@ -8,6 +8,7 @@ import torch
 
 # Bytes of shared memory that one program may ask for, by compute capability (CUDA programming guide)
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+MEASURED = frozenset({90})  # generations on which the kernels have run and were tuned
 
 
 def generation() -> int:
@@ -15,6 +16,14 @@ def generation() -> int:
     from triton.runtime import driver
 
     return int(driver.active.get_current_target().arch)
+
+
+def standing(capability: tuple[int, int]) -> str:
+    """What is known of the Triton kernels on GPUs of this compute capability, in words."""
+    found = 10 * capability[0] + capability[1]
+    if found in MEASURED:
+        return "measured"
+    return "compiles, not run" if found in SHARED_MEMORY else "not known"
 
 
 def roomy() -> bool:

@@ -44,7 +44,13 @@ class Kernel:
 
 
 class _StandIn:
-    """As much of Triton's driver as compiling asks for. Each generation counts as a device, with a cache of its own."""
+    """As much of Triton's driver as compiling asks for.
+
+    Each generation counts as a device, with a cache of its own; another one is for recording, where nothing may be
+    found that was compiled before.
+    """
+
+    recording = False
 
     def __init__(self, generation: int, processors: int = OF_AN_H200) -> None:
         self.generation, self.processors = generation, processors
@@ -55,23 +61,24 @@ class _StandIn:
         return GPUTarget("cuda", self.generation, 32)
 
     def get_current_device(self) -> int:
-        return self.generation
+        return -self.generation if self.recording else self.generation
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
 
 
 @contextmanager
-def pretended(generation: int, processors: int = OF_AN_H200) -> Iterator[None]:
+def pretended(generation: int, processors: int = OF_AN_H200) -> Iterator[_StandIn]:
     """Inside, Triton takes a GPU of compute capability `generation` (90 = 9.0) to be there, and can compile for it.
 
     Holds for the whole process: nothing else may launch meanwhile.
     """
     from triton.runtime import driver
 
-    driver.set_active(_StandIn(generation, processors))
+    stand_in = _StandIn(generation, processors)
+    driver.set_active(stand_in)
     try:
-        yield
+        yield stand_in
     finally:
         with suppress(RuntimeError):  # without a GPU there is nothing to go back to
             driver.reset_active()
@@ -91,7 +98,8 @@ def recorded(generation: int, processors: int = OF_AN_H200) -> Iterator[Counter[
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
-        with pretended(generation, processors):
+        with pretended(generation, processors) as stand_in:
+            stand_in.recording = True
             yield launched
     finally:
         knobs.runtime.jit_cache_hook = before

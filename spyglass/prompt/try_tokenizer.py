@@ -21,8 +21,10 @@ _PROBE = "Hello, wörld! 12345  ab\r\n\t漢字かな e\u0301 \U0001f600 \u200b\x
 
 def main() -> None:
     """Build the tokenizer, and tokenise and spell a text with all of it and with what text alone goes through."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    for kind, value in ((resource.RLIMIT_AS, _MEMORY), (resource.RLIMIT_CPU, _CPU_SECONDS)):
+        most = resource.getrlimit(kind)[1]  # which nobody may raise
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(kind, (value, value))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(_WALL_SECONDS)
     text = sys.stdin.buffer.read().decode("utf-8")

@@ -45,7 +45,9 @@ class Reader:
         os.nice(_NICE)
         for number in (signal.SIGPROF, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]  # which nobody may raise
+        memory = self._memory if most == resource.RLIM_INFINITY else min(self._memory, most)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
             payload, _ = receive(channel)

@@ -31,6 +31,18 @@ def test_launches_are_counted_and_neither_compiled_nor_made() -> None:
     assert Counter(kernel.name for kernel in kernels)["write_row"] == 1
 
 
+def test_what_was_compiled_before_is_recorded_all_the_same() -> None:
+    counts = []
+    for _ in range(2):
+        with torch.inference_mode(), recorded(80) as kernels:
+            launch()
+        counts.append(kernels)
+        with pretended(80):
+            for kernel in kernels:
+                kernel.compile()
+    assert counts[0] == counts[1]
+
+
 def test_another_process_leaves_what_a_launch_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 

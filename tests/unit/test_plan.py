@@ -15,7 +15,7 @@ from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
 from spyglass.params.table import param_table
-from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, plan_memory, this_machine
+from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, host_memory, plan_memory, this_machine
 
 GB = 10**9
 ROOMY = Machine(Device("host", 900 * GB, 800 * GB), (Device("A", 100 * GB, 90 * GB), Device("B", 100 * GB, 40 * GB)))
@@ -188,3 +188,13 @@ def test_a_driver_that_fails_means_no_gpus(tmp_path: Path, monkeypatch: pytest.M
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert this_machine().gpus == ()
+
+
+def test_f5_a_limit_on_the_addresses_of_a_process_is_a_limit_on_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    free = host_memory()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, -1))
+    assert host_memory().total == free.total
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**6, -1))
+    assert (host_memory().total, host_memory().free) == (10**6, 0)

@@ -71,7 +71,8 @@ class CacheAllocator:
                 g.name: PagePool(g, self.memory, limits[g.name], clears=fill is not None) for g in self.groups
             }
         except RuntimeError as error:  # what torch's allocators raise
-            raise CapacityError(f"cache_bytes is {cache_bytes:,}, more than {device} has left; lower it") from error
+            told = f"a KV cache of {cache_bytes:,} bytes is more than {device} gives; state a lower cache_bytes"
+            raise CapacityError(told) from error
         self._tables: dict[str, NDArray[np.int32]] = {}
         for group in self.groups:
             width = 1 if group.retention is None else group.kept_pages + -(-step_tokens // group.page_rows)

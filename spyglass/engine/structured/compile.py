@@ -221,7 +221,8 @@ def _limit_memory() -> None:
         return
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + _STACK + _MEMORY, resource.RLIM_INFINITY))
+    may, most = now + _STACK + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (may if most == resource.RLIM_INFINITY else min(may, most), most))
 
 
 def _limit(cpu_seconds: float, wall_seconds: float) -> None:

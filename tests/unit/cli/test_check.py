@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,3 +189,25 @@ def test_transformers_names_are_counted_in_the_same_groups(tmp_path: Path, capsy
     native, hf = check(tmp_path / "native", capsys)[1], check(tmp_path / "hf", capsys)[1]
     sizes = [{group: entry["bytes"] for group, entry in report["groups"].items()} for report in (native, hf)]
     assert sizes[0] == sizes[1] and native["formats"] == hf["formats"] and hf["would_load"]
+
+
+def test_what_is_known_of_the_kernels_is_said_of_each_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [
+        SimpleNamespace(name="NVIDIA H200", major=9, minor=0),
+        SimpleNamespace(name="NVIDIA A40", major=8, minor=6),
+        SimpleNamespace(name="Tesla V100", major=7, minor=0),
+    ]
+    machine = Machine(Device("RAM", 1 << 36, 1 << 36), tuple(Device(card.name, 1 << 36, 1 << 36) for card in cards))
+    monkeypatch.setattr("spyglass.plan.this_machine", lambda: machine)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: cards[number])
+    write_small(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("Triton kernels on")] == [
+        "Triton kernels on NVIDIA H200 (9.0): measured",
+        "Triton kernels on NVIDIA A40 (8.6): compiles, not run",
+        "Triton kernels on Tesla V100 (7.0): not known",
+    ]

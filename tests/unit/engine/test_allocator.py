@@ -228,7 +228,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
 
 
 def test_memory_that_the_device_does_not_have_is_refused_at_the_start() -> None:
-    with pytest.raises(CapacityError, match="cache_bytes is 100,000,000,000,000,000, more than cpu has left"):
+    with pytest.raises(CapacityError, match="a KV cache of 100,000,000,000,000,000 bytes is more than cpu gives"):
         make_blocks(cache_bytes=10**17, max_length=10**14, fill=None)
 
 
