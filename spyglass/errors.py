@@ -18,7 +18,7 @@ class CheckpointError(SpyglassError):
 
 
 class PromptError(SpyglassError):
-    """A message, picture or token list cannot become a prompt."""
+    """A message, image or token list cannot become a prompt."""
 
 
 class AdapterError(SpyglassError):

@@ -1,4 +1,4 @@
-"""The whole model, in four parts that any driver can call: pictures, embedding, text, logits.
+"""The whole model, in four parts that any driver can call: images, embedding, text, logits.
 
 Nothing here knows who drives it: an engine, a trainer and a plug-in all hand over `(batch, cache)`.
 """
@@ -41,15 +41,15 @@ from spyglass.vision.tower import VisionTower
 Numerics = Literal["reference", "plain"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the picture itself
+# kind number (spec v4 9.5) -> learned vector; kind 2 is a row of the image itself
 _LEARNED = {0: "image_start", 1: "image_pad", 3: "image_newline", 4: "image_end"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is built. `pictures` False leaves tower, aligner and picture vectors out.
+    """How a model is built. `images` False leaves tower, aligner and image vectors out.
 
-    `vision_graphs`: pictures go through CUDA graphs where they fit one (see `spyglass.vision.graphs`).
+    `vision_graphs`: images go through CUDA graphs where they fit one (see `spyglass.vision.graphs`).
     """
 
     build: BuildContext
@@ -59,7 +59,7 @@ class ModelOptions:
 
 
 class VisionLanguageModel(nn.Module):
-    """Tower and aligner (None without pictures), embedding, backbone of the family, head."""
+    """Tower and aligner (None without images), embedding, backbone of the family, head."""
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class VisionLanguageModel(nn.Module):
         return held_tensors(self)
 
     def encode_images(self, images: ImageBatch) -> torch.Tensor:
-        """Image rows [I, C] of the activation dtype, picture by picture, cells in reading order.
+        """Image rows [I, C] of the activation dtype, image by image, cells in reading order.
 
         Raises:
             PromptError: the model has no tower.
@@ -130,12 +130,12 @@ class VisionLanguageModel(nn.Module):
         return out
 
     def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
-        """Residual streams [T, M, C] of a step: M equal copies of token embeddings, picture rows in their places.
+        """Residual streams [T, M, C] of a step: M equal copies of token embeddings, image rows in their places.
 
         `image_rows_IC` is what `batch.image_index_T` counts (spec v4 9.7, 3.1).
 
         Raises:
-            PromptError: the step has picture rows and the model has no tower.
+            PromptError: the step has image rows and the model has no tower.
         """
         x_TC = self.embedding(batch.ids_T)
         if batch.has_images:
@@ -237,7 +237,7 @@ def load_model(
     `dtype` of activations: "auto" is bfloat16, as released. `numerics`: "auto" is "reference" when any matrix is stored
     as FP8 or FP4, "plain" otherwise. `images` False leaves the tower unbuilt and its weights unread. `ops`: "auto"
     takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
-    `vision_graphs`: pictures through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
+    `vision_graphs`: images through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
     packed weights while loading (more memory, sometimes faster). `load`: "dummy" draws the weights instead of reading
     them, in the formats config.json promises. `without`: ops that are to run by their
     reference. `progress` shows a bar on a terminal.

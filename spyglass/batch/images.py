@@ -1,4 +1,4 @@
-"""Pictures of one call of the tower, checked against one another and packed.
+"""Images of one call of the tower, checked against one another and packed.
 
 Patches, grids and image positions of the prompt come from three places; all of each must be used up.
 """
@@ -99,7 +99,7 @@ def check_pictures(
 
 
 def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:
-    """First patch of each picture in the packed batch, and the total: I + 1 numbers."""
+    """First patch of each image in the packed batch, and the total: I + 1 numbers."""
     return (0, *accumulate(int(rows) * int(columns) for rows, columns in grids))
 
 

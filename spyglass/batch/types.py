@@ -15,10 +15,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageBatch:
-    """Pictures of one call of the tower, packed.
+    """Images of one call of the tower, packed.
 
-    `patches_U` uint8 pixels [U, 3, p, p] or normalised floats; `grids_I2` (rows, columns) per picture, on the host;
-    `cu_seqlens_I1` int32 [I + 1] offsets into U; `slot_I` adapter slot per picture (0 = none).
+    `patches_U` uint8 pixels [U, 3, p, p] or normalised floats; `grids_I2` (rows, columns) per image, on the host;
+    `cu_seqlens_I1` int32 [I + 1] offsets into U; `slot_I` adapter slot per image (0 = none).
     """
 
     patches_U: torch.Tensor
@@ -40,7 +40,7 @@ class Batch:
     inclusive, lo > hi = none); `window_width` (host) is the longest such range.
     """
 
-    ids_T: torch.Tensor  # int32; -1 at picture positions and padding rows
+    ids_T: torch.Tensor  # int32; -1 at image positions and padding rows
     kinds_T: torch.Tensor  # int8, TokenKind; -1 = text
     positions_T: torch.Tensor  # int32, -1 = padding row
     seq_T: torch.Tensor  # int32, row of every table_SP

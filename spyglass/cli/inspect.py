@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A picture as the model gets it."""
+    """An image as the model gets it."""
 
     stored: tuple[int, int]
     size: tuple[int, int]

@@ -1,4 +1,4 @@
-"""One sheet that shows what a model gets of a picture: patches, cells, the order of tokens, who sees whom, counts."""
+"""One sheet that shows what a model gets of an image: patches, cells, the order of tokens, who sees whom, counts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HEAD = 58  # a heading and the line that explains it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is drawn: the resized picture with its plan, its block, and the facts to print as (name, value)."""
+    """What is drawn: the resized image with its plan, its block, and the facts to print as (name, value)."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -126,7 +126,7 @@ def _grid_scale(inspection: Inspection, rows: int, columns: int) -> float:
 
 
 def _picture_panel(inspection: Inspection) -> Image.Image:
-    """The resized picture under its patch grid (thin) and cell grid (thick); cells beyond its edge are zero-padding."""
+    """The resized image under its patch grid (thin) and cell grid (thick); cells beyond its edge are zero-padding."""
     plan = inspection.plan
     rows, columns = plan.llm_grid
     cell = _grid_scale(inspection, rows, columns)

@@ -37,7 +37,7 @@ class Processes:
     def sum_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
         """Make every gradient the sum over the processes: sharded ones are means, others are each process's own.
 
-        What no micro-batch of the step reached (a tower, without pictures) has a gradient of zeros, with one process
+        What no micro-batch of the step reached (a tower, without images) has a gradient of zeros, with one process
         and with many.
         """
         for leaf in leaves:

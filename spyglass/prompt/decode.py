@@ -99,7 +99,7 @@ PYTHON_LIMITS = ImageLimits(
 _SCAN = b"\xff\xda"  # in the data of a scan no 0xff is followed by anything but zero or a restart
 _MAX_SCANNED, _FEW_SCANS = 1_000_000_000, 12  # scans times pixels; what encoders write
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH, _ALL_ROWS = 278, 322, 323, 0xFFFFFFFF
-_MAX_PART = 1 << 22  # pixels of a tile or strip, whatever the picture has
+_MAX_PART = 1 << 22  # pixels of a tile or strip, whatever the image has
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 _ORIENTATIONS = {

@@ -1,7 +1,7 @@
 """The gate through which an n-gram memory enters the residual streams (spec v41 5.4).
 
     d_m = Σ_c h_mc q_mc k_mc key_mc · rsqrt(mean h_m²) · rsqrt(mean key_m²) · C^-1/2
-    g_m = σ(sign(d_m) sqrt(max(|d_m|, 1e-6))),   0 on pictures
+    g_m = σ(sign(d_m) sqrt(max(|d_m|, 1e-6))),   0 on images
     h_m <- h_m + g_m · value
 
 Rows come with the batch: which ones depends on token ids alone, so a driver fetches them ahead.

@@ -1,4 +1,4 @@
-"""Which experts a row goes to: by token id (hash layers) or score + bias; pictures by score + `bias_vl` (spec v4 7)."""
+"""Which experts a row goes to: by token id (hash layers) or score + bias; images by score + `bias_vl` (spec v4 7)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spyglass.text.step import LayerContext, Step
 class Gate(nn.Module):
     """The tensors `ffn.gate.*` of one layer; scores in full fp32.
 
-    A hash layer never uses `bias`, which text checkpoints may therefore lack. `bias_vl` is for rows of every picture
+    A hash layer never uses `bias`, which text checkpoints may therefore lack. `bias_vl` is for rows of every image
     kind, leading pads included, in every layer.
     """
 

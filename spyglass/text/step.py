@@ -20,7 +20,7 @@ class LayerContext:
     """Everything a part of the backbone is built from.
 
     `rounding` is `Rounding()` for plain numerics. `stepwise`: the per-head q norm and the index scores round after
-    every operation, as the released code does (spec v4 3.6). `pictures`: rows of pictures may come, so the routers need
+    every operation, as the released code does (spec v4 3.6). `images`: rows of images may come, so the routers need
     their own bias for them.
     """
 

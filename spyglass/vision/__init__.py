@@ -1,1 +1,1 @@
-"""Pictures to rows of the text model: packing, tower, aligner. Usable without the rest of the engine."""
+"""Images to rows of the text model: packing, tower, aligner. Usable without the rest of the engine."""

@@ -21,9 +21,9 @@ from spyglass.layers.linear import Linear
 
 
 def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
-    """Packed patch row of each place of each cell, [cells, ratio²]: pictures in order, cells row by row, places too.
+    """Packed patch row of each place of each cell, [cells, ratio²]: images in order, cells row by row, places too.
 
-    -1 where a cell reaches past the picture.
+    -1 where a cell reaches past the image.
     """
     parts = [np.empty((0, ratio * ratio), np.int64)]
     for first, (height, width) in zip(offsets(grids)[:-1], grids, strict=True):
@@ -35,7 +35,7 @@ def cell_index(grids: Sequence[Grid], ratio: int) -> NDArray[np.int64]:
 
 
 def unfold_cells(rows_UY: torch.Tensor, grids: Sequence[Grid], ratio: int) -> torch.Tensor:
-    """[cells, Y · ratio²], channel-major, zeros where a cell reaches past its picture; one gather for all pictures."""
+    """[cells, Y · ratio²], channel-major, zeros where a cell reaches past its image; one gather for all images."""
     return gather_cells(rows_UY, torch.from_numpy(cell_index(grids, ratio)).to(rows_UY.device))
 
 
@@ -55,9 +55,9 @@ class Aligner(nn.Module):
         self.w2 = Linear(build, "aligner.w2")
 
     def forward(self, rows_UY: torch.Tensor, grids: Sequence[Grid], slot_I: torch.Tensor | None = None) -> torch.Tensor:
-        """Image rows [I, C]: ceil(rows / ratio) · ceil(columns / ratio) per picture, reading order, pictures in order.
+        """Image rows [I, C]: ceil(rows / ratio) · ceil(columns / ratio) per image, reading order, images in order.
 
-        `grids` (rows, columns) of patches per picture; `slot_I` int32 adapter slot per picture, None = no adapters.
+        `grids` (rows, columns) of patches per image; `slot_I` int32 adapter slot per image, None = no adapters.
         """
         cells_ID = unfold_cells(rows_UY, grids, self.ratio)
         slot = None

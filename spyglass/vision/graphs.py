@@ -1,9 +1,9 @@
-"""Pictures through CUDA graphs: one graph per budget of patches, captured when it is first needed.
+"""Images through CUDA graphs: one graph per budget of patches, captured when it is first needed.
 
-A picture of 784 patches keeps a large GPU busy for less time than a host needs to launch its kernels one by one; a
+An image of 784 patches keeps a large GPU busy for less time than a host needs to launch its kernels one by one; a
 graph launches them all at once. A graph has fixed shapes, so a batch is laid out in the smallest budget that holds it:
-pictures first, as in the packed tower, then unused rows that belong to no picture. Nothing reads those, whatever they
-hold: attention never leaves a picture, every other op works row by row, and the aligner gathers by index.
+images first, as in the packed tower, then unused rows that belong to no image. Nothing reads those, whatever they
+hold: attention never leaves an image, every other op works row by row, and the aligner gathers by index.
 
 Spec v41 9.1 counts budgets in span tokens, in powers of two. Here the unit is the patch, which is what the time goes
 with, and a doubling has four steps, so that at most a fifth of a large graph's rows is unused.
@@ -36,7 +36,7 @@ SMALLEST = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The most that a graph holds: patches of all pictures, cells of all pictures, pictures."""
+    """The most that a graph holds: patches of all images, cells of all images, images."""
 
     patches: int
     cells: int
@@ -46,9 +46,9 @@ class Budget:
 def budgets(vision: VisionConfig, *, largest: int | None = None) -> tuple[Budget, ...]:
     """Budgets of a tower, ascending: 256, 320, 384, 448, 512, 640, ... and `largest`.
 
-    `largest` (patches) is by default what one picture may have: beyond it a GPU is busy enough without graphs. A
-    budget holds twice as many pictures as have the usual least size, at most 64. Cells are at most a sixth of the
-    patches, which only pictures one patch high or wide exceed.
+    `largest` (patches) is by default what one image may have: beyond it a GPU is busy enough without graphs. A
+    budget holds twice as many images as have the usual least size, at most 64. Cells are at most a sixth of the
+    patches, which only images one patch high or wide exceed.
     """
     if largest is None:
         largest = vision.max_tokens * vision.downsample_ratio**2
@@ -65,7 +65,7 @@ def budgets(vision: VisionConfig, *, largest: int | None = None) -> tuple[Budget
 
 
 def fitting(ladder: Sequence[Budget], grids: Sequence[Grid], ratio: int) -> Budget | None:
-    """The smallest budget that holds the pictures, None if there is none."""
+    """The smallest budget that holds the images, None if there is none."""
     patches, cells = offsets(grids)[-1], sum(num_cells(grid, ratio) for grid in grids)
     for budget in ladder:
         if patches <= budget.patches and cells <= budget.cells and len(grids) <= budget.pictures:
@@ -75,10 +75,10 @@ def fitting(ladder: Sequence[Budget], grids: Sequence[Grid], ratio: int) -> Budg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where pictures lie in a budget; host or device, int32.
+    """Where images lie in a budget; host or device, int32.
 
-    `row_U`, `column_U`: place of each patch in its picture (0 for unused rows). `cu_seqlens_I1` [pictures + 1]: their
-    borders; pictures that are not there are empty and lie behind the last. `cells_I`: [cells, ratio²] patches of each
+    `row_U`, `column_U`: place of each patch in its image (0 for unused rows). `cu_seqlens_I1` [images + 1]: their
+    borders; images that are not there are empty and lie behind the last. `cells_I`: [cells, ratio²] patches of each
     cell, -1 = none.
     """
 
@@ -141,7 +141,7 @@ class PaddedVision:
         self._cos_PR, self._sin_PR = cos_PR.to(device), sin_PR.to(device)
 
     def __call__(self, patches_UF: torch.Tensor, layout: Layout, borders: tuple[int, ...]) -> torch.Tensor:
-        """Image rows [cells, C]. `borders` on the host, for attention: no picture is longer than their widest gap."""
+        """Image rows [cells, C]. `borders` on the host, for attention: no image is longer than their widest gap."""
         row_U, column_U = layout.row_U, layout.column_U
         rows = PackedRows(
             cos_UR=torch.cat([self._cos_PR.index_select(0, row_U), self._cos_PR.index_select(0, column_U)], dim=1),
@@ -154,7 +154,7 @@ class PaddedVision:
 
 
 class VisionGraphs:
-    """Encodes pictures, through a graph where one fits and eagerly where none does.
+    """Encodes images, through a graph where one fits and eagerly where none does.
 
     `ladder`: the budgets, ascending. `hits` counts calls that replayed a graph, `eager` the others by reason.
     """

@@ -1,8 +1,8 @@
-"""The picture encoder: pre-norm transformer blocks over patches, all pictures of a call packed into one row axis.
+"""The image encoder: pre-norm transformer blocks over patches, all images of a call packed into one row axis.
 
 x = patches · Wᵀ + b; per block x += attention(norm1(x)), x += mlp(norm2(x)); a final norm. No class token and no
-absolute position: a 2-D rotary embedding turns q and k by (row, column) of the patch in its own picture, and attention
-never leaves the picture (spec v4 9.3, v41 7.4).
+absolute position: a 2-D rotary embedding turns q and k by (row, column) of the patch in its own image, and attention
+never leaves the image (spec v4 9.3, v41 7.4).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spyglass.vision.pixels import normalised, pixel_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], picture borders, adapter slots.
+    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], image borders, adapter slots.
 
     `offsets` are the borders on the host; `slot_U` None = no adapters.
     """
@@ -39,7 +39,7 @@ class PackedRows:
 
 
 def patch_positions(grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column (int64 [U], host) of every packed patch in its own picture, counted from 0."""
+    """Row and column (int64 [U], host) of every packed patch in its own image, counted from 0."""
     rows = [np.repeat(np.arange(height), width) for height, width in grids]
     columns = [np.tile(np.arange(width), height) for height, width in grids]
     empty = np.empty(0, np.int64)
@@ -65,7 +65,7 @@ def angle_tables(positions: int, theta: float, head_dim: int) -> tuple[torch.Ten
 
 
 class VisionAttention(nn.Module):
-    """Full attention among the patches of each picture."""
+    """Full attention among the patches of each image."""
 
     def __init__(self, name: str, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches of all pictures to one row per patch."""
+    """Patches of all images to one row per patch."""
 
     def __init__(self, vision: VisionConfig, build: BuildContext) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ class VisionTower(nn.Module):
         self._pixels = pixel_table().to(build.device, build.dtype)
 
     def forward(self, images: ImageBatch) -> torch.Tensor:
-        """Rows [U, Y] of the activation dtype, pictures in order, patches row by row.
+        """Rows [U, Y] of the activation dtype, images in order, patches row by row.
 
-        Every op runs once per layer, however many pictures there are.
+        Every op runs once per layer, however many images there are.
         """
         return self.encode(self.patch_values(images.patches_U), self._rows(images))
 

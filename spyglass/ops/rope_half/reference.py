@@ -1,4 +1,4 @@
-"""Rotary embedding of all channels, half-split pairs, as the picture tower turns its q and k (spec v4 9.3)."""
+"""Rotary embedding of all channels, half-split pairs, as the image tower turns its q and k (spec v4 9.3)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def router_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s_TE = sqrt(softplus(x · Wᵀ)) in full fp32; ids_TK int32 = top-k of s + bias; weights_TK fp32 = scale · s / Σ s.
 
-    Picture rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
+    Image rows (`picture_T` bool) use `bias_picture_E` instead of `bias_E`, and never the forced choice. Other rows
     take `forced_TK` when it is given (hash layers), or row `forced_row_T` (int64) of it where it is a table; weights
     come from s in every case. Ties go to the lowest expert id. Padding rows (`positions_T` int32 is -1) get ids
     -1 and weights 0.

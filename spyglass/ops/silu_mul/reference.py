@@ -1,4 +1,4 @@
-"""The gated unit of the picture tower's MLP (spec v4 9.3)."""
+"""The gated unit of the image tower's MLP (spec v4 9.3)."""
 
 from __future__ import annotations
 

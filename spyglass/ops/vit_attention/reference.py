@@ -1,4 +1,4 @@
-"""Full attention inside each picture of a packed batch (spec v4 9.3)."""
+"""Full attention inside each image of a packed batch (spec v4 9.3)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def vit_attention(
     offsets: tuple[int, ...],
     scale: float,
 ) -> torch.Tensor:
-    """out_uhd = sum_w softmax_w(scale · q_uh·k_wh) v_wh over the patches w of u's picture.
+    """out_uhd = sum_w softmax_w(scale · q_uh·k_wh) v_wh over the patches w of u's image.
 
-    `offsets` are the I + 1 boundaries of the pictures on the host, `cu_seqlens_I1` the same numbers (int32) on the
+    `offsets` are the I + 1 boundaries of the images on the host, `cu_seqlens_I1` the same numbers (int32) on the
     device; an implementation reads whichever it can, and never one back. Logits and softmax are fp32 or better, the
     output has q's dtype. Memory is linear in patches (torch's fused attention).
     """

@@ -1,4 +1,4 @@
-"""Whichever of torch's own attentions can run here: all pictures in one launch, or one after another."""
+"""Whichever of torch's own attentions can run here: all images in one launch, or one after another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All pictures in one launch, about half as fast again as torch's flash attention on long pictures (docs/log.md).
+"""All images in one launch, about half as fast again as torch's flash attention on long images (docs/log.md).
 
-Where pictures end is read on the device and the grid follows from the longest picture alone, so a graph can hold it.
+Where images end is read on the device and the grid follows from the longest image alone, so a graph can hold it.
 """
 
 from __future__ import annotations

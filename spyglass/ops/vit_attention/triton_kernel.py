@@ -1,6 +1,6 @@
 """The kernel behind `triton.py`; importing it needs Triton.
 
-A program holds a tile of queries of one head of one picture and walks over the picture's keys, keeping the running
+A program holds a tile of queries of one head of one image and walks over the image's keys, keeping the running
 maximum, the sum of weights and the weighted values in fp32 (the usual online softmax, in powers of two).
 """
 
@@ -26,9 +26,9 @@ def attend(
     longest: int,
     scale: float,
 ) -> None:
-    """Write attention inside each picture into `out_UHD` (contiguous); rows that belong to no picture stay unwritten.
+    """Write attention inside each image into `out_UHD` (contiguous); rows that belong to no image stay unwritten.
 
-    `longest`: no picture has more patches.
+    `longest`: no image has more patches.
     """
     heads, dim = q_UHD.shape[1:]
     pictures = len(cu_seqlens_I1) - 1

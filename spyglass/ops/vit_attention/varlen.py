@@ -1,4 +1,4 @@
-"""All pictures in one launch: torch's variable-length flash attention."""
+"""All images in one launch: torch's variable-length flash attention."""
 
 from __future__ import annotations
 
