@@ -121,10 +121,11 @@ class StepRunner:
             amend(frame.batch)
         started = time.perf_counter()
         try:
-            within = argmax and self.capture.backend != "cuda_graph"  # launches behind a graph cost a GPU nothing
+            behind = argmax and self.capture.backend == "cuda_graph"  # where launches behind a graph cost nothing
+            within = argmax and not behind
             run = partial(self.forward, frame, image_rows_IC, within)
             if not (captures and frame.reused):
-                return self._result(frame, run(), argmax)
+                return self._result(frame, run(), behind)
 
             @contextmanager
             def padding() -> Iterator[None]:
@@ -140,7 +141,7 @@ class StepRunner:
             self.use(pages)
             key = frame, within, torch.get_num_threads()
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
-            return self._result(frame, tuple([output.clone() for output in outputs]), argmax)
+            return self._result(frame, tuple([output.clone() for output in outputs]), behind)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -169,9 +170,8 @@ class StepRunner:
         found = model.argmax(hidden_TC, batch.logit_rows_R, self._banned_V) if argmax else None
         return (hidden_TC, *(captured[layer] for layer in self._streams), *(found or ()))
 
-    def _result(self, frame: Frame, outputs: Outputs, argmax: bool) -> StepResult:
+    def _result(self, frame: Frame, outputs: Outputs, behind: bool) -> StepResult:
         rows, count = frame.num_logit_rows, 1 + len(self._streams)
-        behind = argmax and len(outputs) == count
         found = self.model.argmax(outputs[0], frame.batch.logit_rows_R, self._banned_V) if behind else outputs[count:]
         hidden_TC, *streams = (output[: frame.num_rows] for output in outputs[:count])
         return StepResult(

@@ -146,7 +146,7 @@ def _case(
 
 
 def ask_all(llm: Answerer, chats: Sequence[Sequence[Mapping[str, Any]]], thinking: Sequence[bool]) -> list[str]:
-    """Greedy answers to conversations, asked together; `thinking` says for each whether to reason first."""
+    """Greedy answers to conversations, asked together; `thinking` says for each whether to reason first, which comes too."""
     params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
     said: dict[int, str] = {}
     for thinks in (False, True):
@@ -154,7 +154,8 @@ def ask_all(llm: Answerer, chats: Sequence[Sequence[Mapping[str, Any]]], thinkin
         if chosen:
             asked = [chats[number] for number in chosen]
             outputs = llm.chat(asked, params, thinking=thinks, effort=EFFORT if thinks else None)
-            said |= {number: output.text for number, output in zip(chosen, outputs, strict=True)}
+            for number, output in zip(chosen, outputs, strict=True):
+                said[number] = output.text if output.reasoning is None else f"{output.reasoning}</think>{output.text}"
     return [said[number] for number in range(len(chats))]
 
 

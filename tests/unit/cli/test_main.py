@@ -181,7 +181,8 @@ def parse_engine(*words: str) -> EngineConfig:
 
 
 def test_engine_options_are_the_fields_of_the_engine_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPYGLASS_GRAMMAR_SECONDS")  # set for all tests
+    for name in ("GRAMMAR_SECONDS", "NUMBERS"):  # set for all tests
+        monkeypatch.delenv(f"SPYGLASS_{name}")
     assert parse_engine() == EngineConfig()
     assert parse_engine(
         "--device", "cpu", "--numerics", "plain", "--images", "0", "--expand-weights", "--threads", "1"

@@ -196,10 +196,10 @@ def test_a_picture_for_a_text_checkpoint_is_refused_before_anything_is_loaded(
     assert "takes no images" in capsys.readouterr().err
 
 
-def test_weights_that_are_holes_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_holes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new_checkpoint(tmp_path / "holes", "tiny", headers_only=True)
-    assert main(["run", "--model", str(tmp_path / "holes"), *MODEL, "--images", "0", "--max-tokens", "1", "hi"]) == 0
-    assert "mostly holes" in capsys.readouterr().err
+    assert main(["run", "--model", str(tmp_path / "holes"), *MODEL, "--images", "0", "--max-tokens", "1", "hi"]) == 2
+    assert "is zeros from about byte" in capsys.readouterr().err
 
 
 def test_where_no_model_is_shipped_or_named_the_option_is(

@@ -72,9 +72,9 @@ def test_rows_take_their_memory_after_the_adapters_have_theirs(
     seen: list[bool] = []
     real = spyglass.engine.llm.with_room
 
-    def look(options: Any, loaded: Any, engram: Any) -> Any:
+    def look(options: Any, loaded: Any, *others: Any) -> Any:
         seen.append(any(isinstance(m, Linear) and m.adapter is not None for m in loaded.model.modules()))
-        return real(options, loaded, engram)
+        return real(options, loaded, *others)
 
     monkeypatch.setattr(spyglass.engine.llm, "with_room", look)
     LLM(tiny_folder, adapters={"a": adapters["a"]}, **OPTIONS)
