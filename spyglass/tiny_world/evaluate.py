@@ -146,7 +146,7 @@ def _case(
 
 
 def ask_all(llm: Answerer, chats: Sequence[Sequence[Mapping[str, Any]]], thinking: Sequence[bool]) -> list[str]:
-    """Greedy answers to conversations, asked together; `thinking` says for each whether to reason first, which comes too."""
+    """Greedy answers to conversations, asked together; where `thinking` says so the reasoning comes first."""
     params = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
     said: dict[int, str] = {}
     for thinks in (False, True):
