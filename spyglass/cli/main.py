@@ -179,6 +179,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `spyglass` command; returns the exit code."""
     _prepare_streams()
+    _prepare_threads()
     try:
         try:
             return dispatch(sys.argv[1:] if argv is None else argv)
@@ -209,6 +210,15 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _prepare_threads() -> None:
+    """Let a thread of the CPU kernels that waits for the others sleep after some 50 us, unless the user has said when.
+
+    By default it holds its core for milliseconds, which keeps the thread it waits for from running where other programs
+    want the cores too. OpenMP reads this once, when torch is imported.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _drop_output() -> None:

@@ -19,7 +19,8 @@ READS_ENVIRONMENT = {
     "config/engine.py",
     "config/options.py",
     "ops/build.py",
-}  # the latter only asks where a user's caches go
+    "cli/main.py",
+}  # of the last two one asks where a user's caches go, the other tells OpenMP how long threads spin
 # The tokenizers library raises plain Exception and nothing narrower, whatever is wrong with its file.
 # Besides: the one handler of the server (and of a stream that has begun), and the frames of the engine's thread.
 CATCHES_WHOLESALE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,18 @@ def test_a_fault_of_the_system_that_names_no_file_is_not_hidden(monkeypatch: pyt
     use(monkeypatch, raising(OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         frame.main(["run"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP library")
+def test_threads_of_the_command_that_wait_soon_sleep_unless_the_user_has_said_when() -> None:
+    code = "import sys, spyglass.cli.main as m\ntry: m.main(['--version'])\nexcept SystemExit: pass\nimport torch"
+    for given, found in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        environment = {**{k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}, **given}
+        asked = [sys.executable, "-c", code]
+        done = subprocess.run(
+            asked, env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True
+        )
+        assert f"GOMP_SPINCOUNT = '{found}'" in done.stderr
 
 
 def test_python_runs_the_package_as_the_command() -> None:
