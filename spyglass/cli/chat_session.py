@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from spyglass.cli.markdown import make_screen
-from spyglass.cli.talk import Talk, stoppable
+from spyglass.cli.talk import Talk
 from spyglass.config.fields import integer, number
 from spyglass.errors import PromptError, SpyglassError
 from spyglass.progress import tell
+from spyglass.train.stopping import asked_to_stop
 
 if TYPE_CHECKING:
     from spyglass.engine import SamplingParams
@@ -86,7 +88,7 @@ class Chat:
 
     def _ask(self, text: str) -> None:
         images, self._images = self._images, []
-        with stoppable() as stop:
+        with asked_to_stop(signal.SIGINT) as stop:
             self._talk.ask(text, images, screen=make_screen(markdown=self._markdown), stop=stop)
 
     def _command(self, name: str, rest: str) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,26 +40,6 @@ class PlainScreen:
     def end(self) -> None:
         """Print the end of the line."""
         print(flush=True)
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[threading.Event]:
-    """Set by Ctrl+C, which does not end the program meanwhile; pressed again it does."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's own
-        yield asked
-        return
-
-    def stop(number: int, frame: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Talk:

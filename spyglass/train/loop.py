@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -199,7 +200,7 @@ class _Loop:
 
     def run(self, done: int) -> LoopResult:
         options, started, over = self._options, time.perf_counter(), False
-        with asked_to_stop() as asked:
+        with asked_to_stop(signal.SIGINT, signal.SIGTERM) as asked:
             while done < options.steps and not over:
                 self._pending.append(self._step(done))
                 done += 1

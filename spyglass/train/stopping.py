@@ -1,4 +1,4 @@
-"""A run that is asked to stop ends after the step it is in."""
+"""Work that is asked to stop ends after the step, or the piece of an answer, that it is in."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM, which then no longer end the process at once; a second SIGINT does."""
+def asked_to_stop(*signals: signal.Signals) -> Iterator[threading.Event]:
+    """Set by one of the signals, which then no longer ends the process at once; a second SIGINT does."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's own
         yield asked
@@ -21,7 +21,7 @@ def asked_to_stop() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         asked.set()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield asked
     finally:

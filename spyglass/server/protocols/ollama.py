@@ -81,10 +81,18 @@ _SHOW = Fields(read=frozenset({"model", "name"}), ignored=frozenset({"verbose", 
 
 
 @dataclass(frozen=True, slots=True)
-class OllamaChat:
+class _Ollama:
+    served: Served
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        """Ollama's error body."""
+        return {"error": message}
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaChat(_Ollama):
     """Ollama's chat."""
 
-    served: Served
     path: str = "/api/chat"
     fields: Fields = _CHAT
 
@@ -107,16 +115,11 @@ class OllamaChat:
         parsed = _conversation(self.served, given, plain, images, reader)
         return _call(self.served, given, parsed, reader, is_chat=True)
 
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Ollama's error body."""
-        return {"error": message}
-
 
 @dataclass(frozen=True, slots=True)
-class OllamaGenerate:
+class OllamaGenerate(_Ollama):
     """Ollama's answer to one prompt."""
 
-    served: Served
     path: str = "/api/generate"
     fields: Fields = _GENERATE
 
@@ -143,16 +146,11 @@ class OllamaGenerate:
             parsed = _conversation(self.served, given, messages, images, reader)
         return _call(self.served, given, parsed, reader, is_chat=False)
 
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Ollama's error body."""
-        return {"error": message}
-
 
 @dataclass(frozen=True, slots=True)
-class OllamaShow:
+class OllamaShow(_Ollama):
     """What Ollama's clients ask of a model."""
 
-    served: Served
     path: str = "/api/show"
     fields: Fields = _SHOW
 
@@ -180,10 +178,6 @@ class OllamaShow:
             "capabilities": ["completion", "tools", "thinking", *(["vision"] if self.served.config.vision else [])],
         }
         return Immediate(body=shown, ignored=reader.ignored)
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Ollama's error body."""
-        return {"error": message}
 
 
 def model_details(served: Served) -> dict[str, Any]:
