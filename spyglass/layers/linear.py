@@ -6,6 +6,7 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -190,8 +191,12 @@ class Experts(nn.Module):
         if self.build.device.type != "cpu" or self.build.expand:
             return None
         if name not in self.stacks:
-            self.stacks[name] = empty_packed(format, (len(self.held), *shape))
+            self.stacks[name] = self._empty(format, (len(self.held), *shape))
         return self.stacks[name][expert - self.held.start]
+
+    def _empty(self, format: Format, shape: tuple[int, ...]) -> Packed:
+        """Memory for a stack."""
+        return empty_packed(format, shape, self.build.device)
 
     def _put(self, name: str, expert: int, weight: Packed) -> None:
         full_name = f"{self.name}.{expert}.{name}"
@@ -204,10 +209,10 @@ class Experts(nn.Module):
                 "all routed experts of a layer must have one format: convert them to one"
             )
         held = self.build.hold(full_name, weight)
-        if self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
+        if self.build.device.type == "cuda" and self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
             held = tile(held)
         if name not in self.stacks:
-            empty = empty_packed(held.format, (len(self.held), *held.shape), self.build.device)
+            empty = self._empty(held.format, (len(self.held), *held.shape))
             self.stacks[name] = replace(empty, tiled=held.tiled)
         stack = self.stacks[name][expert - self.held.start]
         if stack.data.data_ptr() == held.data.data_ptr():
@@ -234,13 +239,38 @@ class Experts(nn.Module):
         `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
         in the step.
         """
+        return self.product(x_TC, ids_TK, weights_TK, self.stacks, slot_T)
+
+    def begin(
+        self,
+        x_TC: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        slot_T: torch.Tensor | None = None,
+    ) -> Callable[[], torch.Tensor]:
+        """`forward`, begun: what comes back gives its sums, and may be called once others have been launched."""
+        out_TC = self(x_TC, ids_TK, weights_TK, slot_T)
+        return lambda: out_TC
+
+    def product(
+        self,
+        x_TC: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        stacks: Mapping[str, Packed],
+        slot_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` with stacks that lie where the rows do."""
         adapters = None if self.adapter is None or slot_T is None else self.adapter()
         more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
-        w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
+        w1, w3, w2 = stacks["w1"], stacks["w3"], stacks["w2"]
         if len(self.held) < self.num_experts:  # the op counts from the first of the stack; -1 = no part in anything
             is_held_TK = (ids_TK >= self.held.start) & (ids_TK < self.held.stop)
             ids_TK = torch.where(is_held_TK, ids_TK - self.held.start, -1)
-        return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more)
+        out_TC: torch.Tensor = self._product(
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more
+        )
+        return out_TC
 
     def _rounding(self) -> FakeQuant | None:
         assert self._found is not None
