@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -212,14 +212,14 @@ class HostedExperts(Experts):
         is_many = host.many is not None and len(x_TC) >= host.many and adapters is None
         if x_TC.device.type == "meta":
             fp32_TC = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
-            out = self.product(x_TC, ids_TK, weights_TK, self.stacks, None) if is_many else fp32_TC
+            out = super().forward(x_TC, ids_TK, weights_TK) if is_many else fp32_TC
             return lambda: out
         if host.reference:
             out = self._by_reference(x_TC, ids_TK, weights_TK, slot_T, adapters)
             return lambda: out
         if is_many and host.stream is not None:
             stacks = host.stream.take(self)
-            out = self.product(x_TC, ids_TK, weights_TK, stacks, slot_T)
+            out = super().forward(x_TC, ids_TK, weights_TK, stacks=stacks)
             host.stream.done(self)
             return lambda: out
         return host.run(self, x_TC, ids_TK, weights_TK, slot_T, adapters)
@@ -230,6 +230,7 @@ class HostedExperts(Experts):
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         slot_T: torch.Tensor | None = None,
+        stacks: Mapping[str, Packed] | None = None,
     ) -> torch.Tensor:
         """As `Experts.forward`. Raises as `begin`."""
         return self.begin(x_TC, ids_TK, weights_TK, slot_T)()
@@ -247,7 +248,7 @@ class HostedExperts(Experts):
             self.stacks["w2"],
             buffers.out_RC[:rows],
             limit=self.limit,
-            rounding=self._rounding(),
+            rounding=self.rounding,
             slot_T=None if adapters is None else buffers.slot_R[:rows],
             adapters=adapters,
             threads=threads,
@@ -284,10 +285,19 @@ class HostedExperts(Experts):
             self.stacks["w3"],
             self.stacks["w2"],
             limit=self.limit,
-            rounding=self._rounding(),
+            rounding=self.rounding,
             slot_T=None if slot_T is None else slot_T.cpu(),
             adapters=adapters,
         ).to(x_TC.device)
+
+
+def routed_experts(
+    build: BuildContext, name: str, *, layer: int, chosen: int, limit: float, rounding: FakeQuant | None
+) -> Experts:
+    """The routed experts of a layer, on the device or in host memory as `build.host` says."""
+    if build.host is None or layer not in build.host.layers:
+        return Experts(build, name, limit=limit, rounding=rounding)
+    return HostedExperts(build, name, build.host, index=layer, chosen=chosen, limit=limit, rounding=rounding)
 
 
 class _Reads:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.hosted import HostedExperts
-from spyglass.layers.linear import Experts, Linear, common_quant
+from spyglass.layers.hosted import routed_experts
+from spyglass.layers.linear import Linear, common_quant
 from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
 from spyglass.text.step import LayerContext, Step
@@ -47,14 +47,11 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{plan.index}.ffn"
         self.gate = Gate(plan, ctx)
-        options: dict[str, Any] = {"limit": ctx.text.swiglu_limit, "rounding": ctx.rounding.linear}
-        self._host, self._index = ctx.build.host, plan.index
-        self.experts: Experts
-        if self._host is not None and plan.index in self._host.layers:
-            options |= {"index": plan.index, "chosen": ctx.text.num_experts_per_tok}
-            self.experts = HostedExperts(ctx.build, f"{name}.experts", self._host, **options)
-        else:
-            self.experts = Experts(ctx.build, f"{name}.experts", **options)
+        self._host, self._index, text = ctx.build.host, plan.index, ctx.text
+        how: dict[str, Any] = {"limit": text.swiglu_limit, "rounding": ctx.rounding.linear}
+        self.experts = routed_experts(
+            ctx.build, f"{name}.experts", layer=plan.index, chosen=text.num_experts_per_tok, **how
+        )
         self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
         self._add_shared = ctx.build.ops.add_shared
         self._group = ctx.build.group
