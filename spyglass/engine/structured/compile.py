@@ -42,6 +42,15 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "additionalItems")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+_DEFINITIONS = ("$defs", "definitions")
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/~%]+")
+_SAME_VALUE = frozenset(
+    {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas"}
+)  # schemas of the same value
+_OF_OBJECTS = _SAME_VALUE | {  # what speaks of the properties of an object
+    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "required"),
+    *("minProperties", "dependentRequired", "dependencies", "$ref", "const", "enum"),
+}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
 _HEAD = struct.Struct("<Q")
 _R = TypeVar("_R")
@@ -119,13 +128,61 @@ def first_line(error: str) -> str:
 
 
 def followable(schema: Any) -> Any:
-    """A JSON schema as the library follows it: with `JSON_OPTIONS`, formats that it does not know left out as notes."""
+    """A JSON schema as the library follows it: with `JSON_OPTIONS`, formats that it does not know left out as notes.
+
+    An object that lists its properties has no others, unless it says so (`additionalProperties`) or another part of
+    the schema speaks of the same object: a model with nothing to say would invent properties to its limit.
+    """
     if schema is True:
         schema = {}
-    return {**_with_known_formats(schema), "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema
+    if not isinstance(schema, dict):
+        return schema
+    asked = schema.get("x-guidance")
+    compact = isinstance(asked, dict) and asked.get("whitespace_flexible") is False
+    options = {"whitespace_flexible": False, "coerce_one_of": True} if compact else JSON_OPTIONS
+    return {**_followed(schema, _Shared(schema), joined=False), "x-guidance": options}
 
 
-def _with_known_formats(schema: Any) -> Any:
+class _Shared:
+    """The references of a schema that name an object of which something else speaks too."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._joined: list[str] = []  # references
+        self._same: dict[str, list[str]] = {}  # by reference: those that its schema passes its value on to
+        self._visit(root, "#", joined=False)
+        self.references: set[str] = set()
+        while self._joined:
+            reference = self._joined.pop()
+            if reference not in self.references:
+                self.references.add(reference)
+                self._joined += self._same.get(reference, [])
+        # what is named by another way than a definition's name could be anything
+        self.everything = not all(_DEFINITION.fullmatch(reference) for reference in self.references)
+
+    def _visit(self, schema: Any, owner: str | None, *, joined: bool) -> None:
+        if not isinstance(schema, dict):
+            return
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (joined or set(schema) & _OF_OBJECTS - {"$ref"}):
+            self._joined.append(reference)
+        elif isinstance(reference, str) and owner is not None:
+            self._same.setdefault(owner, []).append(reference)
+        for keys, inner in _inner_schemas(schema):
+            same = owner if keys[0] in _SAME_VALUE else None
+            if schema is self._root and keys[0] in _DEFINITIONS:
+                same = f"#/{keys[0]}/{keys[1]}"
+            self._visit(inner, same, joined=_is_joined(schema, keys[0], joined=joined))
+
+
+def _is_joined(schema: dict[str, Any], key: str, *, joined: bool) -> bool:
+    """Whether a schema below `key` is not the only one that speaks of its value."""
+    if key in ("anyOf", "oneOf"):
+        return joined or bool(set(schema) & _OF_OBJECTS - {key})
+    return key in _SAME_VALUE
+
+
+def _followed(schema: Any, shared: _Shared, *, joined: bool, top: bool = True) -> Any:
     if not isinstance(schema, dict):
         return schema
     known = {name: value for name, value in schema.items() if name != "format" or not _is_unknown_format(value)}
@@ -135,8 +192,21 @@ def _with_known_formats(schema: Any) -> Any:
             if container[key] is schema[key]:
                 container[key] = container[key].copy()
             container = container[key]
-        container[place[-1]] = _with_known_formats(inner)
+        among = _is_joined(schema, place[0], joined=joined)
+        if top and place[0] in _DEFINITIONS:
+            among = f"#/{place[0]}/{place[1]}" in shared.references
+        container[place[-1]] = _followed(inner, shared, joined=among, top=False)
+    if not joined and not shared.everything and _lists_all(known):
+        known["additionalProperties"] = False
     return known
+
+
+def _lists_all(schema: dict[str, Any]) -> bool:
+    """Whether an object may have the listed properties alone, as far as its own schema says."""
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not listed or set(schema) & _OF_OBJECTS - {"properties", "required"}:
+        return False
+    return isinstance(required, list) and all(isinstance(name, str) and name in listed for name in required)
 
 
 def _is_unknown_format(value: object) -> bool:
