@@ -3,8 +3,8 @@
 `python -m scripts.attack --seconds 600 --seed 0`. The law: whatever one client sends, another one's stream pauses at
 most 0.25 s, `/health` answers within 0.25 s, memory comes back, and what is refused is refused within 1 s of its last
 byte. A quarter of the time the three clients are alone, which is what a machine that is slow or busy is judged by, half
-of it beside attackers, whose bodies are made beforehand. Every answer of theirs is known beforehand. In the last quarter
-files are attacked, which no server reads.
+of it beside attackers, whose bodies are made beforehand. Every answer of theirs is known beforehand. In the last
+quarter files are attacked, which no server reads.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class EngineConfig:
     step_milliseconds: int = field(
         default=100,
         metadata=about(
-            "how long a step may take that runs prompts and images beside answers under way: long prompts are cut so, by "
-            "what steps took lately; 0: no bound",
+            "how long a step may take that runs prompts and images beside answers under way: long prompts are cut so, "
+            "by what steps took lately; 0: no bound",
             low=0,
         ),
     )

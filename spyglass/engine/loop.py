@@ -151,7 +151,8 @@ class StepLoop:
         return self._scheduler.with_drafts(chunks, drafts)
 
     def _run(self, chunks: Sequence[Chunk], deltas: list[Delta], began: float) -> None:
-        """Start a step that was planned from `began` on, and bring the one before it to an end, or itself where none runs ahead."""
+        """Start a step, planned from `began` on, and bring the one before it to an end, or itself where none runs
+        ahead."""
         masks = None if self._running is not None else self._begin_masks(chunks)
         ranges = [(chunk.sequence.row, chunk.start, chunk.stop) for chunk in chunks]
         rows, start, stop = np.array(ranges, np.int64).T

@@ -12,8 +12,8 @@ the quantum comes behind the others, unless it would not fit there; then it goes
 
 Pace. Beside answers under way the prompts of a step have so many tokens that it takes about as long as it should
 (`pace`), images that must go through the tower counted as the tokens that take as long. Then answers are outside of
-what is shared, and a piece that exceeds it goes alone, if it is its turn to go first: in one step its images go through the
-tower (`encode_ahead`), in a later one its tokens run.
+what is shared, and a piece that exceeds it goes alone, if it is its turn to go first: in one step its images go through
+the tower (`encode_ahead`), in a later one its tokens run.
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
 preempted: it goes back into the queue and is run again later, with all it has drawn.
@@ -78,7 +78,9 @@ class Scheduler:
         self.running: list[TokenSequence] = []
         self._changed = False  # somebody came or went; until then the memory for others only shrinks
         self._jumped = False  # a long piece went first in the last step
-        self.encode_ahead: list[tuple[TokenSequence, int]] = []  # images for the tower in the planned step, beside its own
+        self.encode_ahead: list[
+            tuple[TokenSequence, int]
+        ] = []  # images for the tower in the planned step, beside its own
         self._use = RecentUse()
         self.preemptions = 0
 

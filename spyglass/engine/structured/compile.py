@@ -315,7 +315,7 @@ def _serve(control: socket.socket) -> None:
 
 
 def _try(channel: socket.socket, vocabulary: llguidance.LLTokenizer, limits: Sequence[float]) -> None:
-    """Try one grammar, [kind, value]: what goes back is what is wrong (null = nothing) and the processor time it took."""
+    """Try one grammar, [kind, value]: what goes back is what is wrong (null = nothing) and its processor time."""
     request = receive(channel)[0]
     _limit_memory()
     _limit(*limits)

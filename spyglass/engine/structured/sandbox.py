@@ -62,7 +62,9 @@ class GrammarSandbox:
             except (OSError, EOFError) as error:  # what forks has ended meanwhile
                 source.end()
                 if last:
-                    raise OverloadedError(f"the {kind} asked for cannot be tried now ({error}); send it later") from error
+                    raise OverloadedError(
+                        f"the {kind} asked for cannot be tried now ({error}); send it later"
+                    ) from error
         if answer:
             wrong, seconds = json.loads(answer)
             if wrong is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spyglass.engine.pace import Pace
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk, TokenSequence
-from tests.engine_parts import GREEDY, make_engine, make_model, make_prompt, run_all
+from tests.engine_parts import make_engine, make_model, make_prompt, run_all
 from tests.unit.engine.test_scheduler import CONFIG, PARTS, make_scheduler, make_sequence, play
 
 TARGET_S = 0.1
