@@ -171,8 +171,9 @@ def place_experts(
 ) -> ExpertPlacement:
     """The placement with the most experts on the GPU, of which `most` bytes may be taken; `mode` "host": none there.
 
-    `others` bytes of other weights are on the GPU, and `beside` of what steps and caches take at least; `free` bytes
-    are free there and `host_free` on the host (None = nobody knows).
+    `others` bytes of other weights are on the GPU, and `beside` of what steps and caches should have; `free` bytes are
+    free there and `host_free` on the host (None = nobody knows). Where all are on the host and less than `beside` is
+    left, it is as good as can be: what is missing then shows when steps have been tried.
 
     Raises:
         CapacityError: there is no such placement; the message says how much is missing and where.
@@ -198,12 +199,11 @@ def place_experts(
         return placed(len(layers))
     found = next((one for one in map(placed, range(len(layers), 0, -1)) if fits(one)), None) if mode == "auto" else None
     found = found or placed(0)
-    if free is not None and (missing := found.device_bytes + found.place_bytes + beside - free) > 0:
+    if free is not None and (missing := found.device_bytes + found.place_bytes - free) > 0:
         raise CapacityError(
             f"with all routed experts in host memory the GPU would still hold {found.device_bytes / 1e9:.2f} GB of "
-            f"weights, {found.place_bytes / 1e9:.2f} GB for copies and at least {beside / 1e9:.2f} GB of steps and "
-            f"caches; {free / 1e9:.2f} GB are free there, {missing / 1e9:.2f} GB are missing: lower max_step_tokens, "
-            "max_sequences or max_length, or take images=0"
+            f"weights and {found.place_bytes / 1e9:.2f} GB for copies, and {free / 1e9:.2f} GB are free there: "
+            f"{missing / 1e9:.2f} GB are missing, and some more for steps and caches"
         )
     if host_free is not None and found.host_bytes > host_free:
         raise CapacityError(

@@ -87,13 +87,15 @@ def _placed(
     config = read_model_config(path)
     params = param_table(config)
     sources = match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources
-    on_gpu = device.type == "cuda"
+    on_gpu, free = device.type == "cuda", None
+    if on_gpu and (free := free_memory(device)) is not None and options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
     found = place_model(
         config,
         sources,
         params,
         options,
-        free=free_memory(device) if on_gpu else None,
+        free=free,
         host_free=free_memory(torch.device("cpu")),
         adapters=adapters,
         on_gpu=on_gpu,

@@ -69,7 +69,7 @@ class HostSide:
         # one core is left for the thread that drives the GPU: a kernel is as slow as the thread that has to share one
         self.threads = max(1, torch.get_num_threads() - 1) if on_gpu else None
         self.many: int | None = None
-        self.report = ""
+        self.report = f"those of {len(self.layers)} layers in host memory"
         self.pages = HostPages()
         self.stream = ExpertStream(device, places) if on_gpu and not reference else None
         self._modules: list[HostedExperts] = []
@@ -94,11 +94,11 @@ class HostSide:
         self.many = max(_CAPTURED + 1, reads.rows_in(copied))
         layer = sum(stack.data.nbytes for stack in self._modules[0].stacks.values())
         self.report = (
-            f"experts of {len(self._modules)} layers in host memory: {self.threads} threads read "
+            f"those of {len(self._modules)} layers in host memory: {self.threads} threads read "
             f"{reads.bandwidth / 1e9:.0f} GB/s of them at one row; a layer's copy to the GPU takes {copied * 1e3:.0f} "
             f"ms ({layer / copied / 1e9:.0f} GB/s), so steps of {self.many} rows and more take copies"
         )
-        _LOG.info("%s", self.report)
+        _LOG.info("experts: %s", self.report)
 
     def trial(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Sums of a few random rows by the kernel and by the definition; None where the definition runs anyway."""
