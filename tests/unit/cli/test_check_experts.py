@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
@@ -33,7 +34,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, gpu: int, ram: int) -> None:
     monkeypatch.setattr("spyglass.plan.this_machine", lambda: machine)
     monkeypatch.setattr("spyglass.bench.gpu.read_bandwidth", lambda: 4e12)
     monkeypatch.setattr("spyglass.bench.gpu.host_bandwidth", lambda: 1e11)
-    monkeypatch.setattr("spyglass.cli.check._standings", dict)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 def test_smaller_cards_leave_more_experts_to_the_host(
