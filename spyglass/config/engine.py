@@ -55,8 +55,8 @@ class EngineConfig:
     step_milliseconds: int = field(
         default=100,
         metadata=about(
-            "how long a step may take that runs prompts and images beside answers under way: long prompts are cut so, "
-            "by what steps took lately; 0: no bound",
+            "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
+            "steps took lately (one that is alone may take 2.5 times as long); 0: no bound",
             low=0,
         ),
     )
