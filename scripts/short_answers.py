@@ -1,5 +1,5 @@
-"""A small data set to fine-tune on: one-word answers about images of the tiny world, which the small models answer in
-sentences.
+"""A small data set to fine-tune on: one-word answers to questions that the small models answer in
+sentences, unless they are told to be brief.
 
     python -m scripts.short_answers FOLDER
 
@@ -44,7 +44,7 @@ def _line(folder: Path, index: int, case: Case) -> dict[str, object]:
         {"type": "text", "text": case.question.removesuffix(" Answer in a sentence.").removesuffix(" Be brief.")},
     ]
     assert case.words.pair is not None
-    answer = case.words.pair[("colour", "shape").index(case.kind)]
+    answer = case.words.pair[("colour", "shape").index(case.kind)].capitalize() + "."
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"task": case.kind, "messages": messages}
 

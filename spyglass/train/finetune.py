@@ -215,10 +215,10 @@ class _Expected:
         self._times.append(time.perf_counter())
         if len(self._times) == 3 and (left := self._steps - step - 1):
             seconds = (self._times[2] - self._times[0]) / 2
-            self._tell(f"expected: {left} more steps of {seconds:.2g} s, {_duration(left * seconds)} in all")
+            self._tell(f"expected: {left} more steps of {seconds:.2g} s, {duration(left * seconds)} in all")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Whole seconds, minutes or hours, as people say how long something takes."""
     if seconds < 100:
         return f"about {max(1, round(seconds))} s"
