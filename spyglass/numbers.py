@@ -97,6 +97,7 @@ def compare_ops(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[
         # small work: on a busy machine threads that wait for one another would take half a minute
         with torch.inference_mode(), _one_thread(), ops.watched(watch):
             _Probe(loaded, engram, slot).run("eager")
+    watch.look_at_the_host(loaded)
     mismatches = tuple(watch.mismatches.values())
     return NumbersReport(mismatches=mismatches, compared=watch.compared, seconds=time.perf_counter() - began)
 
@@ -171,6 +172,16 @@ class _Comparison:
         if difference is not None:
             self.mismatches[op] = Mismatch(op, self._chosen[op], difference + self._rank)
         return expected
+
+    def look_at_the_host(self, loaded: LoadedModel) -> None:
+        """Experts in host memory: their kernel, which no op of the device calls."""
+        host = loaded.model.options.build.host
+        if host is None or (trial := host.trial()) is None:
+            return
+        op = "experts_grouped"
+        self.compared[op] = self.compared.get(op, 0) + 1
+        if (difference := _differs(*trial, *_MOST["cpu"])) is not None:
+            self.mismatches[op] = Mismatch(op, "cpu, of experts in host memory", difference)
 
 
 class _Probe:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
+from spyglass.checkpoint.match import match
+from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
-from spyglass.errors import CapacityError, DeviceError
+from spyglass.config.read import read_model_config
+from spyglass.errors import CapacityError, ConfigError, DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
+from spyglass.params.table import most_tensors, param_table
+from spyglass.placement import PREFIX_SHARE, place_model
 from spyglass.plan import host_memory, require_room
 
-PREFIX_SHARE = 8  # of free memory, what the prefix cache may take
+_LOG = logging.getLogger(__name__)
 _UNKNOWN_SHARE = 1 << 30
 
 
@@ -38,15 +44,28 @@ def prefix_bytes(device: torch.device) -> int:
     return _UNKNOWN_SHARE if free is None else free // PREFIX_SHARE
 
 
-def require_fit(path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int = 0) -> None:
+def require_fit(
+    path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int = 0
+) -> tuple[int, ...]:
     """Refuse a model that would not fit before a byte of it is read; `adapters`: bytes of those that come with it.
+
+    Gives the layers whose routed experts are to stay in host memory.
 
     Raises:
         CapacityError: weights and adapters are larger than the free memory.
+        ConfigError: experts were asked for in host memory, and the model is divided among processes.
     """
+    if (device.type == "cuda" and options.experts_mode != "gpu") or options.experts_mode == "host":
+        if options.tensor_parallel_size == 1:
+            return _placed(path, device, options, adapters)
+        if options.experts != "auto":
+            raise ConfigError(
+                f"experts is {options.experts!r} and tensor_parallel_size {options.tensor_parallel_size}: a divided "
+                "model has its experts on the GPUs; leave one of both out"
+            )
     free = free_memory(device)
     if free is None:
-        return
+        return ()
     beside = options.engram == "device" or (options.engram == "host" and device.type == "cpu")
     require_room(
         path,
@@ -58,6 +77,32 @@ def require_fit(path: str | os.PathLike[str], device: torch.device, options: Eng
         ranks=options.tensor_parallel_size,
         own_memory=device.type == "cuda",
     )
+    return ()
+
+
+def _placed(
+    path: str | os.PathLike[str], device: torch.device, options: EngineConfig, adapters: int
+) -> tuple[int, ...]:
+    """Layers whose routed experts stay off `device`; on a CPU, where all memory is one, those that are treated so."""
+    config = read_model_config(path)
+    params = param_table(config)
+    sources = match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources
+    on_gpu, free = device.type == "cuda", None
+    if on_gpu and (free := free_memory(device)) is not None and options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
+    found = place_model(
+        config,
+        sources,
+        params,
+        options,
+        free=free,
+        host_free=free_memory(torch.device("cpu")),
+        adapters=adapters,
+        on_gpu=on_gpu,
+    )
+    if found.host:
+        _LOG.info("%s", found)
+    return found.host
 
 
 def require_devices(device: torch.device, size: int) -> None:

@@ -19,7 +19,13 @@ from spyglass.params.table import param_table
 
 
 def load_ranks(
-    path: Path, options: EngineConfig, device: torch.device, *, progress: bool, without: Sequence[str] = ()
+    path: Path,
+    options: EngineConfig,
+    device: torch.device,
+    *,
+    progress: bool,
+    host_experts: Sequence[int] = (),
+    without: Sequence[str] = (),
 ) -> tuple[LoadedModel, Ranks | None]:
     """The model, or this process's part of it and the ranks that have the others.
 
@@ -45,7 +51,7 @@ def load_ranks(
         "without": tuple(without),
     }
     if size == 1:
-        return load_model(**how, device=device, progress=progress), None
+        return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
     require_even(param_table(read_model_config(path)), size)
     require_devices(device, size)
     ranks = Ranks(size, device, how, threads=torch.get_num_threads())

@@ -1,26 +1,30 @@
 """Grammars compiled by `llguidance`, and a program that tries whether one can be, in a process of its own.
 
 Some short patterns take minutes, some grammars more stack than there is, and nothing can end a thread: so a grammar is
-tried first where it can be ended (`sandbox` starts this file and talks to it). It imports nothing of ours, since
-the process is to start in tenths of a second.
+tried first where it can be ended, in a process of its own that is forked from one with the vocabulary (`sandbox` starts
+this file and talks to it). It imports nothing of ours, since that one is to start in tenths of a second.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -48,6 +52,7 @@ _OF_OBJECTS = _SAME_VALUE | {  # what speaks of the properties of an object
     *("minProperties", "dependentRequired", "dependencies", "$ref", "const", "enum"),
 }
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
+_HEAD = struct.Struct("<Q")
 _R = TypeVar("_R")
 
 
@@ -257,32 +262,72 @@ def _grammar(kind: str, value: Any) -> str:
     return str(llguidance.grammar_from("regex" if kind == "regex" else "grammar", value))
 
 
-def _serve(stdin: IO[str], stdout: IO[str]) -> None:
-    """Try grammars: the first line is the vocabulary and the limits, each further one [kind, value].
+def send(channel: socket.socket, payload: bytes, *fds: int) -> None:
+    """One message, with open files."""
+    socket.send_fds(channel, [_HEAD.pack(len(payload))], fds) if fds else channel.sendall(_HEAD.pack(len(payload)))
+    channel.sendall(payload)
 
-    What goes back is what is wrong (null = nothing) and the processor time that it took.
+
+def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """One message.
+
+    Raises:
+        EOFError: the other side is gone.
     """
+    head, fds, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
+    payload = bytearray()
+    while len(head) < _HEAD.size or len(payload) < _HEAD.unpack(head)[0]:
+        most = _HEAD.size - len(head) or _HEAD.unpack(head)[0] - len(payload)
+        piece = channel.recv(most)
+        if not piece:
+            raise EOFError
+        if len(head) < _HEAD.size:
+            head += piece
+        else:
+            payload += piece
+    return bytes(payload), fds
 
-    def tell(answer: object) -> None:
-        stdout.write(json.dumps(answer) + "\n")
-        stdout.flush()
 
-    tokens, silent, ends, limits = json.loads(stdin.readline())
+def _serve(control: socket.socket) -> None:
+    """Try grammars, each in a process forked from this one: the first message is the vocabulary and the limits. Then
+    for each open file that comes a process answers what comes from there, and its number is told; for each number it is
+    told how that process ended."""
+    tokens, silent, ends, limits = json.loads(receive(control)[0])
     vocabulary = Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary()
-    starting = threading.Lock()
-    tell("ready")
-    for line in stdin:
-        _limit_memory()
-        _limit(*limits)
-        began = time.process_time()
-        kind, value = json.loads(line)
+    gc.freeze()
+    send(control, b"ready")
+    while True:
+        payload, fds = receive(control)
+        if not fds:
+            _, status = os.waitpid(int(payload), 0)
+            send(control, str(os.waitstatus_to_exitcode(status)).encode())
+            continue
         try:
-            run_deep(partial(compile_grammar, kind, value, vocabulary), starting)
-            wrong = None
-        except ValueError as error:
-            wrong = str(error)
-        _limit(0, 0)
-        tell([wrong, time.process_time() - began])
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            control.close()
+            _try(socket.socket(fileno=fds[0]), vocabulary, limits)
+            os._exit(0)
+        os.close(fds[0])
+        send(control, str(pid).encode())
+
+
+def _try(channel: socket.socket, vocabulary: llguidance.LLTokenizer, limits: Sequence[float]) -> None:
+    """Try one grammar, [kind, value]: what goes back is what is wrong (null = nothing) and its processor time."""
+    request = receive(channel)[0]
+    _limit_memory()
+    _limit(*limits)
+    began = time.process_time()
+    kind, value = json.loads(request)
+    try:
+        run_deep(partial(compile_grammar, kind, value, vocabulary), threading.Lock())
+        wrong = None
+    except ValueError as error:
+        wrong = str(error)
+    _limit(0, 0)
+    send(channel, json.dumps([wrong, time.process_time() - began]).encode())
 
 
 def _limit_memory() -> None:
@@ -306,4 +351,5 @@ if __name__ == "__main__":
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
-    _serve(sys.stdin, sys.stdout)
+    with suppress(EOFError, ConnectionError):
+        _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -19,6 +19,7 @@ from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import DeviceError
+from spyglass.layers.hosted import HostSide
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.write import write_adapter
 from spyglass.ops.table import describe
@@ -212,3 +213,13 @@ def test_i1_every_process_of_a_divided_model_compares_its_own_ops_and_one_decisi
     assert llm.ranks is not None and len(llm.ranks.pids) == 1, "those that were compared first have ended"
     answer(llm)
     llm.close()
+
+
+def test_i1_kernels_of_experts_in_host_memory_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = LLM(folder, **OPTIONS, experts="host", numbers="on")
+    assert sound.numbers is not None and not sound.numbers.mismatches
+    right = HostSide.trial
+    monkeypatch.setattr(HostSide, "trial", lambda side: (lambda pair: pair and (2 * pair[0], pair[1]))(right(side)))
+    llm = LLM(folder, **OPTIONS, experts="host", numbers="on")
+    assert llm.numbers is not None and "experts in host memory" in str(llm.numbers)
+    assert llm.loaded.model.options.build.host.reference
