@@ -49,6 +49,7 @@ def test_layers_in_host_memory_are_spread(count: int) -> None:
     assert len(set(found)) == count
     gaps = [b - a for a, b in itertools.pairwise(found)]
     assert not gaps or max(gaps) - min(gaps) <= 1
+    assert not found or max(found[0], 19 - found[-1]) <= 20 // count
 
 
 def test_what_is_missing_is_said_with_its_number() -> None:
