@@ -111,7 +111,7 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     report["faults"] = matched.faults() + unfilled + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
-    report["gpu_kernels"] = _standings() if machine.gpus else {}
+    report["gpu_kernels"] = standings() if machine.gpus else {}
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
@@ -188,7 +188,7 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
-def _standings() -> dict[str, str]:
+def standings() -> dict[str, str]:
     """What is known of the Triton kernels on each GPU that torch sees, by its name and compute capability."""
     import torch
 

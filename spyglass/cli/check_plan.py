@@ -98,9 +98,10 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"  {_runs(report, fit)}")
         if fit["context"] and place == 0 and report["speed"]:
             lines.append(f"  {_speed(report['speed'])}")
+    least, trained = shown_bytes(memory["processor_bytes"]), shown_bytes(memory["training_bytes"])
     lines.append(
-        f"a machine without a GPU needs {shown_bytes(memory['processor_bytes'])} of free memory, and half a GB for "
-        f"PyTorch; fine-tuning an adapter by the defaults takes about {shown_bytes(memory['training_bytes'])} of it or of a GPU"
+        f"a machine without a GPU needs {least} of free memory, and half a GB for PyTorch; fine-tuning an adapter "
+        f"by the defaults takes about {trained} of it or of a GPU"
     )
     title = "context that fits beside the weights, by GPU memory and count"
     lines.append(f"on GPUs elsewhere: one runs (measured on an H200); several, where the model fits, {_SEVERAL}")

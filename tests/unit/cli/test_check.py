@@ -95,9 +95,8 @@ def test_fits_and_runs_are_two_words_and_speed_is_what_memory_allows(
     )
     monkeypatch.setattr("spyglass.cli.check_plan.read_rate", lambda: 460e9)
     for known in ("measured", "compiles, not run"):
-        monkeypatch.setattr("spyglass.cli.check._standings", lambda known=known: {"Card (9.9)": known})
+        monkeypatch.setattr("spyglass.cli.check.standings", lambda known=known: {"Card (9.9)": known})
         monkeypatch.setattr("spyglass.cli.check.hosted_experts", lambda *args, **options: [])
-        monkeypatch.setattr("spyglass.plan._meminfo", lambda: (0, 0))
         assert main(["check", str(flash), "--plan"]) == 0
         lines = capsys.readouterr().out.splitlines()
         here = next(place for place, line in enumerate(lines) if line.startswith("this machine's memory: fits"))
@@ -111,7 +110,7 @@ def test_fits_and_runs_are_two_words_and_speed_is_what_memory_allows(
         ("measured", "runs: yes, on Triton kernels"),
         ("not known", "runs: not known, kernels not known"),
     ):
-        monkeypatch.setattr("spyglass.cli.check._standings", lambda known=known: {"Card (9.9)": known})
+        monkeypatch.setattr("spyglass.cli.check.standings", lambda known=known: {"Card (9.9)": known})
         assert main(["check", str(flash), "--plan"]) == 0
         assert word in capsys.readouterr().out
 
