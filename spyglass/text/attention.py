@@ -46,6 +46,8 @@ class Attention(nn.Module):
             self.compressor = Compressor(spec, plan.compressor, ctx, RowFinish(ctx, "pool"))
         if plan.index_from == plan.index:
             self.indexer = Indexer(plan, ctx)
+        # index keys that are made of the layer's compressed rows come behind these
+        self._index_branch = 0 if self.indexer is None or self.indexer.compressor is None else 1
         more = [*(self.compressor.maps if self.compressor else ()), *(self.indexer.maps if self.indexer else ())]
         self._inputs = MergedLinear([self.wkv, self.wq_a, *more])
         self._plan = plan
@@ -76,8 +78,13 @@ class Attention(nn.Module):
         self._write_cache(projected, step, cache)
         quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
         u_TQ = self.q_norm(projected[self.wq_a], quant)
+        pool = None if self._pool is None else cache.compression[self._plan.ratio]
+        if pool is not None and pool.max_visible == 0:
+            pool = None
+        picks_TX = self._picks(u_TQ, projected, step, pool, cache)
         q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
-        out_THD = self._read(q_THD, u_TQ, projected, step, cache)
+        self._side.join()
+        out_THD = self._read(q_THD, picks_TX, step, pool, cache)
         out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), slot_T)
         return self._group.sum(self.wo_b(out_TGO.flatten(1), slot_T)).to(x_TC.dtype)
 
@@ -92,22 +99,20 @@ class Attention(nn.Module):
                 return
             pool, entry_tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
             latent_PD = self.compressor.write_cache(projected, pool, cache, entry_tables)
-            if self.indexer is not None and latent_PD is not None:
+        if self.indexer is not None:
+            with self._side.branch(self._index_branch):
                 self.indexer.write_cache(projected, latent_PD, pool, cache, entry_tables, slot_T)
-        if self.indexer is not None and latent_PD is None:
-            with self._side.branch(1):
-                self.indexer.write_cache(projected, None, pool, cache, entry_tables, slot_T)
 
     def _read(
-        self, q_THD: torch.Tensor, u_TQ: torch.Tensor, projected: Projections, step: Step, cache: CacheView
+        self,
+        q_THD: torch.Tensor,
+        picks_TX: torch.Tensor | None,
+        step: Step,
+        pool: CompressionStep | None,
+        cache: CacheView,
     ) -> torch.Tensor:
         batch, (cos_TR, sin_TR) = step.batch, step.tables[self._plan.rope]
-        pool = None if self._pool is None else cache.compression[self._plan.ratio]
-        if pool is not None and pool.max_visible == 0:
-            pool = None
-        picks_TX = self._picks(u_TQ, projected, step, pool, cache)
         width = 0 if pool is None else pool.max_visible
-        self._side.join()
         return self._ops.sparse_attention(
             q_THD,
             cache.pages[self._window],
@@ -134,6 +139,6 @@ class Attention(nn.Module):
             return None
         topk_indices = step.choices.topk_indices
         if self.indexer is not None:
-            self._side.join()
-            topk_indices[source] = self.indexer.topk_indices(u_TQ, projected, step, pool, cache)
+            with self._side.branch(self._index_branch):
+                topk_indices[source] = self.indexer.topk_indices(u_TQ, projected, step, pool, cache)
         return topk_indices[source]

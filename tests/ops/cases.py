@@ -321,7 +321,12 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "linear_merged": {
         "fp8": lambda s: linear_merged(s, (FP8, (128, 256), None)),
         "three stacks": lambda s: linear_merged(
-            s, (FP8, (128, 128), None), (BF16, (64, 32, 96, 32), torch.float32), (BF16, (64,), None), inner=2048, known=True
+            s,
+            (FP8, (128, 128), None),
+            (BF16, (64, 32, 96, 32), torch.float32),
+            (BF16, (64,), None),
+            inner=2048,
+            known=True,
         ),
         "bf16": lambda s: linear_merged(s, (BF16, (32, 64), torch.float32)),
         "odd": lambda s: linear_merged(s, (BF16, (33, 7), None), inner=80),

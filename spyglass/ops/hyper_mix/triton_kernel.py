@@ -165,10 +165,12 @@ def _project_single(
     fn_at = (output[:, None] * STREAMS + target[None, :]) * width + channel[None, :]
     fn = tl.load(fn_ptr + fn_at, mask=(output < outputs)[:, None] & inside[None, :], other=0.0)
     begin(OVERLAPS)
+    # all rows are asked for before any is used: a load may not pass a store
+    first = (tl.program_id(0) * ROWS).to(tl.int64)
+    given: tl.tensor = ()
     for index in tl.static_range(ROWS):
-        row = (tl.program_id(0) * ROWS + index).to(tl.int64)
+        row = first + index
         there = inside & (0 * place + row < rows)
-        at = (row * STREAMS + target) * width + channel
         if WRITES:
             z = tl.load(z_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
             if SHARED:
@@ -181,9 +183,15 @@ def _project_single(
                 stream = tl.load(streams_ptr + (row * STREAMS + m) * width + channel, mask=there, other=0.0)
                 mixed += comb * stream.to(tl.float32)
             x = (x + mixed).to(DTYPE)
-            tl.store(out_ptr + at, x, mask=there)
         else:
-            x = tl.load(streams_ptr + at, mask=there, other=0.0)
+            x = tl.load(streams_ptr + (row * STREAMS + target) * width + channel, mask=there, other=0.0)
+        given = given + (x,)
+    for index in tl.static_range(ROWS):
+        row = first + index
+        x = given[index]
+        if WRITES:
+            there = inside & (0 * place + row < rows)
+            tl.store(out_ptr + (row * STREAMS + target) * width + channel, x, mask=there)
         x = x.to(tl.float32)
         to = row * splits + split
         tl.store(products_ptr + to * OUTPUTS + output, tl.sum(fn * x[None, :], axis=1))
@@ -229,20 +237,27 @@ def _write_and_project(
     if SHARED:
         shared = tl.load(shared_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
         z = (z + shared.to(tl.float32)).to(DTYPE).to(tl.float32)
+    streams: tl.tensor = ()  # a load may not pass a store, so all come first
+    for m in tl.static_range(STREAMS):
+        from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
+        streams = streams + (tl.load(from_ptr, mask=there, other=0.0),)
+    written: tl.tensor = ()
     for target in tl.static_range(STREAMS):
         mixed = tl.zeros([ROWS, WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):
-            from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
             comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=here, other=0.0)
-            mixed += comb[:, None] * tl.load(from_ptr, mask=there, other=0.0).to(tl.float32)
+            mixed += comb[:, None] * streams[m].to(tl.float32)
         post = tl.load(post_ptr + row * STREAMS + target, mask=here, other=0.0)
         x = (post[:, None] * z + mixed).to(DTYPE)
-        tl.store(out_ptr + (row * STREAMS + target)[:, None] * width + channel[None, :], x, mask=there)
+        written = written + (x,)
         squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         # [WIDTH, OUTPUTS], as the second side of a product wants it
         fn_at = (output[None, :] * STREAMS + target) * width + channel[:, None]
         fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
         products = multiply(x, tl.load(fn_ptr + fn_at, mask=fn_there, other=0.0), products)
+    for target in tl.static_range(STREAMS):
+        to_ptr = out_ptr + (row * STREAMS + target)[:, None] * width + channel[None, :]
+        tl.store(to_ptr, written[target], mask=there)
     at = row * splits + split
     tl.store(products_ptr + at[:, None] * OUTPUTS + output[None, :], products, mask=here[:, None])
     tl.store(squares_ptr + at, squares, mask=here)
@@ -345,7 +360,7 @@ def finish(
         OUTPUTS=OUTPUTS,
         SPLITS=triton.next_power_of_2(splits),
         WIDTH=triton.next_power_of_2(width) if read is not None else 1,
-        num_warps=4 if read is not None else 1,
+        num_warps=8 if read is not None else 1,
         enable_fp_fusion=False,
         **overlap(sums.products),
     )
@@ -394,20 +409,28 @@ def _finish(
     from_ptr = products_ptr + (row * splits + split) * OUTPUTS
     if tl.program_id(1) == 0:
         channel = tl.arange(0, WIDTH)
+        streams: tl.tensor = ()  # asked for before anything is waited for; a load may not pass a store
+        products: tl.tensor = ()
+        for m in tl.static_range(STREAMS):
+            if COLLAPSES:
+                at = (row * STREAMS + m) * width + channel
+                streams = streams + (tl.load(streams_ptr + at, mask=channel < width, other=0.0),)
+            products = products + (tl.load(from_ptr + m, mask=there, other=0.0),)
+        if COLLAPSES:
+            weight = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32)
         total = tl.zeros([WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):
-            product = tl.sum(tl.load(from_ptr + m, mask=there, other=0.0), axis=0)
+            product = tl.sum(products[m], axis=0)
             pre = sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
             tl.store(pre_ptr + row * STREAMS + m, pre)
             if COLLAPSES:
                 if GIVEN:
                     pre = tl.load(given_ptr + row * STREAMS + m)
-                at = (row * STREAMS + m) * width + channel
-                total += pre * tl.load(streams_ptr + at, mask=channel < width, other=0.0).to(tl.float32)
+                total += pre * streams[m].to(tl.float32)
         if COLLAPSES:
             x = total.to(x_ptr.dtype.element_ty).to(tl.float32)
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + rms_eps)
-            x = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32) * x
+            x = weight * x
             tl.store(x_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
             if BLOCK > 0:
                 x = x.to(x_ptr.dtype.element_ty).to(tl.float32)

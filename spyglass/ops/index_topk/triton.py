@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spyglass.ops.gpu import processors, usable
+from spyglass.ops.gpu import overlap, processors, usable
 from spyglass.ops.index_topk import reference
 
 __all__ = ["index_topk", "score", "select", "suits", "usable"]
@@ -149,6 +149,7 @@ def score(
         STAGES=how.stages,
         num_warps=how.warps,
         num_stages=how.stages,
+        **overlap(q_TNI),
     )
     return scores, groups
 
@@ -199,4 +200,5 @@ def select(
         LONG=_LONG,
         SPARE=spare,
         num_warps=4 if candidates <= 256 else 16,
+        **overlap(scores),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -55,6 +56,8 @@ def multiply(
         elif rows < _EXPANDED:
             launch = _tiles(rows)
     if isinstance(launch, choices.Few):
+        if out_features // groups % launch.rows:
+            launch = replace(launch, rows=16)
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
     elif launch is not None:
         _many(x, weight, out, rows, block, groups, addend, bias, launch)
@@ -102,7 +105,9 @@ def multiply_merged(
     x8, block = x, (1, 1)
     if first is not None:
         block = first.weight.format.block or block
-        x8 = rounded_x if rounded_x is not None else rounded(x, 0 if first.rounding is None else first.rounding.block, 0)
+        x8 = (
+            rounded_x if rounded_x is not None else rounded(x, 0 if first.rounding is None else first.rounding.block, 0)
+        )
     data = [x if i >= len(bf16) else bf16[i].weight.data.view(torch.int16) for i in range(2)]
     scale = data[0] if first is None or first.weight.scale is None else first.weight.scale.view(torch.int16)
     totals = [sum(stack.sizes) for stack in [*fp8, *bf16]]

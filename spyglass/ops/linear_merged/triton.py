@@ -32,19 +32,29 @@ def linear_merged(
     for stack in stacks:
         known = rounded_TI if stack.rounding is not None else None
         x, rounding = (x_TI, stack.rounding) if known is None else (known, None)
-        found += _stack(x, MapStack(weight=stack.weight, sizes=stack.sizes, rounding=rounding, out_dtype=stack.out_dtype))
+        found += _stack(
+            x, MapStack(weight=stack.weight, sizes=stack.sizes, rounding=rounding, out_dtype=stack.out_dtype)
+        )
     return tuple(found)
 
 
 def _stack(x_TI: torch.Tensor, stack: MapStack) -> Sequence[torch.Tensor]:
     rows = x_TI.numel() // x_TI.shape[-1]
-    learns = gpu.learns(x_TI, stack.weight.data)
-    if linear.suits(x_TI, stack.weight, stack.rounding, rows) and not learns:
+    if len(stack.sizes) == 1 or gpu.learns(x_TI, stack.weight.data):
+        return _one_by_one(x_TI, stack)
+    if stack.weight.format.name == "bf16":  # one matrix product; the outputs are parts of its rows
+        out_TO = linear.linear_block(x_TI, stack.weight, rounding=stack.rounding, out_dtype=stack.out_dtype)
+        return out_TO.split(stack.sizes, dim=-1)
+    if linear.suits(x_TI, stack.weight, stack.rounding, rows):
         from spyglass.ops.linear_block import triton_launch
 
         merged = triton_launch.multiply_stack(x_TI, stack)
         if merged is not None:
             return merged
+    return _one_by_one(x_TI, stack)
+
+
+def _one_by_one(x_TI: torch.Tensor, stack: MapStack) -> Sequence[torch.Tensor]:
     found, first = [], 0
     for size in stack.sizes:
         weight = stack.weight.rows(first, first + size)
