@@ -52,6 +52,14 @@ class EngineConfig:
         metadata=about("max images in one prompt; 0 leaves the image tower unloaded", low=0),
     )
     max_step_tokens: int = field(default=2048, metadata=about("max tokens of all sequences in one step", high=1 << 20))
+    step_milliseconds: int = field(
+        default=100,
+        metadata=about(
+            "how long a step may take that runs prompts and images beside answers under way: long prompts are cut so, "
+            "by what steps took lately; 0: no bound",
+            low=0,
+        ),
+    )
     max_sequences: int = field(default=64, metadata=about("max sequences running at a time", high=4096))
     max_length: int | None = field(
         default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
@@ -79,7 +87,7 @@ class EngineConfig:
         default=256 << 20, metadata=about("memory for encoded images that may come again; 0 keeps none", low=0)
     )
     grammar_seconds: int = field(
-        default=10,
+        default=1,
         metadata=about(
             "CPU seconds that a pattern, schema or grammar of an answer may take to compile; its memory is bounded too"
         ),

@@ -88,6 +88,7 @@ class LLM:
         vision_graphs: Literal["auto", "on", "off"] | None = None,
         expand_weights: bool | None = None,
         max_step_tokens: int | None = None,
+        step_milliseconds: int | None = None,
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,

@@ -341,6 +341,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
         "adapters": lambda s: experts_grouped(s, FP4, None, adapters=torch.float32),
         "bf16 adapters": lambda s: experts_grouped(s, adapters=torch.bfloat16),
+        "adapters, even": lambda s: experts_grouped(s, FP4, E4M3, (6, 128, 128, 2), adapters=torch.bfloat16),
     },
     "engram_gate": {"text": engram_gate, "images": lambda s: engram_gate(s, images=True)},
     "lora_delta": {"dense": lambda s: lora_delta(s, 1), "groups": lambda s: lora_delta(s, 3)},
