@@ -25,6 +25,7 @@ from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import BuildContext, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.linear import Linear
+from spyglass.layers.merged import stack_weights
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
 from spyglass.parallel.group import ALONE, Group
@@ -278,6 +279,8 @@ def load_model(
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
         report = load_into(model.slots(), checkpoint, skip=skip, progress=progress, shard=shard, params=model.params)
+    if model.options.build.ops.merges:
+        stack_weights(model)
     return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)
 
 

@@ -12,6 +12,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import BuildContext, Loadable
 from spyglass.layers.linear import Experts
+from spyglass.layers.merged import stack_weights
 from spyglass.model import LoadedModel, ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
 from spyglass.quant.packed import Packed, empty_packed
@@ -48,6 +49,7 @@ def released(family: str) -> LoadedModel:
                     if param.kind == "index"  # its values are checked
                     else empty_packed(param.format, slot.shape, device)
                 )
+    stack_weights(model)
     report = LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=0, seconds=0.0)
     return LoadedModel(
         model=model, config=config, device=device, dtype=torch.bfloat16, numerics="reference", report=report

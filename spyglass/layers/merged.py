@@ -44,7 +44,7 @@ class _Merged:
 
 
 class MergedLinear:
-    """Some maps of one input. Their weights move into common memory when they are first multiplied together."""
+    """Some maps of one input. `stack` moves their weights into common memory, at the latest when they first meet."""
 
     def __init__(self, maps: Sequence[Linear]) -> None:
         self._maps = tuple(maps)
@@ -58,12 +58,13 @@ class MergedLinear:
         known: dict[Linear, torch.Tensor] = {}
         adapted = slot_T is not None and any(linear.adapter is not None for linear in self._maps)
         if self._build.ops.merges and not adapted and not torch.is_grad_enabled():
-            merged = self._stacked()
+            merged = self.stack()
             outputs = self._build.ops.linear_merged(x_TI, merged.stacks, rounded_TI=rounded_TI)
             known = dict(zip(merged.maps, outputs, strict=True))
         return Projections(x_TI, slot_T, rounded_TI, known)
 
-    def _stacked(self) -> _Merged:
+    def stack(self) -> _Merged:
+        """The stacks of the weights that the maps have now."""
         weights = tuple([linear.weight for linear in self._maps])
         held = self._merged
         if held is None or any(now is not then for now, then in zip(weights, held.weights, strict=True)):
@@ -77,6 +78,14 @@ class MergedLinear:
             held = self._merged = _Merged(stacks, maps, tuple([linear.weight for linear in self._maps]))
             self._build.version.bump()
         return held
+
+
+def stack_weights(root: torch.nn.Module) -> None:
+    """Stack the maps of one input wherever modules below `root` multiply them together; for a loaded model."""
+    for module in root.modules():
+        for value in vars(module).values():
+            if isinstance(value, MergedLinear):
+                value.stack()
 
 
 def _stack(maps: Sequence[Linear]) -> MapStack:

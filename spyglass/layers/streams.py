@@ -27,7 +27,8 @@ class SideStreams:
             yield
             return
         if which not in self._streams:
-            self._streams[which] = torch.cuda.Stream(self._device)
+            # first in line: there is little to do in a branch, and the main stream waits for its end
+            self._streams[which] = torch.cuda.Stream(self._device, priority=-1)
         side = self._streams[which]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

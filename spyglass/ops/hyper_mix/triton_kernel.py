@@ -20,7 +20,7 @@ from spyglass.ops.overlap import begin
 from spyglass.quant.formats import FakeQuant
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
-_FEW = 128  # rows up to which the streams are made and multiplied in one launch
+_FEW = 32  # rows up to which the streams are made and multiplied in one launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,30 +402,30 @@ def _finish(
     """Two programs a row: one reads the streams by pre, one finds how they are written."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
+    split, output = tl.arange(0, SPLITS), tl.arange(0, OUTPUTS)
     there = split < splits
     squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
-    from_ptr = products_ptr + (row * splits + split) * OUTPUTS
+    from_ptr = products_ptr + (row * splits + split)[:, None] * OUTPUTS + output[None, :]
+    products = tl.load(from_ptr, mask=there[:, None], other=0.0)
     if tl.program_id(1) == 0:
         channel = tl.arange(0, WIDTH)
         streams: tl.tensor = ()  # asked for before anything is waited for; a load may not pass a store
-        products: tl.tensor = ()
-        for m in tl.static_range(STREAMS):
-            if COLLAPSES:
+        if COLLAPSES:
+            for m in tl.static_range(STREAMS):
                 at = (row * STREAMS + m) * width + channel
                 streams = streams + (tl.load(streams_ptr + at, mask=channel < width, other=0.0),)
-            products = products + (tl.load(from_ptr + m, mask=there, other=0.0),)
-        if COLLAPSES:
             weight = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+        found = tl.sum(products, axis=0) * inverse * tl.load(scale_ptr)
+        found = sigmoid(found + tl.load(base_ptr + output, mask=output < STREAMS, other=0.0)) + hc_eps
+        tl.store(pre_ptr + row * STREAMS + output, found, mask=output < STREAMS)
         total = tl.zeros([WIDTH], tl.float32)
-        for m in tl.static_range(STREAMS):
-            product = tl.sum(products[m], axis=0)
-            pre = sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
-            tl.store(pre_ptr + row * STREAMS + m, pre)
-            if COLLAPSES:
+        if COLLAPSES:
+            for m in tl.static_range(STREAMS):
                 if GIVEN:
                     pre = tl.load(given_ptr + row * STREAMS + m)
+                else:
+                    pre = _element(found, output, m)
                 total += pre * streams[m].to(tl.float32)
         if COLLAPSES:
             x = total.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -437,38 +437,45 @@ def _finish(
                 x = tl.reshape(round_blocks(tl.reshape(x, (WIDTH // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (WIDTH,))
                 tl.store(rounded_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
     else:
-        source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
-        real = source < STREAMS
-        post_there = there[:, None] & real[None, :]
-        post = tl.sum(tl.load(from_ptr[:, None] + STREAMS + source[None, :], mask=post_there, other=0.0), axis=0)
-        post = post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + STREAMS + source, mask=real, other=0.0)
-        tl.store(post_ptr + row * STREAMS + source, 2 * sigmoid(post), mask=real)
-        both = real[:, None] & (target < STREAMS)[None, :]
-        place = source[:, None] * STREAMS + target[None, :]
-        comb_from = from_ptr[:, None, None] + 2 * STREAMS + place[None, :, :]
-        comb = tl.sum(tl.load(comb_from, mask=there[:, None, None] & both[None, :, :], other=0.0), axis=0)
-        comb = comb * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * STREAMS + place, mask=both, other=0.0)
-        comb = tl.where(both, comb, float("-inf"))
-        comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
-        comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+        found = tl.sum(products, axis=0) * inverse
+        is_post = (output >= STREAMS) & (output < 2 * STREAMS)
+        is_comb = (output >= 2 * STREAMS) & (output < 2 * STREAMS + STREAMS * STREAMS)
+        scale = tl.where(is_post, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
+        found = found * scale + tl.load(base_ptr + output, mask=is_post | is_comb, other=0.0)
+        tl.store(post_ptr + row * STREAMS + output - STREAMS, 2 * sigmoid(found), mask=is_post)
         comb_ptr += row * STREAMS * STREAMS
         if STREAMS == 4:
-            _balance_four(comb, comb_ptr, place, hc_eps, ROUNDS)
+            _balance_four(found, output, comb_ptr, hc_eps, ROUNDS)
         else:
+            tl.store(comb_ptr + output - 2 * STREAMS, found, mask=is_comb)
+            tl.debug_barrier()
+            source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
+            real = source < STREAMS
+            both = real[:, None] & (target < STREAMS)[None, :]
+            place = source[:, None] * STREAMS + target[None, :]
+            comb = tl.load(comb_ptr + place, mask=both, other=float("-inf"))
+            comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
+            comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
             comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
             for _ in range(ROUNDS - 1):
                 comb = comb / (tl.sum(comb, axis=1)[:, None] + hc_eps)
                 comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
+            tl.debug_barrier()
             tl.store(comb_ptr + place, comb, mask=both)
 
 
 @triton.jit
-def _balance_four(comb: tl.tensor, comb_ptr: tl.tensor, place: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr) -> None:
-    """Sinkhorn rounds of a 4 x 4 matrix in the registers of one thread, since each waits for the one before."""
-    a0, a1, a2, a3 = _row_of_four(comb, place, 0)
-    b0, b1, b2, b3 = _row_of_four(comb, place, 4)
-    c0, c1, c2, c3 = _row_of_four(comb, place, 8)
-    d0, d1, d2, d3 = _row_of_four(comb, place, 12)
+def _balance_four(
+    logits: tl.tensor, place: tl.tensor, comb_ptr: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr
+) -> None:
+    """The softmax of the rows of a 4 x 4 matrix, whose first logit is element 8, and Sinkhorn rounds: all in the
+    registers of one thread, since each step waits for the one before.
+    """
+    a0, a1, a2, a3 = _softmax_of_four(logits, place, 8, eps)
+    b0, b1, b2, b3 = _softmax_of_four(logits, place, 12, eps)
+    c0, c1, c2, c3 = _softmax_of_four(logits, place, 16, eps)
+    d0, d1, d2, d3 = _softmax_of_four(logits, place, 20, eps)
     for turn in range(ROUNDS):
         if turn > 0:
             a0, a1, a2, a3 = _share(a0, a1, a2, a3, eps)
@@ -486,20 +493,21 @@ def _balance_four(comb: tl.tensor, comb_ptr: tl.tensor, place: tl.tensor, eps: t
 
 
 @triton.jit
-def _row_of_four(
-    comb: tl.tensor, place: tl.tensor, first: tl.constexpr
+def _softmax_of_four(
+    logits: tl.tensor, place: tl.tensor, first: tl.constexpr, eps: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    return (
-        _pick(comb, place, first),
-        _pick(comb, place, first + 1),
-        _pick(comb, place, first + 2),
-        _pick(comb, place, first + 3),
-    )
+    """softmax + eps of elements `first` to `first` + 3."""
+    a, b = _element(logits, place, first), _element(logits, place, first + 1)
+    c, d = _element(logits, place, first + 2), _element(logits, place, first + 3)
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    total = (a + b) + (c + d)
+    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
 
 
 @triton.jit
-def _pick(comb: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
-    return tl.sum(tl.sum(tl.where(place == which, comb, 0.0), axis=1), axis=0)
+def _element(values: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(place == which, values, 0.0), axis=0)
 
 
 @triton.jit

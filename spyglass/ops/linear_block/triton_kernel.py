@@ -123,7 +123,7 @@ def _few_sums(
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """[BN, BM]: weight rows from `first` on times at most BM rows of x [rows, groups, K], of which they read `group`."""
+    """[BN, BM]: weight rows from `first` on times at most BM rows of x [rows, groups, K]; they read `group`."""
     P: tl.constexpr = 16 // FORMAT
     chunks = K // (32 * P * STEPS * NW)
     KW = chunks * (32 * P * STEPS)
