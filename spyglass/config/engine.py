@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from spyglass.config.options import PREFIX, about, check_options, read_options
 
@@ -55,8 +55,8 @@ class EngineConfig:
     step_milliseconds: int = field(
         default=100,
         metadata=about(
-            "how long a step may take that runs prompts and images beside answers under way: long prompts are cut so, "
-            "by what steps took lately; 0: no bound",
+            "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
+            "steps took lately (one that is alone may take 2.5 times as long); 0: no bound",
             low=0,
         ),
     )
@@ -98,6 +98,14 @@ class EngineConfig:
             "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
         ),
     )
+    experts: str = field(
+        default="auto",
+        metadata=about(
+            "where routed experts are: gpu (with the other weights), host (in host memory, computed there by the "
+            "processor), auto (as many layers' on the GPU as fit beside caches and steps) or auto:GB (at most so many "
+            "GB of them there)"
+        ),
+    )
     async_scheduling: Literal["auto", "on", "off"] = field(
         default="auto",
         metadata=about("start a step before the tokens of the last one are read: on, off or auto (on a GPU)"),
@@ -121,6 +129,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def experts_mode(self) -> Literal["gpu", "host", "auto"]:
+        """`experts` without its number."""
+        return cast("Literal['gpu', 'host', 'auto']", self.experts.partition(":")[0])
+
+    @property
+    def experts_bytes(self) -> int | None:
+        """The number of `experts` in bytes; None where there is none."""
+        number = self.experts.partition(":")[2]
+        return int(float(number) * 1e9) if number else None
 
 
 def read_engine_config(

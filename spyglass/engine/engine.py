@@ -25,13 +25,12 @@ from spyglass.engine.drafts import Drafter
 from spyglass.engine.fit import prefix_bytes
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.loop import StepLoop
-from spyglass.engine.pace import Pace
 from spyglass.engine.ranks import Ranks
 from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
-from spyglass.engine.shares import ANYBODY, Client
+from spyglass.engine.shares import ANYBODY, Client, Pace
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts

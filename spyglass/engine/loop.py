@@ -21,11 +21,11 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.drafts import Drafter
-from spyglass.engine.pace import Pace
 from spyglass.engine.request import Delta, FinishReason, TokenLogprob
 from spyglass.engine.runner import Runner, RunningStep
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.shares import Pace
 from spyglass.engine.stats import Counters
 from spyglass.engine.structured.grammar import GrammarMasks
 from spyglass.errors import is_recoverable

@@ -10,10 +10,10 @@ Shares. Half of a step belongs to all prompts under way alike (a *quantum* each)
 Answers under way take one token each and come before prompts. Nobody is cut inside a span: one whose next piece exceeds
 the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
 
-Pace. Beside answers under way the prompts of a step have so many tokens that it takes about as long as it should
-(`pace`), images that must go through the tower counted as the tokens that take as long. Then answers are outside of
-what is shared, and a piece that exceeds it goes alone, if it is its turn to go first: in one step its images go through
-the tower (`encode_ahead`), in a later one its tokens run.
+Pace. The prompts of a step have so many tokens that it takes about as long as it should (`pace`), images that must go
+through the tower counted as the tokens that take as long. Then answers are outside of what is shared, and a piece that
+exceeds it goes alone, if it is its turn to go first: beside answers its images go through the tower in one step
+(`encode_ahead`), and its tokens run in a later one.
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
 preempted: it goes back into the queue and is run again later, with all it has drawn.
@@ -47,9 +47,8 @@ import numpy as np
 
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
-from spyglass.engine.pace import Pace
 from spyglass.engine.sequence import Chunk, TokenSequence
-from spyglass.engine.shares import Client, RecentUse, due_rows
+from spyglass.engine.shares import Client, Pace, RecentUse, due_rows
 from spyglass.errors import CapacityError, SpyglassError
 
 GROWTH = 64  # tokens; steps that all can take before memory may be short again
@@ -66,7 +65,7 @@ class StuckError(SpyglassError):
 
 class Scheduler:
     """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens, and
-    beside answers as many of prompts as `pace` allows, if there is one."""
+    as many of prompts as `pace` allows, if there is one."""
 
     def __init__(
         self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache, pace: Pace | None = None
@@ -231,16 +230,14 @@ class Scheduler:
         return [Chunk.of(s, stop) for s in ready if (stop := stops[s.request_id]) > s.computed]
 
     def _paced(self, ready: Sequence[TokenSequence]) -> tuple[float, float] | None:
-        """The tokens of prompts beside answers under way, and those that a row of the tower counts as; None where
-        prompts may take the whole step, or one of them must."""
+        """The tokens of prompts in this step, and those that a row of the tower counts as; None where prompts may take
+        the whole step, or one of them must."""
         prompts = [s for s in ready if s.pending > 1]
-        answers = [s for s in ready if s.pending == 1]
-        room = self._step_tokens - len(answers)
-        if self._pace is None or not prompts or not any(s.answer.token_ids for s in answers):
+        room = self._step_tokens - (len(ready) - len(prompts))
+        if self._pace is None or not prompts or max(s.next_piece() for s in prompts) > room:
             return None
-        if max(s.next_piece() for s in prompts) > room:
-            return None
-        return min(room, max(2 * len(prompts), self._pace.prompt_tokens())), self._pace.cell_tokens
+        tokens = self._pace.prompt_tokens(alone=len(ready) == 1 and not self.waiting)
+        return min(room, max(2 * len(prompts), tokens)), self._pace.cell_tokens
 
     def _share_among(
         self, ready: Sequence[TokenSequence], left: float, cell: float, stops: dict[int, int], *, is_first: bool
@@ -254,9 +251,10 @@ class Scheduler:
             goes_first = is_first and self._jumped and sequence is line[0]
             stop = sequence.reach(start, min(max(quantum, piece), left), cell)
             if goes_first and stop == start:  # alone more than a paced step, which it then has for itself
-                self.encode_ahead = [(sequence, n) for n in sequence.new_images(start, start + sequence.next_piece())]
-                if not self.encode_ahead:
-                    stop = start + sequence.next_piece()
+                stop, left = start + sequence.next_piece(), 0.0
+                if stops.keys() - {s.request_id for s in ready}:  # answers, so that the step has something without it
+                    self.encode_ahead = [(sequence, image) for image in sequence.new_images(start, stop)]
+                    stop = start if self.encode_ahead else stop
             stops[sequence.request_id] = stop
             left = max(0.0, left - sequence.work(start, stop, cell))
         for sequence in ready:
@@ -278,7 +276,7 @@ class Scheduler:
         if not is_first:
             return easy + hard
         crowded = bool(hard) and taken + _piece(hard[0], cell) > left
-        self._jumped = crowded and not self._jumped
+        self._jumped = crowded and (not self._jumped or not easy)
         return [hard[0], *easy, *hard[1:]] if self._jumped else easy + hard
 
     def _with_memory(self, chunks: list[Chunk]) -> list[Chunk]:

@@ -5,7 +5,7 @@ and wait for no large one. Few unpack at once, since each may take hundreds of m
 fetched goes to threads of its own, as many as there may be requests, and gives its turn among those that unpack away
 while it waits for other people's servers: so a slow one delays nobody but the request that named it. What has been
 fetched counts as held. Grammars, which may take a second to compile, have threads of their own too. One client's costly
-bodies and grammars are not before another's (`turns`).
+bodies and grammars are not before another's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 from spyglass.config.server import ServerConfig
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.sequence import Request
-from spyglass.engine.shares import ANYBODY, Client
+from spyglass.engine.shares import ANYBODY, Client, Turns
 from spyglass.errors import PromptError, SpyglassError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
@@ -33,7 +33,6 @@ from spyglass.server.memory import Reservation
 from spyglass.server.passing import Wanted
 from spyglass.server.protocols.fields import RequestError
 from spyglass.server.protocols.tool_grammar import with_definitions
-from spyglass.server.turns import Turns
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import encoded
 

@@ -75,8 +75,9 @@ class Compressor(nn.Module):
     ) -> torch.Tensor | None:
         """Write the entries that close in this step, and the rows that later groups need.
 
-        `projected`: what `maps` make of the layer's normed input. `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
-        Returns the new entries before rotation, [P, D] in the activation dtype, where index keys are made of them.
+        `projected`: what `maps` make of the layer's normed input. `tables` rotate the new entries (None when none
+        closes). Old rows are read before new ones may take their place. Returns the new entries before rotation,
+        [P, D] in the activation dtype, where index keys are made of them.
         """
         rows_TE = self._rows(projected, pool)
         state = cache.pages.get(self._state)

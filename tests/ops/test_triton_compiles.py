@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from spyglass.ops.gpu import SHARED_MEMORY
+from spyglass.ops import gpu
 from tests.ops.triton_lane import GENERATIONS, compile_op, kernels_of, triton_ops
 
 A_FEW_WORDS = 32  # bytes of stack; ptxas of Triton 3.6 keeps two registers there on sm_100 although many are free
@@ -29,6 +29,8 @@ def test_kernels_compile_and_fit(op: str, generation: int) -> None:
     compiled = compile_op(op, generation)
     for kernel in compiled:
         label = f"{kernel.kernel} on sm_{generation}: {kernel.settings}"
-        assert kernel.shared <= SHARED_MEMORY[generation], f"{label}: {kernel.shared} bytes of shared memory"
+        assert kernel.shared <= gpu.GENERATIONS[generation].shared_memory, (
+            f"{label}: {kernel.shared} bytes of shared memory"
+        )
         assert kernel.may_spill or kernel.frame <= A_FEW_WORDS, f"{label}: {kernel.frame} bytes of registers spilled"
     assert {kernel.kernel for kernel in compiled} >= kernels_of(op), "a kernel that no launch reaches"

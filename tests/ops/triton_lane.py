@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from spyglass.ops.gpu import SHARED_MEMORY
+from spyglass.ops import gpu
 from spyglass.ops.launches import Kernel, pretended, recorded
 from tests.ops.call import Source, poisoned, run_call
 from tests.ops.cases import CASES
 
 OPS_FOLDER = Path(__file__).resolve().parents[2] / "spyglass" / "ops"
-GENERATIONS = tuple(SHARED_MEMORY)
+GENERATIONS = tuple(gpu.GENERATIONS)
 Key = tuple[str, ...]  # name of a kernel, and its constants and options at a launch
 Results = tuple[torch.Tensor, ...]
 

@@ -10,10 +10,9 @@ import pytest
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
-from spyglass.engine.shares import ANYBODY, Client
+from spyglass.engine.shares import ANYBODY, Client, Turns
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app, served_by
-from spyglass.server.turns import Turns
 from tests.scripted import ScriptedEngine
 from tests.server.parts import PlainEndpoint, running, wait_for
 

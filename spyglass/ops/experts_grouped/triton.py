@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from spyglass.ops import gpu
+from spyglass.ops import gpu, tuned
 from spyglass.ops.experts_grouped import reference
 from spyglass.ops.experts_grouped.adapters import Addends, ExpertAdapters
 from spyglass.ops.linear_block.triton import linear_block
@@ -59,13 +59,23 @@ def usable(device_type: str, dtype: str) -> bool:
 
 def tuning(rows: int, chosen: int, w1: Packed, w2: Packed) -> Tuning:
     """The launches for a number of rows; upper limits decide, so that a bucket of rows has one answer."""
+    found = tuned.find("experts_grouped", (Tuning, Few, Many), rows, **shape_key(chosen, w1))
+    if isinstance(found, Tuning):
+        return found
     width, hidden = w1.shape[1:]
     if rows <= 2:
         return Tuning(up=_few(hidden, 4 if w1.tiled else 2), down=_few(width, 4))
     if rows * chosen <= _FEW_CHOICES or w1.format.name != "fp4":
         return Tuning(up=_few(hidden, 1 if w1.tiled else 2), down=_few(width, 1))
-    tile = Many(rows=128, tokens=64, stages=3 if gpu.roomy() else 2)
+    tile = Many(rows=128, tokens=64, stages=gpu.here().expert_stages)
     return Tuning(up=tile, down=tile)
+
+
+def shape_key(chosen: int, w1: Packed) -> dict[str, object]:
+    """What a table knows a layer's experts by."""
+    experts, width, hidden = w1.shape
+    names = f"{w1.format.name}{'tiled' if w1.tiled else ''}"
+    return {"weight": names, "experts": experts, "width": width, "hidden": hidden, "chosen": chosen}
 
 
 def _few(inputs: int, warps: int) -> Few:
@@ -92,7 +102,7 @@ def experts_grouped(
 ) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients, dropout and odd shapes or formats."""
     slot_T, adapters = (None, None) if adapters is None or slot_T is None else (slot_T.contiguous(), adapters)
-    if _learns(x_TC, weights_TK, (w1, w3, w2), adapters) or not _suits(x_TC, ids_TK, w1, w3, w2, rounding):
+    if _learns(x_TC, weights_TK, (w1, w3, w2), adapters) or not suits(x_TC, ids_TK, w1, w3, w2, rounding):
         if w1.shape[0] <= _FEW_EXPERTS and not _learns(x_TC, weights_TK, (w1, w3, w2), adapters):
             addends = None if adapters is None or slot_T is None else partial(Addends(adapters), slot_N=slot_T)
             return _every_expert(x_TC, ids_TK, weights_TK, w1, w3, w2, limit, rounding, addends)
@@ -164,9 +174,10 @@ def _learns(
     return gpu.learns(*given) or (adapters is not None and adapters.dropout > 0)
 
 
-def _suits(
+def suits(
     x_TC: torch.Tensor, ids_TK: torch.Tensor, w1: Packed, w3: Packed, w2: Packed, rounding: FakeQuant | None
 ) -> bool:
+    """Whether the kernels take these dtypes, formats and shapes."""
     format, (_, width, hidden) = w1.format, w1.shape
     if not w1.format == w3.format == w2.format or w1.tiled != w3.tiled or ids_TK.dtype != torch.int32:
         return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from spyglass.ops.gpu import generation, interpreted, roomy
+from spyglass.ops.gpu import here, interpreted
 from spyglass.ops.linear_block import triton as choices
 from spyglass.ops.linear_block import triton_kernel as kernels
 from spyglass.ops.linear_merged.reference import MapStack
@@ -22,7 +22,7 @@ _EXPANDED = 1024  # rows from which a weight is decoded once and multiplied as b
 
 def ahead() -> bool:
     """Whether a kernel may start while the one before it ends."""
-    return generation() >= 90 and not interpreted()
+    return here().early and not interpreted()
 
 
 def options() -> dict[str, Any]:
@@ -44,12 +44,14 @@ def multiply(
     groups: int,
     addend: torch.Tensor | None,
     bias: torch.Tensor | None,
-    launch: choices.Few | choices.Many | None = None,
+    launch: choices.Few | choices.Many | choices.Expanded | None = None,
 ) -> None:
     """out [rows, groups * O] = round(x [rows, groups, I]) Wᵀ + addend + bias; `block` of the rounding, 0 without."""
     out_features, in_features = weight.shape
     rows = x.numel() // (in_features * groups)
     bits = choices.BITS[weight.format.name]
+    if launch is None:
+        launch = choices.measured(rows, weight, groups)
     if launch is None:
         if rows <= choices.FEW:
             launch = choices.few(rows, out_features, in_features, bits)
@@ -59,7 +61,7 @@ def multiply(
         if out_features // groups % launch.rows:
             launch = replace(launch, rows=16)
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
-    elif launch is not None:
+    elif isinstance(launch, choices.Many):
         _many(x, weight, out, rows, block, groups, addend, bias, launch)
     else:
         _expanded(x, weight, out, rows, block, groups, addend, bias)
@@ -68,7 +70,7 @@ def multiply(
 def _tiles(rows: int) -> choices.Many:
     few = rows <= 256
     side, warps = (64, 4) if few else (128, 8)
-    return choices.Many(rows=side, tokens=side, warps=warps, stages=4 if roomy() or few else 2)
+    return choices.Many(rows=side, tokens=side, warps=warps, stages=4 if few else here().linear_stages)
 
 
 def _starts(letter: str, sizes: Sequence[int], total: int) -> dict[str, int]:

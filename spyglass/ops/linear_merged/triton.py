@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,10 +32,7 @@ def linear_merged(
     found: list[torch.Tensor] = []
     for stack in stacks:
         known = rounded_TI if stack.rounding is not None else None
-        x, rounding = (x_TI, stack.rounding) if known is None else (known, None)
-        found += _stack(
-            x, MapStack(weight=stack.weight, sizes=stack.sizes, rounding=rounding, out_dtype=stack.out_dtype)
-        )
+        found += _stack(x_TI, stack) if known is None else _stack(known, replace(stack, rounding=None))
     return tuple(found)
 
 
