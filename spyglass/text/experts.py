@@ -79,10 +79,12 @@ class FeedForward(nn.Module):
         if self._host is None:
             with self._side.branch():
                 shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
-            routed = self.experts.begin(x_TC, *self.gate(x_TC, step), slot_T)
+            ids_TK, weights_TK = self.gate(x_TC, step)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
         else:  # the host begins as soon as it knows the experts
             self._host.expect(self._index, x_TC)
-            routed = self.experts.begin(x_TC, *self.gate(x_TC, step), slot_T)
+            ids_TK, weights_TK = self.gate(x_TC, step)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
             shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
         routed_TC = routed()
         self._side.join()
