@@ -21,6 +21,7 @@ from spyglass.quant.formats import FakeQuant
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
 _FEW = 32  # rows up to which the streams are made and multiplied in one launch
+_MANY = 128  # rows beyond which a program takes more of them, and more channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
         WIDTH = 64 if single else 32
         splits = triton.cdiv(width, WIDTH)
     else:
-        WIDTH, STEPS = 64, 32 if rows > _FEW else 4
+        WIDTH, STEPS = 64, 32 if rows > _MANY else 4
         splits = triton.cdiv(E, WIDTH * STEPS)
     # a program that multiplies by hand takes a row or a few, and holds the weights meanwhile
     few = min(4, triton.next_power_of_2(triton.cdiv(rows, 2))) if single else 1
@@ -82,7 +83,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
     if rows == 0:
         return sums
     if write is None and not single:
-        ROWS = 64 if rows > _FEW else 16
+        ROWS = 64 if rows > _MANY else 16
         _project_rows[(triton.cdiv(rows, ROWS), splits)](
             streams_TMC,
             fn_JE,
