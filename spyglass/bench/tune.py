@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     """Print what is in use, the best and the gain for each shape, and write the table."""
     parser = argparse.ArgumentParser(prog="spyglass bench tune", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="flash-4layer", help="whose shapes")
-    parser.add_argument("--rows", type=int, nargs="+", choices=tuple(tuned.BUCKETS), default=[1, 8, 32, 128, 4096],
+    parser.add_argument("--rows", type=positive, nargs="+", choices=tuple(tuned.BUCKETS), default=[1, 8, 32, 128, 4096],
                         help="rows of a step; each stands for a bucket of sizes")  # fmt: skip
     parser.add_argument("--context", type=positive, default=8192, help="tokens before a decoded one")
     parser.add_argument("--seconds", type=positive, default=600, help="begin no trial after so many")

@@ -13,12 +13,11 @@ import torch
 class Generation:
     """What the rules of launches ask of a generation of GPU.
 
-    `shared_memory` bytes that one program may ask for (CUDA programming guide). `early`: a kernel may begin before the
-    one before it has ended. Stages: tiles of weights on their way at once, of linear maps and of experts. `attention`:
+    `early`: a kernel may begin before the one before it has ended. Stages: tiles of weights on their way at once, of
+    linear maps and of experts, as many as the shared memory of a program holds. `attention`:
     heads, keys and warps of a tile of the text; `tower_warps` for its heads of 128 channels.
     """
 
-    shared_memory: int
     early: bool = False
     linear_stages: int = 2
     expert_stages: int = 2
@@ -26,16 +25,14 @@ class Generation:
     tower_warps: int = 8
 
 
-_SMALL = Generation(shared_memory=101_376)
-_HOPPER = Generation(
-    shared_memory=232_448, early=True, linear_stages=4, expert_stages=3, attention=(64, 64, 8), tower_warps=4
-)
+_SMALL = Generation()
+_LARGE = Generation(early=True, linear_stages=4, expert_stages=3, attention=(64, 64, 8), tower_warps=4)
 GENERATIONS: Mapping[int, Generation] = {
-    80: Generation(shared_memory=166_912, linear_stages=4, expert_stages=3),
+    80: Generation(linear_stages=4, expert_stages=3),
     86: _SMALL,
     89: _SMALL,
-    90: _HOPPER,
-    100: _HOPPER,
+    90: _LARGE,
+    100: _LARGE,
     120: _SMALL,
 }
 
