@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from spyglass.ops.fake_quant.reference import fake_quant as fake_quant_reference
-from spyglass.ops.linear_merged.reference import MapStack
 from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
 from tests.ops.row_cases import (
+    E4M3,
+    MERGED,
     hyper_collapse,
     hyper_expand,
     hyper_head,
@@ -34,7 +34,6 @@ from tests.ops.row_cases import (
     row_finish,
 )
 
-E4M3 = FakeQuant(element="e4m3", block=128)
 E2M1 = FakeQuant(element="e2m1", block=32)
 
 
@@ -53,23 +52,6 @@ def linear_block(
         options |= {"addend_TO": source.fp32(source.rows, outputs), "bias_O": source.fp32(outputs)}
     args = (source.normal(source.rows, inner), source.weight(outputs, inner, format=format))
     return Call(args=args, options=options)
-
-
-def linear_merged(
-    source: Source, *stacks: tuple[Format, tuple[int, ...], torch.dtype | None], inner: int = 256, known: bool = False
-) -> Call:
-    """Maps of sizes, by stack; `known`: the rounded input is given."""
-    x = source.normal(source.rows, inner)
-    made = tuple(
-        MapStack(
-            weight=source.weight(sum(sizes), inner, format=format),
-            sizes=sizes,
-            rounding=E4M3 if format.name == "fp8" else None,
-            out_dtype=source.dtype if dtype is None else dtype,
-        )
-        for format, sizes, dtype in stacks
-    )
-    return Call(args=(x, made), options={"rounded_TI": fake_quant_reference(x, E4M3)} if known else {})
 
 
 def linear_grouped(source: Source, format: Format = BF16, *, addend: bool = True) -> Call:
@@ -318,20 +300,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp8": lambda s: linear_grouped(s, FP8_SMALL),
         "fp4": lambda s: linear_grouped(s, FP4),
     },
-    "linear_merged": {
-        "fp8": lambda s: linear_merged(s, (FP8, (128, 256), None)),
-        "three stacks": lambda s: linear_merged(
-            s,
-            (FP8, (128, 128), None),
-            (BF16, (64, 32, 96, 32), torch.float32),
-            (BF16, (64,), None),
-            inner=2048,
-            known=True,
-        ),
-        "bf16": lambda s: linear_merged(s, (BF16, (32, 64), torch.float32)),
-        "odd": lambda s: linear_merged(s, (BF16, (33, 7), None), inner=80),
-        "other formats": lambda s: linear_merged(s, (FP4, (64, 64), None), (fp8((128, 128), "F32"), (128,), None)),
-    },
+    "linear_merged": MERGED,
     "linear_argmax": {"bf16": linear_argmax, "fp8": lambda s: linear_argmax(s, FP8)},
     "experts_grouped": {
         "bf16": experts_grouped,
