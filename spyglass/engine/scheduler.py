@@ -219,7 +219,7 @@ class Scheduler:
         if len(ready) <= self._step_tokens and all(s.pending == 1 for s in ready):
             self._jumped = False
             return [Chunk.of(s, s.length) for s in ready]
-        left, cell = self.paced(ready) or (self._step_tokens, 0.0)
+        left, cell = self._paced(ready) or (self._step_tokens, 0.0)
         alone = [s for s in ready if cell and s.pending == 1]  # answers, which take nothing from prompts then
         stops = {s.request_id: s.length for s in alone}
         shared = [s for s in ready if s.request_id not in stops]

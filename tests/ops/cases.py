@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -294,12 +295,8 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp4": lambda s: linear_block(s, FP4, rounding=E4M3),
         "fp4 odd": lambda s: linear_block(s, FP4, shape=(70, 160), rounding=E2M1, extras=False),
     },
-    "linear_grouped": {
-        "bf16": linear_grouped,
-        "bf16 alone": lambda s: linear_grouped(s, addend=False),
-        "fp8": lambda s: linear_grouped(s, FP8_SMALL),
-        "fp4": lambda s: linear_grouped(s, FP4),
-    },
+    "linear_grouped": {"bf16": linear_grouped, "bf16 alone": lambda s: linear_grouped(s, addend=False)}
+    | {format.name: partial(linear_grouped, format=format) for format in (FP8_SMALL, FP4)},
     "linear_merged": MERGED,
     "linear_argmax": {"bf16": linear_argmax, "fp8": lambda s: linear_argmax(s, FP8)},
     "experts_grouped": {
