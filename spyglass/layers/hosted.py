@@ -1,9 +1,8 @@
 """Routed experts whose weights lie in host memory, while the rest of the model computes on a GPU.
 
-A step of few rows sends them, with their routes, to the host, whose kernels multiply them there and send the sums back;
-the GPU meanwhile does what does not need these (the shared expert). All of it is in the order of a stream: the call is
-a C function that the driver makes, so that a captured graph can hold it and nobody waits. A step of many rows gets the
-weights of the layer copied to the GPU instead (`host_stream`). What is computed is the same either way.
+A step of few rows sends them, with their routes, to the host, whose kernels multiply them there and send the sums back.
+All of it is in the order of the stream: the call is a C function that the driver makes, so that nobody waits. A step of
+many rows gets the weights of the layer copied to the GPU instead (`host_stream`).
 
 On a CPU the rows take the same way, through the same buffers; the call is made at once.
 """
@@ -55,8 +54,10 @@ class HostSide:
     """What the hosted layers of one model share. `layers`: whose routed experts are in host memory.
 
     `device`: where the rest computes. Steps of `many` rows get the weights copied there, to `places` that take turns;
-    smaller ones are computed on the host, by `threads` threads; None = as torch has them. `overlaps`: in a stream
-    beside that of the model, so that the GPU computes the shared expert meanwhile.
+    smaller ones are computed on the host, by `threads` threads; None = as torch has them.
+
+    `capturable`: a captured graph can hold their steps. On a GPU it could not be trusted to: a graph of a small model
+    gave other sums than the same steps op by op, so there none is captured.
 
     Raises:
         DeviceError: the kernels for processors cannot run here.
@@ -78,12 +79,12 @@ class HostSide:
         # one core is left for the thread that drives the GPU: a kernel is as slow as the thread that has to share one
         self.threads = max(1, torch.get_num_threads() - 1) if on_gpu else None
         self.many: int | None = None
+        self.capturable = not on_gpu
         self.report = f"those of {len(self.layers)} layers in host memory"
         self.pages = HostPages()
         self.stream = ExpertStream(device, places) if on_gpu and not reference else None
         self._modules: list[HostedExperts] = []
         self._buffers: dict[int, _Buffers] = {}
-        self._side = torch.cuda.Stream(device) if overlaps and on_gpu else None
 
     def add(self, module: HostedExperts) -> None:
         """A layer that is being built, in their order."""
@@ -105,7 +106,8 @@ class HostSide:
         self.report = (
             f"those of {len(self._modules)} layers in host memory: {self.threads} threads read "
             f"{reads.bandwidth / 1e9:.0f} GB/s of them at one row; a layer's copy to the GPU takes {copied * 1e3:.0f} "
-            f"ms ({layer / copied / 1e9:.0f} GB/s), so steps of {self.many} rows and more take copies"
+            f"ms ({layer / copied / 1e9:.0f} GB/s), so steps of {self.many} rows and more take copies; steps "
+            "are not captured"
         )
         _LOG.info("experts: %s", self.report)
 
@@ -148,24 +150,11 @@ class HostSide:
             best().experts(*module.arguments(room, buffers, adapters, torch.get_num_threads()))
             return buffers.out_RC[:rows].clone
         words = module.words(room, buffers, adapters, self.threads or 1)
-        main = torch.cuda.current_stream(self.device)
-        side = main if self._side is None else self._side
-        if side is not main:
-            side.wait_stream(main)
-        with torch.cuda.stream(side):
-            for to, given in sent:
-                to.copy_(given, non_blocking=True)
-            _call_on_host(side, words)
-
-        def join() -> torch.Tensor:
-            if side is not main:
-                main.wait_stream(side)
-            sent.clear()  # until here the side stream reads them
-            out_TC = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
-            # in the main stream, so that a kernel which may begin before the one before it has ended comes after a copy
-            return out_TC.copy_(buffers.out_RC[:rows], non_blocking=True)
-
-        return join
+        for to, given in sent:
+            to.copy_(given, non_blocking=True)
+        _call_on_host(torch.cuda.current_stream(self.device), words)
+        out_TC = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+        return lambda: out_TC.copy_(buffers.out_RC[:rows], non_blocking=True)
 
     def _room(self, rows: int, x_TC: torch.Tensor, ids_TK: torch.Tensor) -> _Buffers:
         """Buffers for so many rows: some for every step that may be in a graph, larger ones by powers of two.
