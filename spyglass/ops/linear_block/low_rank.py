@@ -16,7 +16,7 @@ ALIGNED = 8  # values: rows that matrix units read begin at multiples of 16 byte
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Rank rows of G matrices, fp32, any strides but `scale_GR`'s. `slots`: of N rows and of R ranks (see `lora_delta`)."""
+    """Rank rows of G matrices, fp32; `scale_GR` contiguous. `slots`: of N rows and of R ranks (see `lora_delta`)."""
 
     a_GRI: torch.Tensor
     b_GRO: torch.Tensor
@@ -106,5 +106,5 @@ def product(a_GNI: torch.Tensor, b_GIO: torch.Tensor, dtype: torch.dtype) -> tor
         return (a_GNI.float() @ b_GIO.float()).to(dtype)
     one = len(a_GNI) == 1
     a, b, multiply = (a_GNI[0], b_GIO[0], torch.mm) if one else (a_GNI, b_GIO, torch.bmm)
-    out: torch.Tensor = multiply(a, b) if dtype == a.dtype else multiply(a, b, out_dtype=dtype)  # type: ignore[call-overload]
+    out: torch.Tensor = multiply(a, b) if dtype == a.dtype else multiply(a, b, out_dtype=dtype)
     return out[None] if one else out

@@ -8,7 +8,6 @@ Factors of a rank row are fp32: see `triton_training.py` for how they go through
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from spyglass.ops import gpu
 from spyglass.ops.lora_delta.rank_rows import RankRows
-from spyglass.quant.formats import FakeQuant, Format
+from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
 _ALIGNED = 8  # values, of a row that matrix units read
@@ -24,18 +23,12 @@ _ALIGNED = 8  # values, of a row that matrix units read
 
 def suits(x: torch.Tensor, weight: Packed, rounding: FakeQuant | None) -> bool:
     """Whether a frozen weight of this format and rows of this dtype are multiplied here."""
-    format, inputs = weight.format, weight.shape[-1]
-    if not (runs(x) and gpu.multiplies(x.dtype)) or weight.data.requires_grad or weight.tiled:
+    inputs = weight.shape[-1]
+    if not (gpu.trains(x) and gpu.multiplies(x.dtype)) or weight.data.requires_grad or weight.tiled:
         return False
     if rounding is not None and not rounds(rounding, inputs):
         return False
-    packed = format.scale_dtype == "F8_E8M0" and weight.scale is not None and blocks(format)
-    return inputs % 32 == 0 and weight.shape[-2] % 8 == 0 and (packed or weight.data.dtype == x.dtype)
-
-
-def runs(x: torch.Tensor) -> bool:
-    """Whether kernels that train run here: on a GPU, or in Triton's interpreter."""
-    return x.is_cuda or (x.device.type == "cpu" and "triton" in sys.modules and gpu.interpreted())
+    return inputs % 32 == 0 and weight.shape[-2] % 8 == 0 and exact(weight, x.dtype)
 
 
 def rounds(rounding: FakeQuant, width: int) -> bool:
@@ -43,9 +36,12 @@ def rounds(rounding: FakeQuant, width: int) -> bool:
     return width % rounding.block == 0 and rounding.block & (rounding.block - 1) == 0 and rounding.block <= 1024
 
 
-def blocks(format: Format) -> bool:
-    """Whether kernels decode weights of this format."""
-    return format.name in ("fp4", "fp8") and format.block is not None and format.block[1] % 32 == 0
+def exact(weight: Packed, dtype: torch.dtype) -> bool:
+    """Whether the weight is made of numbers of this dtype, or kernels decode it to such."""
+    format = weight.format
+    if format.block is None or weight.scale is None:
+        return weight.data.dtype == dtype
+    return format.name in ("fp4", "fp8") and format.scale_dtype == "F8_E8M0" and format.block[1] % 32 == 0
 
 
 def linear(
@@ -89,10 +85,10 @@ class _Frozen:
         from spyglass.ops.linear_block.triton_training import decode_into
 
         data, (outputs, inputs) = self.weight.data, self.weight.shape
-        if self.weight.format.block is None and width == inputs:
+        if self.weight.scale is None and width == inputs:
             return data.view(groups, -1, inputs)
         out_OK = x.new_empty(outputs, width)
-        if self.weight.format.block is None:
+        if self.weight.scale is None:
             out_OK[:, :inputs] = data
         else:
             assert self.weight.scale is not None
@@ -108,9 +104,8 @@ def _apply(
     bias_O: torch.Tensor | None,
 ) -> torch.Tensor:
     frozen = _Frozen(weight, rounding, bias_O, pair)
-    if pair is None:
-        learnt = (None, None, None)
-    else:
+    learnt: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if pair is not None:
         same = pair.x_TGI.data_ptr() == x_NGI.data_ptr()  # not where some inputs of the adapter are dropped
         learnt = (None if same else pair.x_TGI, pair.a_RI, pair.b_RGO)
     out_NGO: torch.Tensor = _Paired.apply(x_NGI, *learnt, frozen)  # type: ignore[no-untyped-call]
