@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,21 +86,21 @@ def test_bf16_maps_with_a_pair(name: str) -> None:
     x, a, b = source.normal(rows, 512).bfloat16(), source.normal(16, 512) * 0.1, source.normal(16, 768) * 0.1
     weight = encode(source.normal(768, 512) * 512**-0.5, formats[name])
     rounding = None if name == "bf16" else FakeQuant(element="e4m3", block=128)
+
+    def dense(
+        bias: torch.Tensor | None, device: str, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"rounding": rounding, "bias_O": None if bias is None else bias.to(device)}
+        pair, here = rank_rows(rows, x, a, b, device), to_device(weight, device)
+        out: torch.Tensor = TRAINS.linear_block(x, here, addend_TO=pair, **options)
+        return out
+
     for bias in (None, source.normal(768), source.normal(768).bfloat16()):
-
-        def run(device: str, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            options = {"rounding": rounding, "bias_O": None if bias is None else bias.to(device)}
-            out: torch.Tensor = TRAINS.linear_block(
-                x, to_device(weight, device), addend_TO=rank_rows(rows, x, a, b, device), **options
-            )
-            return out
-
-        same_gradients(run, [x, a, b], ROUNDED_GRADIENT_OF_MAX)
+        same_gradients(partial(dense, bias), [x, a, b], ROUNDED_GRADIENT_OF_MAX)
 
     def grouped(device: str, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = TRAINS.linear_grouped(
-            x, to_device(weight, device), addend_TGO=rank_rows(rows, x, a, b, device, 3)
-        )
+        pair, here = rank_rows(rows, x, a, b, device, 3), to_device(weight, device)
+        out: torch.Tensor = TRAINS.linear_grouped(x, here, addend_TGO=pair)
         return out
 
     x = source.normal(rows, 3, 512).bfloat16()

@@ -1,12 +1,12 @@
 """Gradients of reading and writing the residual streams; importing it needs Triton.
 
-A sub-layer reads x = w c r, c = Σ_m pre_m S_m, r = rsqrt(mean c² + eps), and S = post_l z + Σ_m comb_ml S°_m was written
+A sub-layer reads x = w c r, c = Σ_m pre_m S_m, r = rsqrt(mean c² + eps); S_l = post_l z + Σ_m comb_ml S°_m was written
 before. With g' = w g of the gradient g of x, α = r and β = r³ mean(g' c):
 
-    dc = α g' - β c,  dpre_m = Σ_c dc S_m,  dS_m = pre_m dc + Σ_j dp_j fn_jm + γ S_m + what comes from above
+    dc = α g' - β c,  dpre_m = Σ_c dc S_m,  dS_m = pre_m dc + Σ_j dp_j fn_jm + κ S_m + what comes from above
     dz = Σ_l post_l dS_l,  dS°_m = Σ_l comb_ml dS_l,  dpost_l = Σ_c dS_l z,  dcomb_ml = Σ_c dS_l S°_m
 
-p = S fnᵀ is what the coefficients are made of, γ what comes through the size of S. Every sum has a fixed order.
+p = S fnᵀ is what the coefficients are made of, κ what comes through the size of S. Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def mix_gradient(
     hc_eps: float,
     rounds: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dp [T, J] and γ [T] from the gradients of pre, post and comb (contiguous); `width` of a stream."""
+    """dp [T, J] and κ [T] from the gradients of pre, post and comb (contiguous); `width` of a stream."""
     (rows, streams), (splits, outputs) = dpre_TM.shape, sums.products.shape[1:]
     dp_TJ = torch.empty(rows, len(base_J), dtype=torch.float32, device=dpre_TM.device)
-    gamma_T = torch.empty(rows, dtype=torch.float32, device=dpre_TM.device)
+    kappa_T = torch.empty(rows, dtype=torch.float32, device=dpre_TM.device)
     scratch = torch.empty(rows, 2 * rounds - 1, streams, dtype=torch.float32, device=dpre_TM.device)
     if rows:
         ROWS = 32
@@ -137,7 +137,7 @@ def mix_gradient(
             dcomb_TMM,
             scratch,
             dp_TJ,
-            gamma_T,
+            kappa_T,
             rows,
             splits,
             width,
@@ -150,7 +150,7 @@ def mix_gradient(
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return dp_TJ, gamma_T
+    return dp_TJ, kappa_T
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -164,7 +164,7 @@ def _mix_gradient(
     dcomb_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
     dp_ptr: tl.tensor,
-    gamma_ptr: tl.tensor,
+    kappa_ptr: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
     width: tl.tensor,
@@ -233,8 +233,8 @@ def _mix_gradient(
     dm3 = soft * (dy - tl.sum(dy * soft, axis=2)[:, :, None]) * scale
     tl.store(dp_ptr + many * (M * M + 2 * M) + 2 * M + place, dm3 * deep, mask=all_there)
     dinverse += tl.sum(tl.sum(dm3 * comb, axis=2), axis=1)
-    gamma = -dinverse * inverse * inverse * inverse / (width * M)
-    tl.store(gamma_ptr + row, gamma, mask=here)
+    kappa = -dinverse * inverse * inverse * inverse / (width * M)
+    tl.store(kappa_ptr + row, kappa, mask=here)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ class Mixed:
     """What the coefficients' gradients are spread by."""
 
     dp_TJ: torch.Tensor
-    gamma_T: torch.Tensor
+    kappa_T: torch.Tensor
     fn_JE: torch.Tensor
 
 
@@ -284,7 +284,7 @@ def streams_gradient(
                     read[0].alpha_T,
                     read[0].beta_T,
                     read[1].dp_TJ,
-                    read[1].gamma_T,
+                    read[1].kappa_T,
                     read[1].fn_JE,
                 )
             ),
@@ -331,7 +331,7 @@ def _streams_gradient(
     alpha_ptr: tl.tensor,
     beta_ptr: tl.tensor,
     dp_ptr: tl.tensor,
-    gamma_ptr: tl.tensor,
+    kappa_ptr: tl.tensor,
     fn_ptr: tl.tensor,
     z_ptr: tl.tensor,
     shared_ptr: tl.tensor,
@@ -372,7 +372,7 @@ def _streams_gradient(
         grad *= tl.load(weight_ptr + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         alpha = tl.load(alpha_ptr + one, mask=here, other=0.0)
         dc = alpha * grad - tl.load(beta_ptr + one, mask=here, other=0.0) * c
-        ds += pre * dc[:, None, :] + tl.load(gamma_ptr + one, mask=here, other=0.0)[:, :, None] * stream
+        ds += pre * dc[:, None, :] + tl.load(kappa_ptr + one, mask=here, other=0.0)[:, :, None] * stream
         fn_ptr += m[:, :, None] * width + channel[None, None, :]
         for j in range(M * M + 2 * M):
             fn = tl.load(fn_ptr + j * M * width, mask=(m >= 0)[:, :, None] & inside[:, None, :], other=0.0)

@@ -94,7 +94,7 @@ def read_gradient(
     given_TM: torch.Tensor | None,
     above: Above,
 ) -> tuple[Any, torch.Tensor | None]:
-    """How the gradients `above` of x, pre, post and comb reach the streams, and the gradient of a pre that was given."""
+    """How gradients of x, pre, post and comb, `above`, reach the streams, and the gradient of a pre that was given."""
     from spyglass.ops.hyper_mix.triton_kernel import project
     from spyglass.ops.hyper_mix.triton_training import Mixed, mix_gradient
     from spyglass.ops.hyper_mix.triton_training import read_gradient as of_read
@@ -111,7 +111,7 @@ def read_gradient(
     by_TM = pre_TM if given_TM is None else given_TM.contiguous()
     read = of_read(streams_TMC, by_TM, frozen.weight_C, grad_TC.contiguous(), frozen.eps)
     fn_JE = frozen.fn_JE.contiguous()
-    dp_TJ, gamma_T = mix_gradient(
+    dp_TJ, kappa_T = mix_gradient(
         project(streams_TMC, fn_JE),
         frozen.scale_3,
         frozen.base_J,
@@ -123,7 +123,7 @@ def read_gradient(
         hc_eps=frozen.hc_eps,
         rounds=frozen.rounds,
     )
-    mixed = Mixed(dp_TJ=dp_TJ, gamma_T=gamma_T, fn_JE=fn_JE)
+    mixed = Mixed(dp_TJ=dp_TJ, kappa_T=kappa_T, fn_JE=fn_JE)
     return (read, mixed), None if given_TM is None else read.dpre_TM
 
 

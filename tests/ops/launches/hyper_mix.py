@@ -27,8 +27,8 @@ def train() -> None:
     read = kernels.read_gradient(streams, four, meta(width, dtype=fp32), row, 1e-6)
     weights, options = (meta(3, dtype=fp32), meta(24, dtype=fp32)), {"norm_eps": 1e-6, "hc_eps": 1e-6, "rounds": 20}
     sums = project(streams, fn_JE)
-    dp_TJ, gamma_T = kernels.mix_gradient(sums, *weights, four, four, square, width, **options)
-    both = (read, kernels.Mixed(dp_TJ=dp_TJ, gamma_T=gamma_T, fn_JE=fn_JE))
+    dp_TJ, kappa_T = kernels.mix_gradient(sums, *weights, four, four, square, width, **options)
+    both = (read, kernels.Mixed(dp_TJ=dp_TJ, kappa_T=kappa_T, fn_JE=fn_JE))
     kernels.streams_gradient(streams, None, both, None)
     for shared, z in ((None, row), (row, meta(rows, width, dtype=fp32))):
         written = kernels.Written(z_TC=z, shared_TC=shared, streams_TMC=streams, post_TM=four, comb_TMM=square)
