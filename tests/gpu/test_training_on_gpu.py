@@ -12,6 +12,7 @@ import torch
 from spyglass.engram.feed import EngramFeed
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.ops.lora_delta.rank_rows import RankRows
+from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.ops.table import bind_ops
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, FP4, FakeQuant, fp8
@@ -185,6 +186,42 @@ def test_attention_over_pools(picks: bool) -> None:
         return out
 
     same_gradients(run, [q, window, sink, call.options["pool_NBD"]])
+
+
+@pytest.mark.parametrize("pool", ["", "all", "picks"])
+def test_bf16_attention_at_released_sizes(pool: str) -> None:
+    """64 heads of 512 channels, two sequences, q normed and turned inside; memory that nobody wrote is NaN."""
+    source, lengths, heads, dim, ratio = Source(torch.float32), (150, 61), 64, 512, 4
+    rows, entries = sum(lengths), [length // ratio for length in lengths]
+    position = torch.cat([torch.arange(length) for length in lengths]).int()
+    seq = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)).int()
+    table = torch.full((2, max(lengths)), -1, dtype=torch.int32)
+    pools = torch.full((2, max(entries)), -1, dtype=torch.int32)
+    for number, (length, count) in enumerate(zip(lengths, entries, strict=True)):
+        table[number, :length] = torch.arange(length) + number * lengths[0]
+        pools[number, :count] = torch.arange(count) + number * entries[0]
+    q, window = source.normal(rows, heads, dim).bfloat16(), source.normal(rows + 1, 1, dim).bfloat16()
+    latents, sink = source.normal(sum(entries) + 1, 1, dim).bfloat16(), source.normal(heads)
+    window[-1] = latents[-1] = float("nan")
+    visible = (position + 1) // ratio
+    picks = torch.stack([torch.randperm(max(entries), generator=source.generator)[:16] for _ in range(rows)]).int()
+    places = (table, seq, (position - 127).clamp(min=0), position)
+    more: dict[str, Any] = {"pool_table_SP": pools, "visible_T": visible, "pool_width": max(entries)}
+    if pool == "picks":
+        more |= {"picks_TX": picks.sort(dim=1).values, "pool_width": 16}
+    cos, sin = source.normal(rows, 32), source.normal(rows, 32)
+    angle = torch.atan2(sin, cos)
+    turn = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=True)
+
+    def run(device: str, q: torch.Tensor, sink: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"scale": dim**-0.5, "window_width": 128, "turn": to_device(turn, device)}
+        if len(leaves) > 1:
+            options |= to_device(more, device) | {"pool_NBD": leaves[1]}
+        here = [to_device(place, device) for place in places]
+        out: torch.Tensor = TRAINS.sparse_attention(q, leaves[0], *here, sink, **options)
+        return out
+
+    same_gradients(run, [q, sink, window, *([latents] if pool else [])], ROUNDED_GRADIENT_OF_MAX)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

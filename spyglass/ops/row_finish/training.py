@@ -88,21 +88,37 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        from spyglass.ops.row_finish.triton_training import finish_gradient
-
         (x_THD,), how = ctx.saved_tensors, ctx.how
-        dx_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-        each = (x_THD, grads[0].contiguous(), dx_THD)
-        x, grad, dx = each if x_THD.dim() == 3 else (part[:, None] for part in each)
-        finish_gradient(
-            x,
-            how.cos_TR.contiguous(),
-            how.sin_TR.contiguous(),
-            grad,
-            dx,
+        dx_THD = gradient_of_rows(
+            x_THD,
+            how.cos_TR,
+            how.sin_TR,
+            grads[0],
             weight_D=how.weight_D,
             eps=how.eps,
             stepwise=how.stepwise,
             hadamard=how.hadamard,
         )
         return dx_THD, None
+
+
+def gradient_of_rows(
+    x_THD: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    grad_THD: torch.Tensor,
+    *,
+    weight_D: torch.Tensor | None = None,
+    eps: float | None = None,
+    stepwise: bool = False,
+    hadamard: bool = False,
+) -> torch.Tensor:
+    """The gradient of x [T, H, D] or [T, D] from that of `row_finish`, in one launch."""
+    from spyglass.ops.row_finish.triton_training import finish_gradient
+
+    dx_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    each = (x_THD, grad_THD.contiguous(), dx_THD)
+    x, grad, dx = each if x_THD.dim() == 3 else (part[:, None] for part in each)
+    tables = cos_TR.contiguous(), sin_TR.contiguous()
+    finish_gradient(x, *tables, grad, dx, weight_D=weight_D, eps=eps, stepwise=stepwise, hadamard=hadamard)
+    return dx_THD
