@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_VALUES = 4096  # of a program, where a row of logits is not longer
+_VALUES = 2048  # of a program, where a row of logits is not longer
 
 
 def softmax_gradient(
@@ -35,7 +35,7 @@ def softmax_gradient(
         scale,
         HEADS=HEADS,
         KEYS=KEYS,
-        num_warps=4 if HEADS * KEYS <= 4096 else 8,
+        num_warps=4 if KEYS <= 2048 else 8 if KEYS <= 8192 else 16,
         enable_fp_fusion=False,
     )
     return dsink_QH
