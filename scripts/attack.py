@@ -2,8 +2,9 @@
 
 `python -m scripts.attack --seconds 600 --seed 0`. The law: whatever one client sends, another one's stream pauses at
 most 0.25 s, `/health` answers within 0.25 s, memory comes back, and what is refused is refused within 1 s of its last
-byte. A third of the time the three clients are alone, which is what a machine that is slow or busy is judged by. Every
-answer of theirs is known beforehand.
+byte. A quarter of the time the three clients are alone, which is what a machine that is slow or busy is judged by, half
+of it beside attackers, whose bodies are made beforehand. Every answer of theirs is known beforehand. In the last
+quarter files are attacked, which no server reads.
 """
 
 from __future__ import annotations
@@ -105,37 +106,35 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 async def attack(folder: Path, seconds: float, seed: int = 0) -> Outcome:
-    """A run: a third alone, two thirds beside attackers."""
+    """A run: a quarter alone, half beside attackers, a quarter of attacks on files."""
     asked = questions(seed, 9)
     with tempfile.TemporaryDirectory() as root:
         options = [*SERVER, "--adapter-root", root]
         async with serving(folder, options) as (process, client):
             expected = [await _asked(client, question) for question in asked]
             alone, attacked = Noticed(), Noticed()
-            until = time.monotonic() + seconds / 3
-            await _behave(client, asked, expected, alone, lambda: time.monotonic() > until)
-            before, peak, loop = memory(process.pid), [0], await _delays(client)
             url = str(client.base_url).rstrip("/")
-            length = str(seconds * 2 / 3)
-            async with (
-                beside("scripts.attackers", url, str(seed), length, root) as attackers,
-                beside("scripts.attack_files", str(seed), length) as files,
-                _watching(process.pid, peak),
-            ):
-                over = asyncio.gather(attackers, files)
-                await _behave(client, asked, expected, attacked, over.done)
-                told = [json.loads(out) for out in await over]
+            async with beside("scripts.attackers", url, str(seed), str(seconds / 2), root) as attackers:
+                until = time.monotonic() + seconds / 4
+                await _behave(client, asked, expected, alone, lambda: time.monotonic() > until)
+                before, peak, loop = memory(process.pid), [0], await _delays(client)
+                async with _watching(process.pid, peak):
+                    over = attackers()
+                    await _behave(client, asked, expected, attacked, over.done)
+                    told = json.loads(await over)
             await asyncio.sleep(3.0)
             for question, answer in zip(asked, expected, strict=True):
                 if await _asked(client, question) != answer:
                     attacked.wrong.append(f"after the attacks {question.path} answers otherwise")
             delays = {bound: count - loop[bound] for bound, count in (await _delays(client)).items()}
             after = memory(process.pid)
+    async with beside("scripts.attack_files", str(seed), str(seconds / 4)) as files:
+        files_told = json.loads(await files())
     return Outcome(
         alone=alone,
         beside=attacked,
-        attackers=told[0],
-        files=told[1],
+        attackers=told,
+        files=files_told,
         before=before,
         peak=peak[0],
         after=after,

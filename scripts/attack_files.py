@@ -1,7 +1,6 @@
 """Damaged checkpoints, configurations, adapters and tokenizers: each is read, or refused in our words.
 
-`python -m scripts.attack_files SEED SECONDS` prints one JSON object as `scripts.attackers` does; times are of a
-processor.
+`python -m scripts.attack_files SEED SECONDS` waits and prints as `scripts.attackers` does; times are of a processor.
 """
 
 from __future__ import annotations
@@ -83,4 +82,6 @@ def attack_files(seed: int, seconds: float) -> Tally:
 
 
 if __name__ == "__main__":
+    print("ready", flush=True)
+    sys.stdin.readline()
     attack_files(int(sys.argv[1]), float(sys.argv[2])).print()

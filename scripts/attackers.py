@@ -1,6 +1,7 @@
 """Who attacks a server: bodies, images, connections and adapters.
 
-Everything comes from a seed. `python -m scripts.attackers URL SEED SECONDS ROOT` prints one JSON object: how often what
+Everything comes from a seed. `python -m scripts.attackers URL SEED SECONDS ROOT` makes its bodies first, since making
+images costs more than sending them, says `ready`, waits for a line, attacks, and prints one JSON object: how often what
 came of each kind, and what should not have happened. Traffic stays on loopback; a few connections at a time, each of
 them ended.
 """
@@ -14,6 +15,7 @@ import json
 import random
 import struct
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from PIL import Image
 from spyglass.config.shipped import find_model
 
 ATTACKERS = 4  # connections at a time
+BODIES_PER_SECOND, MOST_BODIES = 4, 600  # made beforehand; those of a long run are sent several times
 RIGHT = {200, 400, 404, 408, 409, 413, 415, 422, 429, 503}
 PATIENCE, LAST_SECONDS = 120.0, 10.0
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -228,6 +231,26 @@ def request(source: random.Random) -> tuple[str, str, bytes]:
     return kind, path, json.dumps(body).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An attack whose content lies in a file."""
+
+    kind: str
+    path: str
+    file: Path
+
+
+def prepare(seed: int, count: int, folder: Path) -> list[Prepared]:
+    """So many different attacks on the readers of bodies."""
+    found = []
+    for number in range(count):
+        kind, path, content = request(random.Random(f"{seed} body {number}"))
+        file = folder / f"{number}"
+        file.write_bytes(content)
+        found.append(Prepared(kind, path, file))
+    return found
+
+
 def adapter(source: random.Random, folder: Path, like: Path) -> None:
     """A PEFT folder: one that is served, damaged, or with claims that no model has (H8)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -257,9 +280,9 @@ def adapter(source: random.Random, folder: Path, like: Path) -> None:
 class Attack:
     """Attacks on one server."""
 
-    def __init__(self, url: str, root: Path) -> None:
+    def __init__(self, url: str, root: Path, prepared: Sequence[Prepared]) -> None:
         self._host, _, port = url.removeprefix("http://").partition(":")
-        self._port, self._root = int(port), root
+        self._port, self._root, self._prepared = int(port), root, prepared
         self._like = next(path.parent for path in find_model("spyglass-tiny-v4").rglob("adapter_config.json"))
         self.tally = Tally()
 
@@ -288,7 +311,8 @@ class Attack:
             kind, path = "adapter", "/v1/load_lora_adapter"
             content = json.dumps({"lora_name": name, "lora_path": name}).encode()
         else:
-            kind, path, content = request(source)
+            chosen = source.choice(self._prepared)
+            kind, path, content = chosen.kind, chosen.path, chosen.file.read_bytes()
         manner = source.choice(("whole",) * 6 + ("leaves", "half", "half-closes", "does not read"))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -336,8 +360,12 @@ class Attack:
 def main(argv: Sequence[str]) -> None:
     """Attack, and print what came of it."""
     url, seed, seconds, root = argv
-    attack = Attack(url, Path(root))
-    asyncio.run(attack.run(int(seed), float(seconds)))
+    with tempfile.TemporaryDirectory() as made:
+        count = min(MOST_BODIES, int(BODIES_PER_SECOND * float(seconds)))
+        attack = Attack(url, Path(root), prepare(int(seed), count, Path(made)))
+        print("ready", flush=True)
+        sys.stdin.readline()
+        asyncio.run(attack.run(int(seed), float(seconds)))
     attack.tally.print()
 
 

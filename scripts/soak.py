@@ -244,23 +244,30 @@ def memory(pid: int) -> int:
 
 
 @asynccontextmanager
-async def beside(module: str, *argv: str) -> AsyncIterator[asyncio.Task[bytes]]:
-    """A program of ours that runs meanwhile, and what it printed in the end."""
+async def beside(module: str, *argv: str) -> AsyncIterator[Callable[[], asyncio.Task[bytes]]]:
+    """A program of ours that has said it is ready; the call that lets it run gives what it prints in the end."""
     command = (*NICE, sys.executable, "-m", module, *argv)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    running: list[asyncio.Task[bytes]] = []
 
     async def result() -> bytes:
-        out, _ = await process.communicate()
+        out, _ = await process.communicate(b"go\n")
         assert process.returncode == 0, f"{module}: it ended with {process.returncode}"
         return out
 
-    task = asyncio.create_task(result())
+    def run() -> asyncio.Task[bytes]:
+        running.append(asyncio.create_task(result()))
+        return running[0]
+
     try:
-        yield task
+        assert await process.stdout.readline() == b"ready\n", f"{module}: it could not begin"
+        yield run
     finally:
         if process.returncode is None:
             process.kill()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -313,7 +320,7 @@ async def soak(
             expected[number] = question.read(read(answer.text, stream=False))
         assert len(set(expected.values())) > count // 2, "answers must differ, or crossed ones would not show"
         load = Load(client, expected, asked)
-        until = time.monotonic() + seconds
+        until = 0.0
         samples: list[int] = []
 
         async def visitor(number: int) -> None:
@@ -330,7 +337,8 @@ async def soak(
             if attacked:
                 url, root = str(client.base_url).rstrip("/"), others.enter_context(tempfile.TemporaryDirectory())
                 argv = url, str(seed), str(seconds), root
-                attackers = await others.enter_async_context(beside("scripts.attackers", *argv))
+                attackers = (await others.enter_async_context(beside("scripts.attackers", *argv)))()
+            until = time.monotonic() + seconds
             await asyncio.gather(watch(), *(visitor(number) for number in range(CLIENTS)))
             if attacked:
                 told = json.loads(await attackers)

@@ -24,12 +24,14 @@ from spyglass.config.shipped import find_model
 from spyglass.errors import DeviceError, PromptError
 from spyglass.layers.build import BuildContext, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
+from spyglass.layers.hosted import HostSide
 from spyglass.layers.linear import Linear
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
 from spyglass.parallel.group import ALONE, Group
 from spyglass.params.shard import WHOLE, Shard, require_even
 from spyglass.params.table import most_tensors, param_table
+from spyglass.placement import PLACES
 from spyglass.quant.packed import WeightSlot
 from spyglass.text.step import LayerContext
 from spyglass.text.v4 import V4Backbone
@@ -231,6 +233,7 @@ def load_model(
     progress: bool = True,
     shard: Shard = WHOLE,
     group: Group = ALONE,
+    host_experts: Collection[int] = (),
 ) -> LoadedModel:
     """Read a checkpoint folder into a model, or into the part of it that `shard` is; `group` has the other parts.
 
@@ -239,8 +242,8 @@ def load_model(
     takes the fastest implementation that runs here, "reference" the defining one, "training" what has a gradient.
     `vision_graphs`: images through CUDA graphs, "auto" wherever they can be had (bfloat16 on a GPU). `expand` decodes
     packed weights while loading (more memory, sometimes faster). `load`: "dummy" draws the weights instead of reading
-    them, in the formats config.json promises. `without`: ops that are to run by their
-    reference. `progress` shows a bar on a terminal.
+    them, in the formats config.json promises. `without`: ops that are to run by their reference. `progress` shows a bar
+    on a terminal. `host_experts`: layers whose routed experts stay in host memory (`layers.hosted`).
 
     Raises:
         ConfigError: config.json is missing, malformed or of an unknown family, or the model cannot be divided so.
@@ -268,6 +271,9 @@ def load_model(
         shard=shard,
         group=group,
     )
+    if host_experts:
+        by_reference = build.ops.chosen["experts_grouped"] == "reference"
+        build = replace(build, host=HostSide(host_experts, place, places=PLACES, reference=by_reference))
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
     options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)
@@ -278,6 +284,8 @@ def load_model(
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
         report = load_into(model.slots(), checkpoint, skip=skip, progress=progress, shard=shard, params=model.params)
+    if build.host is not None:
+        build.host.ready()
     return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)
 
 

@@ -120,7 +120,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), with its adapters."""
     params = param_table(config)
-    weights, divisible = _weight_bytes(sources, params), _bytes_by_units(sources, params)
+    weights, divisible = weight_bytes(sources, params), _bytes_by_units(sources, params)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
     cache = {format: cache_bytes(config.text, format) for format in formats}
     step = step_bytes(config)
@@ -184,7 +184,7 @@ def require_room(
     """
     config = read_model_config(path)
     params = param_table(config)
-    weights = _weight_bytes(match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources, params)
+    weights = weight_bytes(match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources, params)
     wanted: dict[Share, bool] = {"vision": images, "engram": tables}
     loaded = {name: share.expanded if expand else share.stored for name, share in weights.items()}
     loaded |= {name: 0 for name, is_wanted in wanted.items() if not is_wanted}
@@ -248,7 +248,8 @@ def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = 
     return tokens * per_token + 4 * sequences * text.vocab_size
 
 
-def _weight_bytes(sources: Mapping[str, Source], params: ParamTable) -> dict[Share, Bytes]:
+def weight_bytes(sources: Mapping[str, Source], params: ParamTable) -> dict[Share, Bytes]:
+    """Bytes of each share of the matched entries of a checkpoint."""
     stored, expanded = dict.fromkeys(SHARES, 0), dict.fromkeys(SHARES, 0)
     for name, source in sources.items():
         share = _share_of(params[name])

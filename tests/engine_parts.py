@@ -52,7 +52,7 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
-    settings = {"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options}
+    settings = {"max_step_tokens": step, "step_milliseconds": 0, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
     blocks = CacheAllocator(
         cache_plans(config.text, lookahead),

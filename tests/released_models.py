@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import torch
-
-from spyglass.checkpoint.load import LoadReport
+from spyglass.bench.shapes import model_of_shapes
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
-from spyglass.layers.build import BuildContext, Loadable
-from spyglass.layers.linear import Experts
-from spyglass.model import LoadedModel, ModelOptions, VisionLanguageModel
-from spyglass.ops.table import bind_ops
-from spyglass.quant.packed import Packed, empty_packed
-from spyglass.quant.tiles import can_tile
+from spyglass.model import LoadedModel
 from tests.unit.config.family_configs import flash_vision
 from tests.unit.config.v41_released import official
 
@@ -31,24 +24,4 @@ def released_config(family: str) -> ModelConfig:
 @cache
 def released(family: str) -> LoadedModel:
     """The model as it lies on a GPU, in bf16 with packed weights, with Triton's ops where there are some."""
-    device, config = torch.device("meta"), released_config(family)
-    build = BuildContext(ops=bind_ops("cuda", "bfloat16"), device=device, dtype=torch.bfloat16)
-    model = VisionLanguageModel(config, ModelOptions(build=build, numerics="reference"))
-    for module in model.modules():
-        if isinstance(module, Experts):
-            for name in ("w1", "w3", "w2"):
-                param = model.params[f"{module.name}.0.{name}"]
-                stack = empty_packed(param.format, (module.num_experts, *param.shape), device)
-                module.put_stack(name, replace(stack, tiled=can_tile(stack)))
-        elif isinstance(module, Loadable) and module is not model:
-            for slot in module.slots():
-                param = model.params[slot.name]
-                slot.put(
-                    Packed(param.format, torch.zeros(slot.shape, dtype=torch.int32), None, slot.shape)
-                    if param.kind == "index"  # its values are checked
-                    else empty_packed(param.format, slot.shape, device)
-                )
-    report = LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=0, seconds=0.0)
-    return LoadedModel(
-        model=model, config=config, device=device, dtype=torch.bfloat16, numerics="reference", report=report
-    )
+    return model_of_shapes(released_config(family))

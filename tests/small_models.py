@@ -12,6 +12,7 @@ import torch
 from spyglass.config.model import ModelConfig
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import BuildContext
+from spyglass.layers.hosted import HostSide
 from spyglass.model import ModelOptions, Numerics, VisionLanguageModel
 from spyglass.ops.declare import Ops
 from spyglass.ops.table import bind_ops, describe
@@ -113,10 +114,11 @@ def build_model(
     expand: bool = True,
     pictures: bool = True,
     device: str = "cpu",
+    host: HostSide | None = None,
 ) -> VisionLanguageModel:
     """A model, filled; reference ops unless others are given."""
     model = empty_model(
-        config, dtype=dtype, numerics=numerics, ops=ops, expand=expand, pictures=pictures, device=device
+        config, dtype=dtype, numerics=numerics, ops=ops, expand=expand, pictures=pictures, device=device, host=host
     )
     for slot in model.slots():
         slot.put(weights[slot.name])
@@ -132,10 +134,11 @@ def empty_model(
     expand: bool = True,
     pictures: bool = True,
     device: str = "cpu",
+    host: HostSide | None = None,
 ) -> VisionLanguageModel:
-    """The same before any weight arrives."""
+    """The same before any weight arrives; `host`: whose experts are in host memory."""
     bound = bind_ops(device, str(dtype).removeprefix("torch."), "reference") if ops is None else ops
-    build = BuildContext(ops=bound, device=torch.device(device), dtype=dtype, expand=expand)
+    build = BuildContext(ops=bound, device=torch.device(device), dtype=dtype, expand=expand, host=host)
     return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, pictures=pictures)).eval()
 
 

@@ -134,7 +134,9 @@ def make_engine(
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`."""
     config = model.config
-    chosen = EngineConfig(**{"max_step_tokens": step, "max_sequences": 6, **NO_CACHES, **options})
+    chosen = EngineConfig(
+        **{"max_step_tokens": step, "step_milliseconds": 0, "max_sequences": 6, **NO_CACHES, **options}
+    )
     dtype = model.options.build.dtype
     blocks = CacheAllocator(
         cache_plans(config.text, lookahead),

@@ -36,6 +36,9 @@ ROUNDED_GRADIENT_OF_MAX = 2e-2
 GRADIENT_OF_MAX = 1e-3  # of a whole model in fp32, the same sums in another order, through nine layers
 LOGPROB_LAW = 100 * LAW_OF_MAX  # of log-probabilities, cold or from a cache: logits up to about 10, and their softmax
 FLIPPED_OF_MAX = 0.1  # of logits when a code of a rounded row flips somewhere: one step of FP4 in one row of a layer
+# root mean square of a difference over that of what is expected, bf16 on a GPU: experts by the kernels of the host
+# beside those of the GPU, which round in other orders; and logits, where choices of experts and rows may fall otherwise
+HOSTED_OF_RMS, HOSTED_LOGITS_OF_RMS = 0.03, 0.2
 
 # Training
 SLOPE_OF_NORM = 1e-6  # finite differences in float64 against a gradient: steps near 1e-7 leave about half the digits

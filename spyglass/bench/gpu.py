@@ -4,6 +4,9 @@ Weights are drawn, not read (`load="dummy"`). A layer's time is the difference b
 of four, so that embedding, head and sampling cancel out. The decode bound is the bytes a step must read (weights as
 stored, each chosen expert once, attended rows) over the bandwidth of a plain read measured in the same run; the prefill
 bound is its arithmetic over the rate of one large bf16 product measured in the same run.
+
+With `--experts`, of those in host memory the bytes are read at the host's rate, after and before the GPU's layers, so
+the times add; a prompt takes at least as long as their copies to the GPU, once a chunk. These rates are measured too.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import SpyglassError
 from spyglass.layers.build import held_tensors
+from spyglass.layers.hosted import HostedExperts
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
+from spyglass.placement import StepRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--prefill", type=positive, nargs="*", default=[4096], help="prompt lengths")
     parser.add_argument("--steps", type=positive, default=32, help="decode steps that are timed")
     parser.add_argument("--step-tokens", type=positive, default=4096, help="max_step_tokens of the engine")
+    parser.add_argument("--experts", default="auto", help="where routed experts are, as `spyglass serve` takes it")
     parser.add_argument("--ops", choices=("auto", "reference"), default="auto", help="which ops run")
     parser.add_argument("--profile", type=positive, help="print this many kernels of a step by time")
     parser.add_argument("--output", type=Path, help=f"write the numbers here (default: below {RESULTS} with --save)")
@@ -62,20 +68,31 @@ def run(argv: Sequence[str]) -> int:
         parser.error("torch sees no CUDA device here")
     machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print("  ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    bandwidth, flops = read_bandwidth(), product_rate()
-    print(f"plain read {bandwidth / 1e12:.2f} TB/s, bf16 product {flops / 1e12:.0f} TFLOP/s", flush=True)
+    rates, flops = StepRates(device=read_bandwidth(), host=host_bandwidth()), product_rate()
+    copies = copy_bandwidth()
+    print(
+        f"plain read {rates.device / 1e12:.2f} TB/s, of host memory {rates.host / 1e9:.0f} GB/s, copies from there "
+        f"{copies / 1e9:.0f} GB/s, bf16 product {flops / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
     rows: list[Row] = []
     for preset in args.presets:
-        rows += measure(preset, args, bandwidth, flops)
+        rows += measure(preset, args, rates, copies, flops)
     if len(args.presets) == 2:
         _print_layers(rows, args.presets)
     if args.save or args.output:
-        numbers = {"read_TBs": bandwidth / 1e12, "bf16_TFLOPs": flops / 1e12, "rows": [asdict(row) for row in rows]}
+        numbers = {
+            "read_TBs": rates.device / 1e12,
+            "host_read_GBs": rates.host / 1e9,
+            "copies_GBs": copies / 1e9,
+            "bf16_TFLOPs": flops / 1e12,
+            "rows": [asdict(row) for row in rows],
+        }
         save_numbers("gpu", machine, numbers, args.output)
     return 0
 
 
-def measure(preset: str, args: argparse.Namespace, bandwidth: float, flops: float) -> list[Row]:
+def measure(preset: str, args: argparse.Namespace, rates: StepRates, copies: float, flops: float) -> list[Row]:
     """Every batch and prompt length of one preset."""
     started = time.perf_counter()
     llm = LLM(
@@ -84,20 +101,30 @@ def measure(preset: str, args: argparse.Namespace, bandwidth: float, flops: floa
         images=0,
         ops=args.ops,
         load="dummy",
+        experts=args.experts,
         max_step_tokens=args.step_tokens,
         max_sequences=max([1, *args.batches]),
         max_length=2 * max(args.context + args.steps, *args.prefill, 1024),
         prefix_cache_bytes=0,
     )
-    print(f"{preset}: ready in {time.perf_counter() - started:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB")
+    host, weights = hosted(llm), weight_bytes(llm)
+    print(
+        f"{preset}: ready in {time.perf_counter() - started:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB on "
+        f"the GPU, experts of {len(host)} of {llm.config.text.num_hidden_layers} layers in host memory "
+        f"({weights.host / 1e9:.1f} GB)",
+        flush=True,
+    )
+    if llm.loaded.model.options.build.host is not None:
+        print(llm.loaded.model.options.build.host.report, flush=True)
     rows: list[Row] = []
     for length in args.prefill:
         seconds = min(prefill_seconds(llm, length, seed) for seed in range(3))
-        bound = 2 * active_weights(llm) * length / flops
+        chunks = -(-length // args.step_tokens)
+        bound = max(2 * active_weights(llm) * length / flops, chunks * weights.host / copies)
         rows.append(_row(preset, "prefill", length, length, seconds, bound, length / seconds))
     for batch in args.batches:
         seconds, launches = decode_seconds(llm, batch, args.context, args.steps, args.profile)
-        bound = decode_bytes(llm, batch, args.context) / bandwidth
+        bound = rates.seconds(*decode_bytes(llm, batch, args.context))
         rows.append(_row(preset, "decode", batch, args.context, seconds, bound, batch / seconds, launches))
     del llm
     gc.collect()
@@ -160,12 +187,13 @@ def _profile_step(step: Callable[[], object], top: int | None) -> int:
     return sum(event.count for event in averages)
 
 
-def decode_bytes(llm: LLM, batch: int, context: int) -> float:
-    """Bytes that a decode step must read: weights as stored, chosen experts, attended rows and index keys."""
-    text = llm.config.text
-    dense, experts = _weight_bytes(llm)
+def decode_bytes(llm: LLM, batch: int, context: int) -> tuple[float, float]:
+    """Bytes that a decode step must read on the GPU and on the host: weights as stored, chosen experts, attended rows
+    and index keys."""
+    text, weights = llm.config.text, weight_bytes(llm)
     chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
-    return dense + experts * chosen + batch * _row_bytes(text, context)
+    rows = batch * _row_bytes(text, context)
+    return weights.dense + weights.experts * chosen + rows, weights.host * chosen
 
 
 def _row_bytes(text: TextConfig, context: int) -> float:
@@ -182,13 +210,28 @@ def _row_bytes(text: TextConfig, context: int) -> float:
     return total
 
 
-def _weight_bytes(llm: LLM) -> tuple[float, float]:
-    """Bytes of weights that every row reads, and of all routed experts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """Bytes of weights that every row reads, of the routed experts on the GPU, and of those in host memory."""
+
+    dense: float
+    experts: float
+    host: float
+
+
+def hosted(llm: LLM) -> list[HostedExperts]:
+    """Layers' experts in host memory."""
+    return [module for module in llm.loaded.model.text.modules() if isinstance(module, HostedExperts)]
+
+
+def weight_bytes(llm: LLM) -> WeightBytes:
+    """Of a model that is loaded."""
     model = llm.loaded.model
     stacks = [module for module in model.text.modules() if isinstance(module, Experts)]
     experts = sum(tensor.nbytes for stack in stacks for tensor in held_tensors(stack))
+    host = sum(tensor.nbytes for stack in hosted(llm) for tensor in held_tensors(stack))
     total = sum(tensor.nbytes for part in (model.text, model.head) for tensor in held_tensors(part))
-    return total - experts, experts
+    return WeightBytes(dense=total - experts, experts=experts - host, host=host)
 
 
 def active_weights(llm: LLM) -> float:
@@ -207,6 +250,22 @@ def read_bandwidth() -> float:
     """Bytes per second of a plain sum over 4 GiB."""
     data = torch.ones(1 << 30, device="cuda")
     return data.nbytes / _best_seconds(lambda: data.sum())
+
+
+def host_bandwidth() -> float:
+    """Bytes per second of a plain sum over 4 GiB of host memory, by as many threads as torch has."""
+    data, best = torch.ones(1 << 30), float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - started)
+    return data.nbytes / best
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy of 1 GiB of locked host memory to the GPU."""
+    data, to = torch.ones(1 << 28, pin_memory=True), torch.empty(1 << 28, device="cuda")
+    return data.nbytes / _best_seconds(lambda: to.copy_(data, non_blocking=True))
 
 
 def product_rate() -> float:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ def load_dummy(
         CheckpointError: a slot is not in `specs`.
     """
     started, nbytes = time.perf_counter(), 0
-    banks = _Banks(device)
+    banks = _Banks()
     known = list(slots)
     total = sum(math.prod(slot.shape) for slot in known)
     with Progress(total=total, unit="", unit_scale=True, desc="drawing", show=progress) as bar:
@@ -91,45 +91,54 @@ def _drawn(slot: WeightSlot, spec: Param, banks: _Banks, device: torch.device) -
     return packed
 
 
-def _seeded(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+def _seeded(name: str) -> torch.Generator:
     """What is drawn depends on the name alone: processes that divide a model must have the same of what all have."""
-    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 class _Banks:
-    """One bank of random numbers per storage dtype, on the device."""
+    """Banks of random numbers by storage dtype, and of scales by exponent, on each device that weights lie on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._drawn: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self._drawn: dict[object, torch.Tensor] = {}
 
     def fill(self, name: str, packed: Packed) -> None:
         """Copy from the bank of the weight's format; scales give every row of the product a spread of about 1."""
-        inputs = packed.shape[-1]
-        format = packed.format
+        inputs, format, device = packed.shape[-1], packed.format, packed.data.device
+        _repeat(self._codes(format, device), packed.data, name)
         if format.block is None:
-            spread = 1.0 if name == "embed" else 1 / math.sqrt(inputs)
-            _repeat(self._bank(format), packed.data, name)
-            packed.data.mul_(spread)
+            packed.data.mul_(1.0 if name == "embed" else 1 / math.sqrt(inputs))
             return
-        _repeat(self._bank(format), packed.data, name)
         code_spread = FP4_SPREAD if format.name == "fp4" else 1.0
         exponent = round(-math.log2(code_spread * math.sqrt(inputs)))
         assert packed.scale is not None
         if packed.scale.dtype == torch.uint8:
-            packed.scale.random_(exponent + 126, exponent + 128, generator=_seeded(name, self._device))
+            _repeat(self._scales(exponent, device), packed.scale, name)
         else:
             packed.scale.fill_(2.0**exponent)
 
-    def _bank(self, format: Format) -> torch.Tensor:
-        if format.weight_dtype not in self._drawn:
-            dtype, generator = TORCH_DTYPES[format.weight_dtype], _seeded(format.weight_dtype, self._device)
+    def _codes(self, format: Format, device: torch.device) -> torch.Tensor:
+        def draw(generator: torch.Generator) -> torch.Tensor:
+            dtype = TORCH_DTYPES[format.weight_dtype]
             if format.name == "fp4":
-                bank = torch.empty(_BANK, dtype=dtype, device=self._device).random_(0, 256, generator=generator)
-            else:
-                bank = torch.randn(_BANK, device=self._device, generator=generator).to(dtype)
-            self._drawn[format.weight_dtype] = bank
-        return self._drawn[format.weight_dtype]
+                return torch.empty(_BANK, dtype=dtype).random_(0, 256, generator=generator)
+            return torch.randn(_BANK, generator=generator).to(dtype)
+
+        return self._bank(format.weight_dtype, device, draw)
+
+    def _scales(self, exponent: int, device: torch.device) -> torch.Tensor:
+        """Bytes of e8m0: this power of two, or half of it."""
+
+        def draw(generator: torch.Generator) -> torch.Tensor:
+            return torch.empty(_SMALL, dtype=torch.uint8).random_(exponent + 126, exponent + 128, generator=generator)
+
+        return self._bank(f"scale {exponent}", device, draw)
+
+    def _bank(self, name: str, device: torch.device, draw: Callable[[torch.Generator], torch.Tensor]) -> torch.Tensor:
+        """Drawn on the host, so that weights are the same wherever they lie."""
+        if (name, device) not in self._drawn:
+            self._drawn[name, device] = draw(_seeded(name)).to(device)
+        return self._drawn[name, device]
 
 
 def _repeat(bank: torch.Tensor, out: torch.Tensor, name: str) -> None:

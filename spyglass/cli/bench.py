@@ -19,6 +19,7 @@ BENCHMARKS = {
     "engram": "rows of V4.1's tables, beside a prefill",
     "vision": "the image tower on a GPU",
     "gpu": "decode and prefill of the text path on a GPU, beside what memory and arithmetic allow",
+    "tune": "launches of the Triton kernels on a GPU, beside those in use; writes the table that launch code reads",
     "train": "fine-tuning at real layer sizes, beside one large product",
 }
 

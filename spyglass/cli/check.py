@@ -187,7 +187,7 @@ def _standings() -> dict[str, str]:
     """What is known of the Triton kernels on each GPU that torch sees, by its name and compute capability."""
     import torch
 
-    from spyglass.ops.gpu import standing
+    from spyglass.ops.tuned import standing
 
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {f"{gpu.name} ({gpu.major}.{gpu.minor})": standing((gpu.major, gpu.minor)) for gpu in found}

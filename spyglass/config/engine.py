@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from spyglass.config.options import PREFIX, about, check_options, read_options
 
@@ -52,6 +52,14 @@ class EngineConfig:
         metadata=about("max images in one prompt; 0 leaves the image tower unloaded", low=0),
     )
     max_step_tokens: int = field(default=2048, metadata=about("max tokens of all sequences in one step", high=1 << 20))
+    step_milliseconds: int = field(
+        default=100,
+        metadata=about(
+            "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
+            "steps took lately (one that is alone may take 2.5 times as long); 0: no bound",
+            low=0,
+        ),
+    )
     max_sequences: int = field(default=64, metadata=about("max sequences running at a time", high=4096))
     max_length: int | None = field(
         default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
@@ -79,7 +87,7 @@ class EngineConfig:
         default=256 << 20, metadata=about("memory for encoded images that may come again; 0 keeps none", low=0)
     )
     grammar_seconds: int = field(
-        default=10,
+        default=1,
         metadata=about(
             "CPU seconds that a pattern, schema or grammar of an answer may take to compile; its memory is bounded too"
         ),
@@ -88,6 +96,14 @@ class EngineConfig:
         default="mmap",
         metadata=about(
             "where engram tables are: mmap (left in their files), host (memory) or device (with the weights)"
+        ),
+    )
+    experts: str = field(
+        default="auto",
+        metadata=about(
+            "where routed experts are: gpu (with the other weights), host (in host memory, computed there by the "
+            "processor), auto (as many layers' on the GPU as fit beside caches and steps) or auto:GB (at most so many "
+            "GB of them there)"
         ),
     )
     async_scheduling: Literal["auto", "on", "off"] = field(
@@ -113,6 +129,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def experts_mode(self) -> Literal["gpu", "host", "auto"]:
+        """`experts` without its number."""
+        return cast("Literal['gpu', 'host', 'auto']", self.experts.partition(":")[0])
+
+    @property
+    def experts_bytes(self) -> int | None:
+        """The number of `experts` in bytes; None where there is none."""
+        number = self.experts.partition(":")[2]
+        return int(float(number) * 1e9) if number else None
 
 
 def read_engine_config(

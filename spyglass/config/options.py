@@ -18,7 +18,11 @@ from spyglass.errors import ConfigError
 
 PREFIX = "SPYGLASS_"
 SERVER_PREFIX = "SPYGLASS_SERVER_"
-DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+# fields that are texts of a form
+FORMS = {
+    "device": (re.compile(r"auto|cpu|cuda(:[0-9]+)?"), "auto, cpu, cuda or cuda:N"),
+    "experts": (re.compile(r"gpu|host|auto(:[0-9]+(\.[0-9]+)?)?"), "gpu, host, auto or auto:GB"),
+}
 _Options = TypeVar("_Options")
 
 
@@ -41,8 +45,8 @@ def check_options(options: Any) -> None:
     hints, choices = get_type_hints(type(options)), choices_of(type(options))
     for item in fields(options):
         name, value, hint = item.name, getattr(options, item.name), hints[item.name]
-        if name == "device" and not (isinstance(value, str) and DEVICES.fullmatch(value)):
-            raise ConfigError(f"device is {value!r}, expected auto, cpu, cuda or cuda:N")
+        if name in FORMS and not (isinstance(value, str) and FORMS[name][0].fullmatch(value)):
+            raise ConfigError(f"{name} is {value!r}, expected {FORMS[name][1]}")
         if name in choices and value not in choices[name]:
             raise ConfigError(f"{name} is {value!r}, expected {' or '.join(choices[name])}")
         if hint is bool and not isinstance(value, bool):

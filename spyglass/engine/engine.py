@@ -30,7 +30,7 @@ from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
-from spyglass.engine.shares import ANYBODY, Client
+from spyglass.engine.shares import ANYBODY, Client, Pace
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts
@@ -93,7 +93,9 @@ class Engine:
             most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
             prefixes = PrefixCache(self.allocator, most)
         self.prefixes, self.image_cache = prefixes, ImageCache(options.image_cache_bytes)
-        self._scheduler = Scheduler(self.allocator, options.max_step_tokens, prefixes)
+        self._pace = Pace(options.step_milliseconds / 1000)
+        paced = self._pace if options.step_milliseconds else None
+        self._scheduler = Scheduler(self.allocator, options.max_step_tokens, prefixes, paced)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         banned_ids = torch.tensor(usable, dtype=torch.int64, device=device)
         self.runner = Runner(
@@ -118,6 +120,7 @@ class Engine:
             prefixes,
             self.image_cache,
             GrammarMasks(config.text.vocab_size, usable, config.eos_token_ids),
+            self._pace,
             ahead=options.async_scheduling == "on" or (options.async_scheduling == "auto" and device.type != "cpu"),
             lookahead=lookahead,
             drafter=drafter,
@@ -272,6 +275,7 @@ class Engine:
             ) from error
         finally:
             self._loop.clear()
+            self._pace.forget()
             self.prefixes.clear()
             self.image_cache.clear()
             self._loop.counted = counted

@@ -88,6 +88,7 @@ class LLM:
         vision_graphs: Literal["auto", "on", "off"] | None = None,
         expand_weights: bool | None = None,
         max_step_tokens: int | None = None,
+        step_milliseconds: int | None = None,
         max_sequences: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
@@ -96,6 +97,7 @@ class LLM:
         image_cache_bytes: int | None = None,
         grammar_seconds: int | None = None,
         engram: Literal["mmap", "host", "device"] | None = None,
+        experts: str | None = None,
         load: Literal["files", "dummy"] | None = None,
         async_scheduling: Literal["auto", "on", "off"] | None = None,
         tensor_parallel_size: int | None = None,
@@ -114,9 +116,10 @@ class LLM:
         config = read_model_config(path)
         places = {adapter_name(name): find_adapter(at, path) for name, at in adapter_places(adapters).items()}
         files = {name: read_adapter(place, config) for name, place in places.items()}
-        require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
+        hosted = require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
-        parts, self.numbers = load_checked(partial(load_parts, path, options, place, files, progress), options.numbers)
+        read = partial(load_parts, path, options, place, files, progress, hosted)
+        parts, self.numbers = load_checked(read, options.numbers)
         self.loaded, self.lora, engram_feed, self.ranks = parts.loaded, parts.lora, parts.engram, parts.ranks
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)

@@ -20,7 +20,13 @@ from spyglass.params.table import param_table
 
 
 def load_ranks(
-    path: Path, options: EngineConfig, device: torch.device, *, progress: bool, without: Sequence[str] = ()
+    path: Path,
+    options: EngineConfig,
+    device: torch.device,
+    *,
+    progress: bool,
+    host_experts: Sequence[int] = (),
+    without: Sequence[str] = (),
 ) -> tuple[LoadedModel, Ranks | None]:
     """The model, or this process's part of it and the ranks that have the others.
 
@@ -46,7 +52,7 @@ def load_ranks(
         "without": tuple(without),
     }
     if size == 1:
-        return load_model(**how, device=device, progress=progress), None
+        return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
     if options.numbers == "strict":
         raise ConfigError(
             "numbers is 'strict', and those of a divided model are not compared; take 'off' or one process"

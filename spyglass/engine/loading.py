@@ -42,10 +42,14 @@ def load_parts(
     device: torch.device,
     adapters: Mapping[str, AdapterFile],
     progress: bool,
+    host_experts: Sequence[int] = (),
     without: Sequence[str] = (),
 ) -> LoadedParts:
-    """Load all of it; ops in `without` run by their reference. Raises as `LLM`."""
-    loaded, ranks = load_ranks(path, options, device, progress=progress, without=without)
+    """Load all of it; ops in `without` run by their reference, experts of `host_experts` layers stay in host memory.
+
+    Raises as `LLM`.
+    """
+    loaded, ranks = load_ranks(path, options, device, progress=progress, host_experts=host_experts, without=without)
     lora, engram = AdapterPool(loaded.model, banks=adapter_banks(loaded.model, ranks)), None
     for name, file in adapters.items():  # before rows take what memory is left
         lora.attach(name, file)

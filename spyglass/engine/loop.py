@@ -25,6 +25,7 @@ from spyglass.engine.request import Delta, FinishReason, TokenLogprob
 from spyglass.engine.runner import Runner, RunningStep
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Chunk, TokenSequence
+from spyglass.engine.shares import Pace
 from spyglass.engine.stats import Counters
 from spyglass.engine.structured.grammar import GrammarMasks
 from spyglass.errors import is_recoverable
@@ -46,13 +47,14 @@ class StepLoop:
         prefixes: PrefixCache,
         images: ImageCache,
         masks: GrammarMasks,
+        pace: Pace,
         *,
         ahead: bool,
         lookahead: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
         self._runner, self._scheduler, self._allocator = runner, scheduler, allocator
-        self._prefixes, self._images, self.masks = prefixes, images, masks
+        self._prefixes, self._images, self.masks, self._pace = prefixes, images, masks, pace
         self._lookahead, self._drafter = lookahead, drafter
         self._ahead = ahead and drafter is None
         self.sequences: dict[int, TokenSequence] = {}
@@ -113,7 +115,7 @@ class StepLoop:
                     deltas += self._collect()
                     chunks = [chunk for chunk in chunks if self._is_live(chunk.sequence)]
                 if chunks:
-                    self._run(chunks, deltas)
+                    self._run(chunks, deltas, began)
             done = True
             self._count(chunks, deltas, time.perf_counter() - began)
         except StuckError as error:
@@ -148,8 +150,9 @@ class StepLoop:
         drafts = self._drafter.propose([chunk.sequence for chunk in chunks], most)
         return self._scheduler.with_drafts(chunks, drafts)
 
-    def _run(self, chunks: Sequence[Chunk], deltas: list[Delta]) -> None:
-        """Start a step, and bring the one before it to an end, or itself where none runs ahead."""
+    def _run(self, chunks: Sequence[Chunk], deltas: list[Delta], began: float) -> None:
+        """Start a step, planned from `began` on, and bring the one before it to an end, or itself where none runs
+        ahead."""
         masks = None if self._running is not None else self._begin_masks(chunks)
         ranges = [(chunk.sequence.row, chunk.start, chunk.stop) for chunk in chunks]
         rows, start, stop = np.array(ranges, np.int64).T
@@ -160,7 +163,9 @@ class StepLoop:
             chunk.sequence.in_flight += 1
             if chunk.rows_wanted:
                 chunk.sequence.expect(chunk.drafts)
-        step = self._runner.run(chunks, resumable, self._running)
+        ahead = [(s, n) for s, n in self._scheduler.encode_ahead if s.row is not None and self._is_live(s)]
+        step = self._runner.run(chunks, resumable, self._running, ahead)
+        step.began = began
         self._score(step)
         if self._running is not None:
             deltas += self._collect()
@@ -171,9 +176,9 @@ class StepLoop:
         sampling = [chunk for chunk in chunks if chunk.rows_wanted and self._is_live(chunk.sequence)]
         if sampling:
             allowed = None if masks is None else masks()
-            began = time.perf_counter()
+            drawing = time.perf_counter()
             self._runner.sample(step, sampling, allowed)
-            self.counted.sampling_seconds += time.perf_counter() - began
+            self.counted.sampling_seconds += time.perf_counter() - drawing
         self._running = step
         if not self._ahead:
             deltas += self._collect()
@@ -210,6 +215,8 @@ class StepLoop:
         for chunk in step.chunks:
             chunk.sequence.in_flight -= 1
         deltas: list[Delta] = []
+        prompts = sum([chunk.stop - chunk.start for chunk in step.chunks if chunk.is_prompt])
+        self._pace.ran(step.began, prompts, step.encoded, read=tokens is not None)
         if tokens is None:
             return deltas
         drawn = zip(tokens.ids, tokens.logprobs, tokens.is_finite, strict=True)

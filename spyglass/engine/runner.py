@@ -30,6 +30,7 @@ from spyglass.runtime.steps import ModelParts, StepResult, StepRunner
 @dataclass(slots=True, kw_only=True)
 class RunningStep:
     """A step under way. `first` row of each chunk; `resumable` (number of a chunk, position): a snapshot is left there.
+    It `began` at that time of `perf_counter` and has so many rows `encoded` by the tower.
 
     `sampled` tokens come from the rows of `sampling`, chunk by chunk.
     """
@@ -38,6 +39,8 @@ class RunningStep:
     first: Sequence[int]
     resumable: Sequence[tuple[int, int]]
     result: StepResult
+    encoded: int = 0
+    began: float = 0.0
     sampling: Sequence[Chunk] = ()
     sampled: PendingTokens | None = None
     sampled_rows: dict[int, int] = field(default_factory=dict)  # request -> its last row in `sampled`
@@ -87,15 +90,21 @@ class Runner:
         return self._engram is not None
 
     def run(
-        self, chunks: Sequence[Chunk], resumable: Sequence[tuple[int, int]], before: RunningStep | None
+        self,
+        chunks: Sequence[Chunk],
+        resumable: Sequence[tuple[int, int]],
+        before: RunningStep | None,
+        ahead: Sequence[tuple[TokenSequence, int]] = (),
     ) -> RunningStep:
-        """One forward pass over all chunks; afterwards their tokens count as computed.
+        """One forward pass over all chunks; afterwards their tokens count as computed. Images `ahead` go through the
+        tower too, for a later step.
 
         Ids that the host does not know yet are those that the step `before` samples.
         """
         engram_rows = self._fetch_engram(chunks)
         images = [_images(chunk) for chunk in chunks]
-        self._encode_images(chunks, images)
+        needed = [(chunk.sequence, image) for chunk, each in zip(chunks, images, strict=True) for image in each]
+        encoded = self._encode_images([*needed, *ahead])
         image_rows, image_index_T = _image_rows(chunks, images)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
@@ -127,7 +136,7 @@ class Runner:
             chunk.sequence.computed = chunk.stop
             if chunk.sequence.image_rows:
                 _forget_images(chunk)
-        return RunningStep(chunks=chunks, first=first, resumable=resumable, result=result)
+        return RunningStep(chunks=chunks, first=first, resumable=resumable, result=result, encoded=encoded)
 
     def sample(self, step: RunningStep, sampling: Sequence[Chunk], allowed: torch.Tensor | None) -> None:
         """Sample a token for every row that is wanted of some chunks of a step; `allowed` as `SampleInput` has it."""
@@ -171,10 +180,10 @@ class Runner:
             np.cumsum([0, *counts], dtype=np.int32),
         )
 
-    def _encode_images(self, chunks: Sequence[Chunk], images: Sequence[Sequence[int]]) -> None:
-        """Rows of all images that are first needed now: known ones, and the others, each encoded once."""
+    def _encode_images(self, needed: Sequence[tuple[TokenSequence, int]]) -> int:
+        """Rows of all images that are first needed now: known ones, and the others, each encoded once; how many."""
         unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
-        for sequence, image in ((c.sequence, n) for c, each in zip(chunks, images, strict=True) for n in each):
+        for sequence, image in needed:
             if image not in sequence.image_rows:
                 key = sequence.prompt.digests[image], sequence.adapter.vision_digest
                 rows_IC = self._image_cache.get(key)
@@ -183,7 +192,7 @@ class Runner:
                 else:
                     sequence.image_rows[image] = rows_IC
         if not unknown:
-            return
+            return 0
         assert self._config.vision is not None, "a prompt with images was accepted without a tower"
         for keys in self._tower_calls(unknown):
             holders = [unknown[key][0] for key in keys]
@@ -200,6 +209,7 @@ class Runner:
                 self._image_cache.put(key, part)
                 for sequence, image in unknown[key]:
                     sequence.image_rows[image] = part
+        return sum(_cells(holders[0][0].prompt, holders[0][1]) for holders in unknown.values())
 
     def _tower_calls(self, unknown: Mapping[Key, Sequence[tuple[TokenSequence, int]]]) -> list[list[Key]]:
         """The images by call of the tower. All in one, unless their rows exceed what a step's tokens are.

@@ -10,6 +10,11 @@ Shares. Half of a step belongs to all prompts under way alike (a *quantum* each)
 Answers under way take one token each and come before prompts. Nobody is cut inside a span: one whose next piece exceeds
 the quantum comes behind the others, unless it would not fit there; then it goes first, but never in two steps running.
 
+Pace. The prompts of a step have so many tokens that it takes about as long as it should (`pace`), images that must go
+through the tower counted as the tokens that take as long. Then answers are outside of what is shared, and a piece that
+exceeds it goes alone, if it is its turn to go first: beside answers its images go through the tower in one step
+(`encode_ahead`), and its tokens run in a later one.
+
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
 preempted: it goes back into the queue and is run again later, with all it has drawn.
 
@@ -43,7 +48,7 @@ import numpy as np
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.sequence import Chunk, TokenSequence
-from spyglass.engine.shares import Client, RecentUse, due_rows
+from spyglass.engine.shares import Client, Pace, RecentUse, due_rows
 from spyglass.errors import CapacityError, SpyglassError
 
 GROWTH = 64  # tokens; steps that all can take before memory may be short again
@@ -59,16 +64,22 @@ class StuckError(SpyglassError):
 
 
 class Scheduler:
-    """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens."""
+    """Waiting and running sequences, both in the order in which they came. A step has at most `step_tokens` tokens, and
+    as many of prompts as `pace` allows, if there is one."""
 
-    def __init__(self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache) -> None:
+    def __init__(
+        self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache, pace: Pace | None = None
+    ) -> None:
         self.allocator, self._prefixes = allocator, prefixes
-        self._step_tokens = step_tokens
+        self._step_tokens, self._pace = step_tokens, pace
         self._step = 0
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self._changed = False  # somebody came or went; until then the memory for others only shrinks
         self._jumped = False  # a long piece went first in the last step
+        self.encode_ahead: list[
+            tuple[TokenSequence, int]
+        ] = []  # images for the tower in the planned step, beside its own
         self._use = RecentUse()
         self.preemptions = 0
 
@@ -105,6 +116,7 @@ class Scheduler:
             StuckError: some sequences can never run again; nothing is planned.
         """
         self._step += 1
+        self.encode_ahead = []
         self._admit()
         for sequence in self.running:
             if sequence.pending > 1:
@@ -207,41 +219,64 @@ class Scheduler:
         if len(ready) <= self._step_tokens and all(s.pending == 1 for s in ready):
             self._jumped = False
             return [Chunk.of(s, s.length) for s in ready]
-        turns = sorted({s.client for s in ready if s.pending > 1}, key=lambda c: (self._use.of(c), c.name))
-        stops: dict[int, int] = {}
-        left = self._step_tokens
+        left, cell = self._paced(ready) or (self._step_tokens, 0.0)
+        alone = [s for s in ready if cell and s.pending == 1]  # answers, which take nothing from prompts then
+        stops = {s.request_id: s.length for s in alone}
+        shared = [s for s in ready if s.request_id not in stops]
+        turns = sorted({s.client for s in shared if s.pending > 1}, key=lambda c: (self._use.of(c), c.name))
         for turn, client in enumerate(turns or [None]):
-            theirs = [s for s in ready if (s.client == client if s.pending > 1 else turn == 0)]
-            left = self._share_among(theirs, left, stops, is_first=turn == 0)
+            theirs = [s for s in shared if (s.client == client if s.pending > 1 else turn == 0)]
+            left = self._share_among(theirs, left, cell, stops, is_first=turn == 0)
         return [Chunk.of(s, stop) for s in ready if (stop := stops[s.request_id]) > s.computed]
 
-    def _share_among(self, ready: Sequence[TokenSequence], left: int, stops: dict[int, int], *, is_first: bool) -> int:
+    def _paced(self, ready: Sequence[TokenSequence]) -> tuple[float, float] | None:
+        """The tokens of prompts in this step, and those that a row of the tower counts as; None where prompts may take
+        the whole step, or one of them must."""
+        prompts = [s for s in ready if s.pending > 1]
+        room = self._step_tokens - (len(ready) - len(prompts))
+        if self._pace is None or not prompts or max(s.next_piece() for s in prompts) > room:
+            return None
+        tokens = self._pace.prompt_tokens(alone=len(ready) == 1 and not self.waiting)
+        return min(room, max(2 * len(prompts), tokens)), self._pace.cell_tokens
+
+    def _share_among(
+        self, ready: Sequence[TokenSequence], left: float, cell: float, stops: dict[int, int], *, is_first: bool
+    ) -> float:
         """Give `left` tokens to these, noting where each stops; how many are left then."""
         prompts = sum(s.pending > 1 for s in ready)
-        quantum = max(1, left // (2 * max(1, prompts)))
-        for sequence in self._line(ready, quantum, left, is_first=is_first):
-            want = max(min(quantum, sequence.pending), sequence.next_piece())
-            stop = sequence.last_cut(sequence.computed + min(want, left))
+        quantum = max(1.0, left // (2 * max(1, prompts)))
+        line = self._line(ready, quantum, left, cell, is_first=is_first)
+        for sequence in line:
+            start, piece = sequence.computed, _piece(sequence, cell)
+            goes_first = is_first and self._jumped and sequence is line[0]
+            stop = sequence.reach(start, min(max(quantum, piece), left), cell)
+            if goes_first and stop == start:  # alone more than a paced step, which it then has for itself
+                stop, left = start + sequence.next_piece(), 0.0
+                if stops.keys() - {s.request_id for s in ready}:  # answers, so that the step has something without it
+                    self.encode_ahead = [(sequence, image) for image in sequence.new_images(start, stop)]
+                    stop = start if self.encode_ahead else stop
             stops[sequence.request_id] = stop
-            left -= stop - sequence.computed
+            left = max(0.0, left - sequence.work(start, stop, cell))
         for sequence in ready:
             before = stops[sequence.request_id]
-            stop = sequence.last_cut(min(before + left, sequence.length)) if left else before
-            left -= stop - before
+            stop = sequence.reach(before, left, cell) if left else before
+            left -= sequence.work(before, stop, cell)
             stops[sequence.request_id] = stop
         return left
 
-    def _line(self, ready: Sequence[TokenSequence], quantum: int, left: int, *, is_first: bool) -> list[TokenSequence]:
+    def _line(
+        self, ready: Sequence[TokenSequence], quantum: float, left: float, cell: float, *, is_first: bool
+    ) -> list[TokenSequence]:
         """The order in which they take their quantum or their next piece."""
         easy: list[TokenSequence] = []
         hard: list[TokenSequence] = []
         for sequence in sorted(ready, key=lambda s: (s.served, s.pending > 1, s.request_id)):
-            (easy if sequence.next_piece() <= quantum else hard).append(sequence)
+            (easy if _piece(sequence, cell) <= quantum else hard).append(sequence)
         taken = sum(min(quantum, sequence.pending) for sequence in easy)
         if not is_first:
             return easy + hard
-        crowded = bool(hard) and taken + hard[0].next_piece() > left
-        self._jumped = crowded and not self._jumped
+        crowded = bool(hard) and taken + _piece(hard[0], cell) > left
+        self._jumped = crowded and (not self._jumped or not easy)
         return [hard[0], *easy, *hard[1:]] if self._jumped else easy + hard
 
     def _with_memory(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -287,6 +322,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
         self.preemptions += 1
         self._changed = True
+
+
+def _piece(sequence: TokenSequence, cell: float) -> float:
+    """What the next piece that cannot be cut costs, in tokens."""
+    return sequence.work(sequence.computed, sequence.computed + sequence.next_piece(), cell)
 
 
 def _age(sequence: TokenSequence) -> int:

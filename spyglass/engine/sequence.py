@@ -277,6 +277,36 @@ class TokenSequence:
             return 1
         return int(self._cuts[np.searchsorted(self._cuts, self.computed, side="right")]) - self.computed
 
+    def work(self, start: int, stop: int, cell: float) -> float:
+        """What the tokens from `start` to `stop` cost, in tokens: a row of an image that they begin, and whose rows are
+        not here yet, counts as `cell` tokens for the tower."""
+        images = self.new_images(start, stop) if cell else []
+        return stop - start + cell * sum(self._rows(image) for image in images)
+
+    def reach(self, start: int, most: float, cell: float) -> int:
+        """The last legal end of a step at which the tokens from `start` on cost at most `most` (see `work`)."""
+        stop = start + most
+        for image in self.new_images(start, self.length) if cell else ():
+            first = max(start, self.prompt.spans[image].start)
+            if first >= stop:
+                break
+            stop -= cell * self._rows(image)
+            if stop <= first:
+                return max(start, self.last_cut(first))
+        return max(start, self.last_cut(min(int(stop), self.length)))
+
+    def new_images(self, start: int, stop: int) -> list[int]:
+        """Images that the tokens from `start` to `stop` begin, or go on with where nothing of them is here."""
+        if start >= len(self.prompt):
+            return []
+        first = 0 if start == self.computed else start  # what began before belongs to a piece before this one
+        spans = [s for s in self.prompt.spans if first <= s.start < stop and s.start + s.length > start]
+        return [span.image for span in spans if span.image not in self.image_rows]
+
+    def _rows(self, image: int) -> int:
+        rows, columns = self.prompt.plans[image].llm_grid
+        return rows * columns
+
     def longest_piece(self) -> int:
         """Tokens of the longest stretch that cannot be cut."""
         return 1 if self._cuts is None else int(np.diff(self._cuts).max())
@@ -314,6 +344,11 @@ class Chunk:
         """The tokens of a sequence that have not run, up to `stop`."""
         draws = stop == sequence.length and sequence.draws_next
         return cls(sequence, sequence.computed, stop, int(draws))
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it runs more than the last token of an answer and drafts behind it."""
+        return self.stop - self.start - len(self.drafts) > 1 or self.start < len(self.sequence.prompt)
 
     @property
     def ends_answer(self) -> bool:

@@ -1,4 +1,5 @@
-"""Several clients of one engine: whose turn it is, how many rows each is due, and how many places it may take.
+"""How one engine is shared. Several clients: whose turn it is, in a step and before one; how many rows each is due, and
+how many places it may take. Prompts and answers: how much of a step prompts may take.
 
 A client is whoever's requests count together (a key of the server). Its recent use is the tokens that steps ran for it,
 forgotten over `_MEMORY` steps, divided by its share. Who has used less comes first, so a client that asks for little
@@ -8,11 +9,22 @@ does not notice one that asks for everything, and one that asks for everything f
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 _MEMORY = 1024  # steps, after which 1/e of a use is left
+_FIRST = 256  # tokens of prompts, before anything was measured
+_ALONE = 2.5  # targets that a step of one prompt may take
+_LEAST = 16  # tokens of prompts that any step may have, so that a slow machine gets on
+_UP, _DOWN = 0.5, 0.1  # how far an estimate goes towards a measurement above it, and below it
+_MOST_UP = 4.0  # of an estimate: what a measurement above it counts at most
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +97,142 @@ class Places:
         self._taken[client] += count
         if not self._taken[client]:
             del self._taken[client]
+
+
+class Turns:
+    """Lets `most` pieces of work run at a time, and twice as many where clients come for whom none runs: those need not
+    wait for what others sent. Of several that wait, the next is the oldest of the client with the fewest that run, per
+    share. Any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._running = Counter[Client]()
+        self._waiting: dict[Client, deque[Callable[[], object]]] = {}
+
+    @contextmanager
+    def of(self, client: Client) -> Iterator[None]:
+        """Wait for a turn, and have it meanwhile."""
+        self.take(client)
+        try:
+            yield
+        finally:
+            self.give_back(client)
+
+    def take(self, client: Client) -> None:
+        """Wait for a turn."""
+        come = threading.Event()
+        self._queue(client, come.set)
+        come.wait()
+
+    def give_back(self, client: Client) -> None:
+        """A turn is over."""
+        with self._lock:
+            self._running[client] -= 1
+            if not self._running[client]:
+                del self._running[client]
+        self._begin()
+
+    def submit(self, client: Client, threads: Executor, work: Callable[[], _R]) -> Future[_R]:
+        """Do something in one of these threads when the turn has come; no thread waits for it."""
+        done: Future[_R] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                self.give_back(client)
+                done.set_exception(error)
+            else:
+                self.give_back(client)
+                done.set_result(result)
+
+        self._queue(client, lambda: threads.submit(run))
+        return done
+
+    def _queue(self, client: Client, begin: Callable[[], object]) -> None:
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append(begin)
+        self._begin()
+
+    def _begin(self) -> None:
+        while (begin := self._next()) is not None:
+            begin()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            new = [client for client in self._waiting if not self._running[client]]
+            if not self._waiting or self._running.total() >= (2 * self._most if new else self._most):
+                return None
+            client = min(new or self._waiting, key=lambda c: self._running[c] / c.share)
+            queue = self._waiting[client]
+            begin = queue.popleft()
+            if not queue:
+                del self._waiting[client]
+            self._running[client] += 1
+            return begin
+
+
+@dataclass(slots=True)
+class _Estimate:
+    """Seconds of one unit of work, lately; None before the first measurement."""
+
+    seconds: float | None = None
+
+    def follow(self, seconds: float) -> None:
+        """Take a measurement. A machine that became slow is believed sooner than one that became fast."""
+        if self.seconds is None:
+            self.seconds = seconds
+            return
+        seconds = min(seconds, _MOST_UP * self.seconds + 1e-6)
+        self.seconds += (_UP if seconds > self.seconds else _DOWN) * (seconds - self.seconds)
+
+
+class Pace:
+    """How much of prompts a step may have so that it takes `target_s` seconds, by what steps took lately. What comes
+    out does not depend on how a prompt was cut; only when it comes does. One thread calls it."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self.forget()
+
+    def forget(self) -> None:
+        """What was measured is no measure of what comes: it was a warm-up."""
+        self._answers, self._token, self._cell = _Estimate(), _Estimate(), _Estimate()
+        self._began: float | None = None
+        self._ended = 0.0
+        self._tokens = self._cells = 0
+
+    @property
+    def cell_tokens(self) -> float:
+        """How many tokens of a prompt take as long as one row of an image in the tower."""
+        if self._cell.seconds is None or not self._token.seconds:
+            return 1.0
+        return max(0.01, self._cell.seconds / self._token.seconds)
+
+    def prompt_tokens(self, *, alone: bool = False) -> int:
+        """Tokens of prompts in a step: what fits into the target behind the work of answers, but always a third of such
+        a step, and some tokens. One that is `alone` may take longer, as nobody but who comes meanwhile waits for it."""
+        if self._token.seconds is None:
+            return _FIRST
+        answers_s = self._answers.seconds or 0.0
+        seconds = _ALONE * self._target_s if alone else max(self._target_s - answers_s, answers_s / 2)
+        return max(_LEAST, int(min(seconds / max(self._token.seconds, 1e-9), 1 << 30)))
+
+    def ran(self, began: float, tokens: int, cells: int, *, read: bool) -> None:
+        """A step with so many tokens of prompts and rows from the tower has ended; it began at `began` of the clock
+        `time.perf_counter`. Unless it was `read`, a device may still be at it, and it is measured with the next one."""
+        self._began = began if self._began is None else min(began, self._began)
+        self._tokens, self._cells = self._tokens + tokens, self._cells + cells
+        if not read:
+            return
+        now, tokens, cells = time.perf_counter(), self._tokens, self._cells
+        seconds = now - max(self._began, self._ended)  # a device begins when the step before has ended
+        self._began, self._ended, self._tokens, self._cells = None, now, 0, 0
+        if not tokens and not cells:
+            self._answers.follow(seconds)
+            return
+        seconds = max(0.0, seconds - (self._answers.seconds or 0.0))
+        if not cells:
+            self._token.follow(seconds / tokens)
+        elif not tokens or self._token.seconds is not None:
+            self._cell.follow(max(0.0, seconds - tokens * (self._token.seconds or 0.0)) / cells)

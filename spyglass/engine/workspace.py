@@ -17,7 +17,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import PREFIX_SHARE, free_memory, total_memory
+from spyglass.engine.fit import DRAWING, PREFIX_SHARE, free_memory, total_memory
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.ranks import Ranks
 from spyglass.engine.rehearsal import captured_bytes
@@ -26,8 +26,6 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel
 from spyglass.plan import USABLE, step_bytes
-
-_DRAWING = 24  # bytes a logit: itself, a copy for log-probabilities, weights, their sums in float64
 
 
 def with_room(
@@ -104,7 +102,7 @@ def measured_step(
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
     engine.warm_up(options.max_step_tokens)
-    drawing = options.max_sequences * loaded.config.text.vocab_size * _DRAWING
+    drawing = options.max_sequences * loaded.config.text.vocab_size * DRAWING
     step = torch.cuda.max_memory_allocated(loaded.device) - before + drawing
     return step + captured_bytes(engine, loaded.model, lambda: torch.cuda.mem_get_info(loaded.device)[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -15,6 +15,9 @@ from spyglass.params.table import Param, ParamTable
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import BF16, F32
 from spyglass.quant.packed import Packed, WeightSlot
+
+if TYPE_CHECKING:
+    from spyglass.layers.hosted import HostSide
 
 RunPart = Callable[..., Any]
 
@@ -40,7 +43,7 @@ class BuildContext:
     """`dtype` is the activation dtype (float32 or bfloat16). `expand`: decode packed weights to it when they arrive.
 
     `params`: the parameters of the whole model; a model puts in the table of its configuration. This process has
-    `shard` of them and meets the others in `group`.
+    `shard` of them and meets the others in `group`. `host`: whose routed experts lie in host memory; None = nobody's.
     """
 
     ops: Ops
@@ -51,6 +54,7 @@ class BuildContext:
     version: WeightsVersion = field(default_factory=WeightsVersion)
     shard: Shard = WHOLE
     group: Group = ALONE
+    host: HostSide | None = None
 
     def param(self, name: str) -> Param:
         """A parameter with the shape that this process has of it."""

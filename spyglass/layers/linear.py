@@ -6,19 +6,17 @@ that joins before the one rounding of the output, so rows without adapter are bi
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from spyglass.errors import CheckpointError
 from spyglass.layers.build import BuildContext
+from spyglass.layers.expert_stacks import ExpertStacks, is_quantised
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters
-from spyglass.quant.formats import FakeQuant, Format
-from spyglass.quant.packed import Packed, WeightSlot, empty_packed
-from spyglass.quant.tiles import can_tile, tile
+from spyglass.quant.formats import FakeQuant
+from spyglass.quant.packed import Packed, WeightSlot
 
 
 class Adapter(Protocol):
@@ -150,77 +148,14 @@ class ExpertsAdapter(Protocol):
         ...
 
 
-class Experts(nn.Module):
-    """The routed experts of a layer as three stacks w1, w3 [E, F, C] and w2 [E, C, F], filled expert by expert.
-
-    Of all `num_experts` these are those that this process has, `held`; the sums of all processes make the whole.
-
-    `name` is the native name up to the expert's number; `limit` and `rounding` as in `ops.experts_grouped`.
-    """
+class Experts(ExpertStacks):
+    """The routed experts of a layer. `limit` and `rounding` as in `ops.experts_grouped`."""
 
     def __init__(self, build: BuildContext, name: str, *, limit: float, rounding: FakeQuant | None) -> None:
-        super().__init__()
-        self.name = name
-        self.num_experts = build.params[f"{name}.0.w1"].num_experts
-        self.held = range(*build.shard.span(self.num_experts))
+        super().__init__(build, name, rounding=rounding)
         self.limit = limit
-        self.stacks: dict[str, Packed] = {}
         self.adapter: ExpertsAdapter | None = None
-        self.build = build
-        self._wanted_rounding = rounding
         self._product = build.ops.experts_grouped
-        self._found: tuple[str, Format] | None = None
-
-    def slots(self) -> list[WeightSlot]:
-        shapes = {name: self.build.params[f"{self.name}.0.{name}"].shape for name in ("w1", "w3", "w2")}
-        return [
-            WeightSlot(
-                f"{self.name}.{expert}.{name}",
-                shape,
-                "matrix",
-                partial(self._put, name, expert),
-                place=partial(self._place, name, expert, shape),
-            )
-            for expert in self.held
-            for name, shape in shapes.items()
-        ]
-
-    def _place(self, name: str, expert: int, shape: tuple[int, ...], format: Format) -> Packed | None:
-        """The expert's part of the stack, for a loader to read into; None if the stack is not what the file holds."""
-        if self.build.device.type != "cpu" or self.build.expand:
-            return None
-        if name not in self.stacks:
-            self.stacks[name] = empty_packed(format, (len(self.held), *shape))
-        return self.stacks[name][expert - self.held.start]
-
-    def _put(self, name: str, expert: int, weight: Packed) -> None:
-        full_name = f"{self.name}.{expert}.{name}"
-        if self._found is None:
-            self._found = full_name, weight.format
-        first_name, first_format = self._found
-        if weight.format != first_format:
-            raise CheckpointError(
-                f"{full_name} is stored as {_describe(weight.format)} but {first_name} as {_describe(first_format)}; "
-                "all routed experts of a layer must have one format: convert them to one"
-            )
-        held = self.build.hold(full_name, weight)
-        if self.build.ops.chosen["experts_grouped"] == "triton" and can_tile(held):
-            held = tile(held)
-        if name not in self.stacks:
-            empty = empty_packed(held.format, (len(self.held), *held.shape), self.build.device)
-            self.stacks[name] = replace(empty, tiled=held.tiled)
-        stack = self.stacks[name][expert - self.held.start]
-        if stack.data.data_ptr() == held.data.data_ptr():
-            return  # it was read into its place
-        stack.data.copy_(held.data)
-        if stack.scale is not None and held.scale is not None:
-            stack.scale.copy_(held.scale)
-
-    def put_stack(self, name: str, weight: Packed) -> None:
-        """Take over a whole stack [E, out, in] as it is, instead of expert by expert (a trainer's weights)."""
-        self._found = f"{self.name}.*.{name}", weight.format
-        self.stacks[name] = weight
-        self.build.version.bump()
 
     def forward(
         self,
@@ -228,29 +163,24 @@ class Experts(nn.Module):
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         slot_T: torch.Tensor | None = None,
+        stacks: Mapping[str, Packed] | None = None,
     ) -> torch.Tensor:
         """Weighted sum of the chosen experts that are held, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
 
         `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
-        in the step.
+        in the step. `stacks`: a copy of them where the rows are.
         """
         adapters = None if self.adapter is None or slot_T is None else self.adapter()
         more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
-        w1, w3, w2 = self.stacks["w1"], self.stacks["w3"], self.stacks["w2"]
+        w1, w3, w2 = ((stacks or self.stacks)[matrix] for matrix in ("w1", "w3", "w2"))
         if len(self.held) < self.num_experts:  # the op counts from the first of the stack; -1 = no part in anything
             is_held_TK = (ids_TK >= self.held.start) & (ids_TK < self.held.stop)
             ids_TK = torch.where(is_held_TK, ids_TK - self.held.start, -1)
-        return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self._rounding(), **more)
+        return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self.rounding, **more)
 
-    def _rounding(self) -> FakeQuant | None:
-        assert self._found is not None
-        return self._wanted_rounding if is_quantised(self._found[1]) else None
-
-
-def is_quantised(format: Format) -> bool:
-    """FP8 and FP4 weights, whose linear maps round their input."""
-    return format.name in ("fp8", "fp4")
-
-
-def _describe(format: Format) -> str:
-    return format.name if format.block is None else f"{format.name} with {format.block[0]}x{format.block[1]} blocks"
+    def begin(
+        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, slot_T: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """`forward`, begun: what comes back gives its sums, and may be called once others have been launched."""
+        out_TC = self(x_TC, ids_TK, weights_TK, slot_T)
+        return lambda: out_TC

@@ -13,6 +13,7 @@ from torch import nn
 
 from spyglass.checkpoint.layout import Spelling
 from spyglass.errors import AdapterError
+from spyglass.layers.hosted import HostedExperts
 from spyglass.lora.bank import MATRICES, ExpertRows, Rows, make_rows
 from spyglass.lora.fit import check_trained
 from spyglass.lora.low_rank import AdapterFile, LowRank
@@ -105,7 +106,7 @@ def new_adapter(
 
     Raises:
         AdapterError: an unknown or untrainable group, a group of which the model has no module, a rank or alpha that
-            means nothing, or a model that already holds an adapter or is divided among processes.
+            means nothing, or a model that already holds an adapter, is divided or has experts in host memory.
     """
     groups = check_targets(targets)
     check_trained(rank, alpha)
@@ -113,6 +114,8 @@ def new_adapter(
     holders = (*modules.linears.values(), *modules.experts.values())
     if any(module.build.shard.size > 1 for module in holders):
         raise AdapterError("a divided model trains nothing; load it with tensor_parallel_size=1")
+    if any(isinstance(module, HostedExperts) for module in holders):
+        raise AdapterError("experts in host memory have no gradient; load the model with experts=gpu")
     if any(module.adapter is not None for module in holders):
         raise AdapterError("the model already holds an adapter; detach it before another is trained")
     empty = [group for group in groups if not modules.names(group)]

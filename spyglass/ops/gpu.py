@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
-# Bytes of shared memory that one program may ask for, by compute capability (CUDA programming guide)
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-MEASURED = frozenset({90})  # generations on which the kernels have run and were tuned
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What the rules of launches ask of a generation of GPU.
+
+    `early`: a kernel may begin before the one before it has ended. Stages: tiles of weights on their way at once, of
+    linear maps and of experts, as many as the shared memory of a program holds. `attention`:
+    heads, keys and warps of a tile of the text; `tower_warps` for its heads of 128 channels.
+    """
+
+    early: bool = False
+    linear_stages: int = 2
+    expert_stages: int = 2
+    attention: tuple[int, int, int] = (16, 32, 4)
+    tower_warps: int = 8
+
+
+_SMALL = Generation()
+_LARGE = Generation(early=True, linear_stages=4, expert_stages=3, attention=(64, 64, 8), tower_warps=4)
+GENERATIONS: Mapping[int, Generation] = {
+    80: Generation(linear_stages=4, expert_stages=3),
+    86: _SMALL,
+    89: _SMALL,
+    90: _LARGE,
+    100: _LARGE,
+    120: _SMALL,
+}
 
 
 def generation() -> int:
@@ -19,17 +45,9 @@ def generation() -> int:
     return int(driver.active.get_current_target().arch)
 
 
-def standing(capability: tuple[int, int]) -> str:
-    """What is known of the Triton kernels on GPUs of this compute capability, in words."""
-    found = 10 * capability[0] + capability[1]
-    if found in MEASURED:
-        return "measured"
-    return "compiles, not run" if found in SHARED_MEMORY else "not known"
-
-
-def roomy() -> bool:
-    """Whether a program may have well more than 100 KB of shared memory: generations for data centres."""
-    return SHARED_MEMORY.get(generation(), 0) > 160_000
+def here() -> Generation:
+    """The generation of the current GPU; one that is not known counts as a small one."""
+    return GENERATIONS.get(generation(), _SMALL)
 
 
 def interpreted() -> bool:
@@ -76,6 +94,6 @@ def overlap(x: torch.Tensor) -> dict[str, bool]:
 
     Programmatic dependent launch: data centre GPUs from compute capability 9.0 on have it.
     """
-    if x.device.type == "cpu" or generation() not in (90, 100):
+    if x.device.type == "cpu" or not here().early:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

@@ -7,6 +7,7 @@ refused (training uses the reference), a strided one is copied. Threads follow `
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ _SIGNATURES = {
 _NOT_ON_TAPE = ("sg_keep_memory", "sg_replay")
 Function = Callable[..., None]
 NO_QUANT = (0, 0, 0)
+_WORD = (1 << 64) - 1
 PAIR_ISAS = ("amx_bf16", "avx512_bf16")  # those that multiply bf16 pairs
 PAIR_SCALES = (127 - 117, 127 + 119)  # e8m0 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -63,10 +65,12 @@ class Kernels:
     """The functions of one library.
 
     `replay` makes many calls at once (see `runtime/cpu_graph.py`), by what `on_tape` knows of each function: the
-    address of the form that takes words, and the letters of its arguments.
+    address of the form that takes words, and the letters of its arguments. `replay_one` is the address of a C function
+    of one pointer that makes the call whose words lie there.
     """
 
     on_tape: Mapping[str, tuple[int, str]]
+    replay_one: int
     replay: Function
     linear: Function
     linear_largest: Function
@@ -143,7 +147,21 @@ def kernels_for(isa: str) -> Kernels:
             assert address_of is not None
             on_tape[short] = address_of, letters
     functions.pop("keep_memory")()
-    return Kernels(on_tape=on_tape, **functions)
+    replay_one = ctypes.cast(library["sg_replay_one"], ctypes.c_void_p).value
+    assert replay_one is not None
+    return Kernels(on_tape=on_tape, replay_one=replay_one, **functions)
+
+
+def append_words(words: list[int], kernels: Kernels, name: str, arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Append a call as `csrc/tape.cpp` reads it; its pointers: word and address."""
+    address, letters = kernels.on_tape[name]
+    words += [address, len(arguments)]
+    pointers: list[tuple[int, int]] = []
+    for letter, value in zip(letters, arguments, strict=True):
+        if letter == "p" and value:
+            pointers.append((len(words), value))
+        words.append(struct.unpack("<I", struct.pack("<f", value))[0] if letter == "f" else int(value or 0) & _WORD)
+    return pointers
 
 
 @cache

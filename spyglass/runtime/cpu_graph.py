@@ -12,7 +12,6 @@ else has no graph, since nobody knows how long that memory lives.
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spyglass.ops.native import Kernels, best, hearing
+from spyglass.ops.native import Kernels, append_words, best, hearing
 
 Outputs = tuple[torch.Tensor, ...]
 
 _FRESH = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 _READS_HOST = (torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded)
 _LINE = 64  # bytes; results begin on cache lines
-_WORD = (1 << 64) - 1
 
 
 class Uncapturable(Exception):
@@ -105,7 +103,7 @@ class CpuGraph:
             words: list[int] = []
             for call in members:
                 assert isinstance(call, _KernelCall)
-                for word, pointer in _append_words(words, kernels, call):
+                for word, pointer in append_words(words, kernels, call.name, call.arguments):
                     if (found := results.find(pointer)) is not None:
                         inside.append((len(segments), word, *found))
                         uses.setdefault(found[0], []).append(number)
@@ -226,18 +224,6 @@ class _Ranges:
             return None
         (number, size), offset = self._found[place], pointer - self._starts[place]
         return (number, offset) if offset < size else None
-
-
-def _append_words(words: list[int], kernels: Kernels, call: _KernelCall) -> list[tuple[int, int]]:
-    """Append a call as `csrc/tape.cpp` reads it; its pointers: word and address."""
-    address, letters = kernels.on_tape[call.name]
-    words += [address, len(call.arguments)]
-    pointers: list[tuple[int, int]] = []
-    for letter, value in zip(letters, call.arguments, strict=True):
-        if letter == "p" and value:
-            pointers.append((len(words), value))
-        words.append(struct.unpack("<I", struct.pack("<f", value))[0] if letter == "f" else int(value or 0) & _WORD)
-    return pointers
 
 
 def _share_memory(uses: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:

@@ -144,7 +144,7 @@ class EndpointRoute:
             )
         service.calls.take(client)
         try:
-            parsing = service.parsers.parse(self._endpoint, data, body)
+            parsing = service.parsers.parse(self._endpoint, data, body, client)
             del data
             answering = asyncio.create_task(self._answer(parsing, held, scope, send))
             leaving = asyncio.create_task(_left(receive))

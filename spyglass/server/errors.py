@@ -13,6 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.request import SamplingParams
 from spyglass.errors import AdapterError, CapacityError, NotServedError, OverloadedError, PromptError, SpyglassError
 from spyglass.server.exchange import Endpoint
 from spyglass.server.protocols.fields import RequestError
@@ -35,6 +36,9 @@ _LACKS = {
     errno.ENOSPC: "space on its disk", errno.EAGAIN: "more processes",
 }  # fmt: skip
 _OPTIONS = "|".join(option.name for option in dataclasses.fields(EngineConfig))
+# Where a message begins with the place at fault: `messages[0].content[1].image_url: ...`, `top_p is 0, ...`
+_PARAMS = "|".join(param.name for param in dataclasses.fields(SamplingParams))
+_PLACE = re.compile(rf"(?:messages|input|prompt|tools)(?:\[\d+\]|\.\w+)+|(?:{_PARAMS})(?= (?:is|of|has|must)\b)")
 _ADVICE = re.compile(rf"\b(raise|lower|set) ({_OPTIONS})\b")
 
 
@@ -67,7 +71,8 @@ def error_response(error: BaseException) -> ErrorResponse:
     if isinstance(error, RequestError):
         return ErrorResponse(status=400, message=_to_client(error), field=error.field, code=error.code)
     if isinstance(error, PromptError | CapacityError | AdapterError):
-        return ErrorResponse(status=400, message=_to_client(error))
+        place = _PLACE.match(str(error))
+        return ErrorResponse(status=400, message=_to_client(error), field=place and place[0])
     if isinstance(error, NotServedError):
         return ErrorResponse(status=404, message=str(error), field="model", code="model_not_found")
     if isinstance(error, OverloadedError):

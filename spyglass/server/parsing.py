@@ -1,25 +1,27 @@
 """Threads that make calls of bodies: reading JSON, unpacking images, fetching those that lie elsewhere.
 
-A body that is not small is read in another process (`workers`), which ends with its client; small ones are read here.
-Few unpack at once, since each may take hundreds of megabytes. A request whose images must be fetched goes to threads
-of its own, as many as there may be requests, and gives its place among those that unpack away while it waits for other
-people's servers: so a slow one delays nobody but the request that named it. What has been fetched counts as held.
-Grammars, which may take seconds to compile, have threads of their own too.
+A body that is not small is read in another process (`workers`), which ends with its client; small ones are read here,
+and wait for no large one. Few unpack at once, since each may take hundreds of megabytes. A request whose images must be
+fetched goes to threads of its own, as many as there may be requests, and gives its turn among those that unpack away
+while it waits for other people's servers: so a slow one delays nobody but the request that named it. What has been
+fetched counts as held. Grammars, which may take a second to compile, have threads of their own too. One client's costly
+bodies and grammars are not before another's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
 from spyglass.config.server import ServerConfig
 from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.sequence import Request
+from spyglass.engine.shares import ANYBODY, Client, Turns
 from spyglass.errors import PromptError, SpyglassError
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
@@ -34,8 +36,8 @@ from spyglass.server.protocols.tool_grammar import with_definitions
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import encoded
 
-_DECODERS = 4
-_COMPILERS = 4
+_AT_ONCE = 4  # small bodies, large ones and grammars, of each
+_NAMING_SECONDS = 0.5  # to find which of thousands of parameters is at fault
 Prepare = Callable[[Prompt, SamplingParams], Request]
 
 
@@ -48,6 +50,14 @@ class _RemoteImageError(Exception):
     def __init__(self, addresses: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.addresses = addresses
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a thread has that reads a body for a client."""
+
+    turns: Turns
+    client: Client
 
 
 class Parsers:
@@ -65,15 +75,18 @@ class Parsers:
     ) -> None:
         self._limits, self._prepare, self._workers, self._adapters = limits, prepare, workers, adapters
         self._seconds = config.fetch_seconds if config.remote_images else None
-        self._permits = threading.BoundedSemaphore(_DECODERS)
-        self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="parse")
+        self._small, self._large, self._grammars = Turns(_AT_ONCE), Turns(_AT_ONCE), Turns(_AT_ONCE)
+        self._pool = ThreadPoolExecutor(4 * _AT_ONCE, thread_name_prefix="parse")
+        self._compilers = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="form")
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="form")
 
-    def parse(self, endpoint: Endpoint, body: bytes, held: Reservation) -> asyncio.Future[Call | Immediate]:
+    def parse(
+        self, endpoint: Endpoint, body: bytes, held: Reservation, client: Client = ANYBODY
+    ) -> asyncio.Future[Call | Immediate]:
         """The call of a body, or its refusal. `held` is given back when no thread needs the body, waited for or not."""
         parsing: Future[Call | Immediate] = Future()
         job = Job()
+        turns = self._small if len(body) <= SMALL_BODY else self._large
         parsing.add_done_callback(lambda _: held.release())
 
         def begin() -> Call | Immediate | None:
@@ -89,16 +102,17 @@ class Parsers:
                 return
             error = work.exception()
             if isinstance(error, _RemoteImageError):
-                fetching = self._fetchers.submit(self._fetch_and_parse, endpoint, body, job, held, error.addresses)
-                fetching.add_done_callback(pass_on)
+                fetch = partial(self._fetch_and_parse, endpoint, body, job, held, error.addresses, _Turn(turns, client))
+                self._fetchers.submit(fetch).add_done_callback(pass_on)
             elif error is not None:  # a library that panics raises what is no Exception
                 parsing.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)[:200]))
             elif not done and needs_grammar(work.result()):
-                self._compilers.submit(prepare, work.result()).add_done_callback(partial(pass_on, done=True))
+                preparing = self._grammars.submit(client, self._compilers, partial(prepare, work.result()))
+                preparing.add_done_callback(partial(pass_on, done=True))
             else:
                 parsing.set_result(work.result())
 
-        self._pool.submit(begin).add_done_callback(pass_on)
+        turns.submit(client, self._pool, begin).add_done_callback(pass_on)
         waiting = asyncio.wrap_future(parsing)
         waiting.add_done_callback(lambda done: job.end() if done.cancelled() else None)
         return waiting
@@ -111,19 +125,18 @@ class Parsers:
     def _parse(
         self, endpoint: Endpoint, body: bytes, job: Job, fetch: Fetch | None, remote: Remote
     ) -> Call | Immediate:
-        with self._permits:
-            call: Call | Immediate | Wanted
-            if self._workers is None or len(body) <= SMALL_BODY:
-                call = encoded(endpoint.parse(parse_json(body), fetch))
-            else:
-                known = None if self._seconds is None else remote
-                call = self._workers.read(endpoint.path, body, self._adapters(), known, job)
-            if isinstance(call, Wanted):
-                raise _RemoteImageError(call.addresses)
-            return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
+        call: Call | Immediate | Wanted
+        if self._workers is None or len(body) <= SMALL_BODY:
+            call = encoded(endpoint.parse(parse_json(body), fetch))
+        else:
+            known = None if self._seconds is None else remote
+            call = self._workers.read(endpoint.path, body, self._adapters(), known, job)
+        if isinstance(call, Wanted):
+            raise _RemoteImageError(call.addresses)
+        return prepared(call, self._prepare) if isinstance(call, Call) and not needs_grammar(call) else call
 
     def _fetch_and_parse(
-        self, endpoint: Endpoint, body: bytes, job: Job, held: Reservation, addresses: tuple[str, ...]
+        self, endpoint: Endpoint, body: bytes, job: Job, held: Reservation, addresses: tuple[str, ...], turn: _Turn
     ) -> Call | Immediate:
         """Parse, fetching the images of this one request; while it waits, others may unpack theirs."""
         assert self._seconds is not None
@@ -134,7 +147,8 @@ class Parsers:
                 remote[address] = images(address)
             except SpyglassError as error:
                 remote[address] = error
-        return self._parse(endpoint, body, job, partial(_fetch_outside, self._permits, images), remote)
+        with turn.turns.of(turn.client):
+            return self._parse(endpoint, body, job, partial(_fetch_outside, turn, images), remote)
 
 
 def needs_grammar(call: Call | Immediate) -> TypeGuard[Call]:
@@ -161,12 +175,15 @@ def prepared(call: Call, prepare: Prepare) -> Call:
 
 
 def _at_its_tool(error: PromptError, call: Call, prepare: Prepare) -> PromptError:
-    """The error, or that of the first parameter of a tool that alone makes no grammar, with its place."""
-    params = call.params[0]
+    """The error, or that of the first parameter of a tool that alone makes no grammar, with its place, if that is found
+    soon."""
+    params, until = call.params[0], time.monotonic() + _NAMING_SECONDS
     if params.structured is None or params.structured.kind != "grammar":
         return error
     for name, schema in call.tools.items():
         for key, inner in schema.get("properties", {}).items():
+            if time.monotonic() > until:
+                return error
             alone = Structured(kind="json_schema", value=with_definitions(inner, schema))
             try:
                 prepare(call.prompt, replace(params, structured=alone))
@@ -179,9 +196,9 @@ def _refuse_remote(address: str) -> bytes:
     raise _RemoteImageError
 
 
-def _fetch_outside(permits: threading.BoundedSemaphore, images: RemoteImages, address: str) -> bytes:
-    permits.release()
+def _fetch_outside(turn: _Turn, images: RemoteImages, address: str) -> bytes:
+    turn.turns.give_back(turn.client)
     try:
         return images(address)
     finally:
-        permits.acquire()
+        turn.turns.take(turn.client)

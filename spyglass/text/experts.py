@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from spyglass.config.model import LayerPlan
-from spyglass.layers.linear import Experts, Linear, common_quant
+from spyglass.layers.hosted import routed_experts
+from spyglass.layers.linear import Linear, common_quant
 from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
 from spyglass.text.step import LayerContext, Step
@@ -44,7 +47,11 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{plan.index}.ffn"
         self.gate = Gate(plan, ctx)
-        self.experts = Experts(ctx.build, f"{name}.experts", limit=ctx.text.swiglu_limit, rounding=ctx.rounding.linear)
+        self._host, self._index, text = ctx.build.host, plan.index, ctx.text
+        how: dict[str, Any] = {"limit": text.swiglu_limit, "rounding": ctx.rounding.linear}
+        self.experts = routed_experts(
+            ctx.build, f"{name}.experts", layer=plan.index, chosen=text.num_experts_per_tok, **how
+        )
         self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
         self._add_shared = ctx.build.ops.add_shared
         self._group = ctx.build.group
@@ -66,6 +73,9 @@ class FeedForward(nn.Module):
 
         With several processes their sum and None: it is made where the parts of all are.
         """
+        if self._host is not None:
+            self._host.expect(self._index, x_TC)
         ids_TK, weights_TK = self.gate(x_TC, step)
-        routed_TC: torch.Tensor = self.experts(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        return self._group.total(routed_TC, self.shared_experts(x_TC, step.batch.slot_T, rounded_TC), x_TC.dtype)
+        routed = self.experts.begin(x_TC, ids_TK, weights_TK, step.batch.slot_T)
+        shared_TC = self.shared_experts(x_TC, step.batch.slot_T, rounded_TC)
+        return self._group.total(routed(), shared_TC, x_TC.dtype)

@@ -31,17 +31,18 @@ class _WithoutMemory(TorchFunctionMode):
 def without_memory(module: _Module, build: BuildContext, left_out: object) -> _Module:
     """A copy of a module that was built with `build`, on the device "meta"; None in place of the object `left_out`."""
     with torch.no_grad(), _WithoutMemory():
-        same = {id(shared): shared for shared in (build.ops, build.params)}
+        same = {id(shared): shared for shared in (build.ops, build.params, build.host)}
         return copy.deepcopy(module, {**same, id(left_out): None, id(build.device): torch.device("meta")})
 
 
 def one_of_each(layers: Iterable[nn.Module], plans: Sequence[LayerPlan]) -> list[int]:
-    """One layer of each kind, by plan and shapes of weights, and those whose rows or choices it uses; ascending."""
+    """One layer of each kind, by plan, shapes and places of weights, and those whose rows or choices it uses;
+    ascending."""
     found: dict[object, int] = {}
     for plan, layer in zip(plans, layers, strict=True):
         own = [None if source is None else source == plan.index for source in _sources(plan)]
         wired = replace(plan, index=0, kv_from=None, index_from=None, index_keys_from=None, candidates_from=None)
-        weights = tuple((tuple(tensor.shape), tensor.dtype) for tensor in held_tensors(layer))
+        weights = tuple((tuple(held.shape), held.dtype, held.device.type) for held in held_tensors(layer))
         found.setdefault((wired, *own, weights), plan.index)
     kept = set(found.values())
     while more := {source for index in kept for source in _sources(plans[index]) if source is not None} - kept:

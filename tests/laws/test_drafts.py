@@ -198,7 +198,9 @@ def engine_of(llm: LLM, drafter: Guesser | None, ahead: Literal["on", "off"]) ->
     return Engine(
         llm.loaded.model,
         llm.config,
-        EngineConfig(cache_bytes=200_000_000, max_sequences=4, async_scheduling=ahead, **NO_CACHES),
+        EngineConfig(
+            cache_bytes=200_000_000, max_sequences=4, step_milliseconds=0, async_scheduling=ahead, **NO_CACHES
+        ),
         dtype=llm.loaded.dtype,
         device=llm.loaded.device,
         banned=llm.banned_tokens,

@@ -118,7 +118,13 @@ def test_whatever_comes_together_each_gets_what_it_gets_alone(
     asked = make_requests(quiet, np.random.default_rng(3))
     alone = [quiet.generate([one.prompt], one.params, adapter=one.adapter)[0] for one in asked]
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
-    sizes = {"max_step_tokens": 420, "max_sequences": 8, "cache_bytes": BYTES[model], "async_scheduling": ahead}
+    sizes = {
+        "max_step_tokens": 420,
+        "step_milliseconds": 0,
+        "max_sequences": 8,
+        "cache_bytes": BYTES[model],
+        "async_scheduling": ahead,
+    }
     caches = {"prefix_cache_bytes": 200_000_000, "image_cache_bytes": 100_000}
     llm = make_llm(model, **caches, **sizes, tensor_parallel_size=ranks)
     done = play(llm, asked, np.random.default_rng(4))

@@ -143,7 +143,7 @@ def test_drafts_are_kept_and_taken_back_on_all_processes(v4: Path) -> None:
     engine = Engine(
         divided.loaded.model,
         divided.config,
-        EngineConfig(max_sequences=4, prefix_cache_bytes=1 << 24),
+        EngineConfig(max_sequences=4, step_milliseconds=0, prefix_cache_bytes=1 << 24),
         dtype=torch.float32,
         device=torch.device("cpu"),
         banned=divided.banned_tokens,

@@ -11,22 +11,24 @@ from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from tests.ops.call import Call, Source
 
 
-def expert_adapters(source: Source, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+def expert_adapters(
+    source: Source, sizes: tuple[int, int, int, int], dtype: torch.dtype, ranks: tuple[int, int] = (3, 5)
+) -> dict[str, Any]:
     """Adapters in slots 2 and 5, the second without w3 and with other ranks; some rows have none, or another."""
     experts, width, hidden, _ = sizes
     shapes = {"w1": (hidden, width), "w3": (hidden, width), "w2": (width, hidden)}
     matrices = {}
     for matrix, (inner, outer) in shapes.items():
-        second = 0 if matrix == "w3" else 5
-        ranks = tuple([3] * experts), tuple([second if e % 2 else 0 for e in range(experts)])
-        last = np.cumsum([0, *ranks[0], *ranks[1]])
+        second = 0 if matrix == "w3" else ranks[1]
+        ranks_SE = tuple([ranks[0]] * experts), tuple([second if e % 2 else 0 for e in range(experts)])
+        last = np.cumsum([0, *ranks_SE[0], *ranks_SE[1]])
         rows = int(last[-1])
         matrices[matrix] = ExpertRanks(
             source.normal(rows, inner, dtype=dtype, scale=inner**-0.5),
             source.normal(rows, outer, dtype=dtype),
             source.uniform(rows),
             torch.from_numpy(np.stack([last[: experts + 1], last[experts:]]).astype(np.int32)),
-            ranks,
+            ranks_SE,
         )
     slots = torch.tensor([2, 0, 5, 4], dtype=torch.int32)
     return {

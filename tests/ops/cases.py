@@ -306,7 +306,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp4": lambda s: experts_grouped(s, FP4, E4M3),
         "fp4 even": lambda s: experts_grouped(s, FP4, E4M3, (6, 128, 128, 2)),
         "fp4 many": lambda s: experts_grouped(s, FP4, None, (17, 32, 160, 6)),
-        "adapters": lambda s: experts_grouped(s, FP4, None, adapters=torch.float32),
+        "adapters": lambda s: experts_grouped(s, FP4, E4M3, (6, 128, 128, 2), adapters=torch.float32),
         "bf16 adapters": lambda s: experts_grouped(s, adapters=torch.bfloat16),
     },
     "engram_gate": {"text": engram_gate, "images": lambda s: engram_gate(s, images=True)},

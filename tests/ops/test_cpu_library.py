@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
 from spyglass.errors import DeviceError
 from spyglass.ops import build, native
+from spyglass.ops.experts_grouped import cpu
 from spyglass.ops.linear_block.cpu import linear_block
 from spyglass.ops.rms_norm.cpu import rms_norm
 from spyglass.ops.table import bind_ops, describe
@@ -121,3 +124,21 @@ def test_tiles_are_used_only_where_the_system_lets_a_process_have_them(monkeypat
     for allowed, best in ((True, "amx_bf16"), (False, "avx512_bf16")):
         monkeypatch.setattr(build, "tiles_allowed", lambda allowed=allowed: allowed)
         assert build.isas()[0] == best
+
+
+def test_a_call_in_words_is_the_call() -> None:
+    """As a GPU's driver makes it: a C function and the address of its words."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(3, 64, generator=generator), torch.rand(3, 2, generator=generator)
+    ids = torch.tensor([[0, 3], [-1, 1], [2, 0]], dtype=torch.int32)
+    w1, w3, w2 = (encode(torch.randn(4, 64, 64, generator=generator), BF16) for _ in range(3))
+    expected = cpu.experts_grouped(x, ids, weights, w1, w3, w2, limit=2.0)
+    out = torch.full_like(x, float("nan"))
+    given = cpu.arguments(
+        x, ids, weights, w1, w3, w2, out, limit=2.0, rounding=None, slot_T=None, adapters=None, threads=1
+    )
+    words: list[int] = []
+    native.append_words(words, native.best(), "experts", given)
+    tape = np.array(words, np.uint64)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(native.best().replay_one)(tape.ctypes.data)
+    assert torch.equal(out, expected)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
 from spyglass.quant.tiles import tile
+from tests.ops.adapter_cases import expert_adapters
+from tests.ops.call import Source
 from tests.ops.triton_lane import interpret
 from tests.tolerance import OP_FLOAT32, assert_close
 
@@ -33,7 +37,13 @@ def _weight(*shape: int, format: Format) -> Packed:
 
 
 def _experts(
-    rows: int, side: int, format: Format, rounding: FakeQuant | None, tiles: int = 0, tiled: bool = False
+    rows: int,
+    side: int,
+    format: Format,
+    rounding: FakeQuant | None,
+    tiles: int = 0,
+    tiled: bool = False,
+    adapters: str = "",
 ) -> Pair:
     from spyglass.ops.experts_grouped import reference, triton
 
@@ -42,7 +52,13 @@ def _experts(
     stacks = [_weight(3, side, side, format=format) for _ in range(3)]
     ids = torch.stack([torch.randperm(3)[:2] for _ in range(rows)]).int()
     ids[rows // 2] = -1
-    args, options = (torch.randn(rows, side), ids, torch.rand(rows, 2)), {"limit": 1.0, "rounding": rounding}
+    args, options = (torch.randn(rows, side), ids, torch.rand(rows, 2)), dict[str, Any](limit=1.0, rounding=rounding)
+    if adapters:
+        source = Source(torch.float32, rows)
+        options |= expert_adapters(source, (3, side, side, 2), torch.float32, ranks=(20, 5))
+    if adapters == "w3 alone":
+        given = options["adapters"]
+        options["adapters"] = replace(given, matrices={"w3": given.matrices["w3"]})
     held = [tile(stack) for stack in stacks] if tiled else stacks
     found = triton.experts_grouped(*args, *held, **options, launches=launches)  # type: ignore[arg-type]
     return found, reference.experts_grouped(*args, *stacks, **options)  # type: ignore[arg-type]
@@ -71,6 +87,12 @@ CASES: dict[str, Callable[[], Pair]] = {
     "experts, few, tiled": lambda: _experts(1, 512, FP4, E4M3, tiled=True),
     "experts, tiles": lambda: _experts(25, 128, FP4, E4M3, tiles=32),
     "experts, tiles, tiled": lambda: _experts(25, 512, FP4, E4M3, tiles=32, tiled=True),
+    "experts, few, adapters": lambda: _experts(7, 128, FP4, E4M3, adapters="all"),
+    "experts, few, one row's adapter": lambda: _experts(1, 128, fp8((32, 32)), SMALL, adapters="all"),
+    "experts, few, listed, adapters": lambda: _experts(21, 128, FP4, E4M3, adapters="all"),
+    "experts, few, adapters of w3": lambda: _experts(7, 128, FP4, None, adapters="w3 alone"),
+    "experts, tiles, adapters": lambda: _experts(40, 128, FP4, E4M3, tiles=32, adapters="all"),
+    "experts, tiles, adapters of w3": lambda: _experts(25, 128, FP4, E4M3, tiles=32, adapters="w3 alone"),
 }
 
 

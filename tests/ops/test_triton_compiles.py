@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from spyglass.ops.gpu import SHARED_MEMORY
-from tests.ops.triton_lane import GENERATIONS, compile_op, kernels_of, triton_ops
+from spyglass.ops.gpu import GENERATIONS as CONFIGURED
+from tests.ops.triton_lane import GENERATIONS, SHARED_MEMORY, compile_op, kernels_of, triton_ops
 
 A_FEW_WORDS = 32  # bytes of stack; ptxas of Triton 3.6 keeps two registers there on sm_100 although many are free
 pytest.importorskip("triton", reason="the development set-up installs Triton")
@@ -16,6 +16,10 @@ pytest.importorskip("triton", reason="the development set-up installs Triton")
 @pytest.mark.parametrize("op", triton_ops())
 def test_every_triton_op_says_what_it_launches(op: str) -> None:
     assert importlib.util.find_spec(f"tests.ops.launches.{op}"), f"write tests/ops/launches/{op}.py"
+
+
+def test_every_generation_that_launches_are_chosen_for_is_compiled_for() -> None:
+    assert set(CONFIGURED) == set(GENERATIONS)
 
 
 # 80 and 90 are the ends between which the others lie: the oldest, and the one with code of its own

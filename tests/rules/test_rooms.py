@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"errors", "families", "params", "config", "quant", "progress"},
     "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
+    "placement": {"errors", "params", "checkpoint"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
     "runtime": {"errors", "config", "batch", "prompt", "ops"},
@@ -33,13 +34,14 @@ ROOMS: dict[str, set[str]] = {
     "vision": {"errors", "config", "batch", "ops", "parallel", "runtime", "layers"},
     "text": {"errors", "config", "batch", "quant", "ops", "parallel", "layers"},
     "model": {
-        "errors", "params", "config", "batch", "quant", "checkpoint", "ops", "parallel", "layers", "vision", "text",
+        "errors", "params", "config", "batch", "quant", "checkpoint", "placement", "ops", "parallel", "layers",
+        "vision", "text",
     },
     "numbers": {"config", "batch", "prompt", "engram", "quant", "ops", "runtime", "model"},
     "lora": {"errors", "params", "config", "quant", "checkpoint", "ops", "layers"},
     "engine": {
-        "errors", "params", "config", "batch", "prompt", "engram", "plan", "ops", "parallel", "runtime", "model",
-        "lora", "text", "numbers",
+        "errors", "params", "config", "batch", "prompt", "engram", "plan", "placement", "checkpoint", "ops", "parallel",
+        "runtime", "model", "lora", "text", "numbers",
     },
     "train": {
         "errors", "params", "config", "batch", "prompt", "engram", "quant", "checkpoint", "ops", "parallel", "runtime",

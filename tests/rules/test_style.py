@@ -37,6 +37,7 @@ CATCHES_WHOLESALE = {
     "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told
+    "bench/tune.py",  # a launch that cannot run is a result
     "engine/rehearsal.py",  # what is done ahead would be done later as well
     "ops/launches.py",  # one kernel among many; whatever a compiler raises comes again at its launch
 }

@@ -192,14 +192,3 @@ def wait_for(fact: Any) -> None:
 def plain(llm: LLM, config: ServerConfig | None = None) -> Any:
     """The tests' endpoint for a model, with the limits of a server (a default one)."""
     return PlainEndpoint(served_by(llm, config or ServerConfig()))
-
-
-class Impatient(threading.BoundedSemaphore):
-    """Who cannot have it within five seconds fails, so that nobody waits for ever where a test should fail."""
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        if not (got := super().acquire(blocking, 5 if blocking and timeout is None else timeout)) and blocking:
-            raise TimeoutError
-        return got
-
-    __enter__ = acquire

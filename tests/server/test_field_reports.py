@@ -16,11 +16,13 @@ from spyglass.server.protocols.completions import CompletionsEndpoint
 from tests.server.protocol_parts import (
     PATH,
     PROTOCOLS,
+    URL,
     ChatProtocol,
     body_of,
     call_of,
     endpoint_of,
     output,
+    said_whole,
     served_of,
     stream_of,
     tokenizer_of,
@@ -99,12 +101,17 @@ def test_a2_items_of_other_tools_in_a_history_are_calls_or_words() -> None:
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done!"},
         {"type": "local_shell_call", "call_id": "c2", "status": "completed", "action": {"command": ["ls"]}},
         {"type": "local_shell_call_output", "call_id": "c2", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "c3", "action": {"commands": ["wc -l"]}},
+        {"type": "shell_call_output", "call_id": "c3", "output": [{"stdout": "7 lines", "stderr": ""}]},
+        {"type": "apply_patch_call", "call_id": "c4", "operation": {"type": "update_file"}},
+        {"type": "apply_patch_call_output", "call_id": "c4", "output": "ok"},
+        {"type": "mcp_approval_request", "id": "m", "name": "github"},
         {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "owls"}},
         {"type": "image_generation_call", "id": "i", "status": "completed", "result": "aGVsbG8="},
         {"role": "user", "content": "go on"},
     ]
     text = shown(responses(input=items))
-    for part in ("*** Begin", "Done!", "ls", "a.txt", "owls", "go on"):
+    for part in ("*** Begin", "Done!", "ls", "a.txt", "owls", "go on", "wc -l", "7 lines", "update_file", "github"):
         assert part in text
     assert "aGVsbG8=" not in text
 
@@ -124,6 +131,7 @@ NEUTRAL = {
     "cache_prompt": True, "spaces_between_special_tokens": True, "n_probs": 0, "bad_words": [], "documents": [],
 }  # fmt: skip
 CHANGING = {
+    "json_schema": {"type": "object"}, "format": "json", "n_predict": 5,
     "skip_special_tokens": False, "include_stop_str_in_output": True, "use_beam_search": True, "best_of": 4,
     "length_penalty": 0.5, "allowed_token_ids": [5], "bad_words": ["x"], "xtc_probability": 0.5, "repeat_penalty": 1.1,
 }  # fmt: skip
@@ -133,7 +141,7 @@ def test_a4_other_engines_fields_are_ignored_at_their_neutral_value_and_refused_
     call = chat(**NEUTRAL, min_tokens=0)
     assert set(call.ignored) == set(NEUTRAL) and chat(min_tokens=3).params[0].min_tokens == 3
     text, place = refusal("chat", **CHANGING)
-    assert all(name in text for name in CHANGING) and place == "skip_special_tokens"
+    assert all(name in text for name in CHANGING) and place == next(iter(CHANGING))
 
 
 def test_a5_minus_one_means_none() -> None:
@@ -144,8 +152,10 @@ def test_a5_minus_one_means_none() -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
-    "schema", [None, {}, {"type": "object", "properties": None}, {"type": "object"}, {"properties": {}}]
-)
+    "schema",
+    [None, {}, [], {"type": "object", "properties": None}, {"type": "object"}, {"properties": {}}, {"properties": []},
+     {"type": ["object", "null"]}],
+)  # fmt: skip
 def test_a6_a_tool_without_parameters_may_say_so_in_any_way(protocol: ChatProtocol, schema: Any) -> None:
     forced: Any = {"messages": {"type": "any"}}.get(protocol, "required")
     for choice in ({}, {"tool_choice": forced}):
@@ -167,6 +177,45 @@ def test_a7_histories_of_other_servers_are_taken() -> None:
     ]  # fmt: skip
     text = shown(chat(messages=messages, tools=[LOOK]))
     assert "/y" in text and "seen" in text and "go on" in text
+
+
+def test_a7_functions_are_what_tools_were_first_called() -> None:
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"path": "/y"}'}},
+        {"role": "function", "name": "look", "content": "seen"},
+    ]
+    text = shown(chat(messages=messages, tools=[LOOK]))
+    assert 'invoke name="look"' in text and "/y" in text and "seen" in text
+
+
+def test_a7_parts_by_their_names_in_the_other_protocol_are_the_same_parts() -> None:
+    theirs = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": URL, "detail": "auto"}]
+    ours = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": URL}}]
+    chats = [chat(messages=[{"role": "user", "content": content}]) for content in (theirs, ours)]
+    others = [responses(input=[{"role": "user", "content": content}]) for content in (theirs, ours)]
+    for one, other in (chats, others):
+        assert one.images == 1 and one.prompt.ids_T.tolist() == other.prompt.ids_T.tolist()
+    tool = {"type": "function", "function": {"name": "look", "parameters": PATH}}
+    assert shown(responses(tools=[tool])) == shown(responses(tools=[{"type": "function", **tool["function"]}]))
+
+
+def test_a7_how_much_a_model_reasons_may_be_said_as_routers_of_many_models_say_it() -> None:
+    for said in ({"reasoning": {"enabled": True}}, {"enable_thinking": True}, {"reasoning": {"effort": "high"}}):
+        assert shown(chat(**said)) == shown(chat(thinking={"type": "enabled"}))
+    assert shown(chat(reasoning={"effort": "none"}, enable_thinking=False)) == shown(chat())
+
+
+def test_a7_arguments_as_text_and_contents_of_no_blocks_are_what_they_mean() -> None:
+    def told(arguments: Any, content: Any) -> str:
+        used = {"type": "tool_use", "id": "a", "name": "look", "input": arguments}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+        history = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+        call = endpoint_of("messages").parse({**body_of("messages"), "messages": [*USER, *history]}, None)
+        assert isinstance(call, Call)
+        return shown(call)
+
+    assert told('{"path": "/y"}', []) == told({"path": "/y"}, "") and told("", None) == told({}, "")
 
 
 def test_a8_cache_control_is_ignored_everywhere() -> None:
@@ -232,19 +281,22 @@ def test_c1_a_prompt_that_is_too_long_has_the_code_and_the_words_that_programs_l
         ([*USER, {"role": "user", "content": 5}], "messages[1].content"),
         ([*USER, {"role": "narrator", "content": "x"}], "messages[1].role"),
         ([*USER, {"content": "x"}], "messages[1].role"),
-        ([{"role": "user", "content": [{"type": "text", "text": None}]}], None),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+        ([*USER, {"role": "tool", "tool_call_id": "c", "content": [{"type": "imag"}]}], "messages[1].content[0]"),
+        ([], "messages"),
     ],
 )  # fmt: skip
-def test_c2_errors_of_a_long_history_name_the_place(messages: Any, place: str | None) -> None:
+def test_c2_errors_of_a_long_history_name_the_place(messages: Any, place: str) -> None:
     text, field = refusal("chat", messages=messages)
-    assert field == place and (place or "messages[0].content[0].text") in text
+    assert field == place and place in text
     assert "cannot be rendered" not in text
 
 
 def test_c3_a_sampling_value_out_of_range_is_told_as_what_it_is() -> None:
     for protocol in PROTOCOLS:
-        text, _ = refusal(protocol, temperature=-1)
-        assert text.startswith("temperature is -1")
+        text, place = refusal(protocol, temperature=-1)
+        assert text.startswith("temperature is -1") and place == "temperature"
 
 
 def test_c4_an_option_of_the_server_is_told_as_such() -> None:
@@ -253,6 +305,20 @@ def test_c4_an_option_of_the_server_is_told_as_such() -> None:
 
 
 # E: markup
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_e1_what_stands_around_calls_in_any_wrapper_is_content(protocol: ChatProtocol) -> None:
+    def wrapped(word: str, path: str) -> str:
+        inner = f'<｜DSML｜parameter name="path" string="true">{path}</｜DSML｜parameter>'
+        call = f'<｜DSML｜invoke name="look">\n{inner}\n</｜DSML｜invoke>'
+        return f"\n\n<｜DSML｜{word}>\n{call}\n</｜DSML｜{word}>"
+
+    answer = output(f"I look.{wrapped('function_calls', '/a')} And{wrapped('tool_calls', '/b')} Done.", [5, 6])
+    said = said_whole(protocol, whole_of(call_of(protocol, tools={"look": PATH}), answer))
+    assert [json.loads(arguments) for _, arguments in said.calls] == [{"path": "/a"}, {"path": "/b"}]
+    assert "DSML" not in said.content
+    assert all(word in said.content for word in ("I look.", " And", " Done."))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -287,6 +353,21 @@ def test_b1_strict_takes_the_formats_of_dates(llm: LLM) -> None:
     prepared(chat(response_format=form), llm.engine.prepare)
     for choice in ("auto", "required"):
         prepared(chat(tools=[strict_tool(MOMENT)], tool_choice=choice), llm.engine.prepare)
+
+
+def test_b1_a_schema_may_stand_where_other_servers_have_it() -> None:
+    for form in ({"json_schema": {"schema": MOMENT}}, {"schema": MOMENT}):
+        (params,) = chat(response_format={"type": "json_schema", **form}).params
+        assert params.structured is not None and params.structured.value == MOMENT
+
+
+def test_b1_an_answer_that_must_be_a_call_has_no_text_whose_format_could_matter() -> None:
+    form = {"format": {"type": "json_schema", "name": "m", "schema": MOMENT}}
+    tool = {"type": "function", "name": "look", "parameters": PATH}
+    call = responses(text=form, tools=[tool], tool_choice={"type": "function", "name": "look"})
+    assert "text.format" in call.ignored
+    (params,) = call.params
+    assert params.structured is not None and params.structured.kind == "grammar"
 
 
 def test_b2_a_strict_tool_keeps_its_definitions(llm: LLM) -> None:

@@ -15,13 +15,12 @@ from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
 from spyglass.server.app import create_app, served_by
 from tests.scripted import ScriptedEngine
-from tests.server.parts import Impatient, PlainEndpoint, data_url, plain, running, wait_for
+from tests.server.parts import PlainEndpoint, data_url, plain, running, wait_for
 
 pytestmark = pytest.mark.slow
 
 
 def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "BoundedSemaphore", Impatient)
     waiting, unpacking, most = threading.Barrier(16), [], []
     monkeypatch.setattr("spyglass.server.parsing.RemoteImages", lambda **_: lambda address: bytes(waiting.wait(120)))
 

@@ -172,7 +172,7 @@ UNKNOWN = {
         ({"content": [{"type": "text", "text": "a", "texts": "b"}]}, "content[0].texts is not a known field"),
         ({"messages": [{"role": "user", "content": "a", "tools": [1]}]}, "messages[0].tools is not available"),
         ({"messages": [{"role": "user", "content": "a"}, 3]}, "messages[1] must be an object"),
-        ({"messages": []}, "cannot be rendered"),
+        ({"messages": []}, "messages is empty"),
         ({"messages": None}, "messages must be a list"),
         ({"n": 0}, "n is 0, expected"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls is 'no', expected true or false"),
@@ -212,7 +212,7 @@ UNKNOWN = {
         ({"input": [{"role": "assistant", "content": [picture("responses")]}]}, "images go to system, user, tool"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search', which this server does not run"),
         ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
-        ({"truncation": "auto"}, "truncation is not available"),
+        ({"truncation": "middle"}, "truncation is not available"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type is 'grammar'"),
     ],
     "messages": [

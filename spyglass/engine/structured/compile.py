@@ -1,26 +1,30 @@
 """Grammars compiled by `llguidance`, and a program that tries whether one can be, in a process of its own.
 
 Some short patterns take minutes, some grammars more stack than there is, and nothing can end a thread: so a grammar is
-tried first where it can be ended (`sandbox` starts this file and talks to it). It imports nothing of ours, since
-the process is to start in tenths of a second.
+tried first where it can be ended, in a process of its own that is forked from one with the vocabulary (`sandbox` starts
+this file and talks to it). It imports nothing of ours, since that one is to start in tenths of a second.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -38,7 +42,17 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "additionalItems")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+_DEFINITIONS = ("$defs", "definitions")
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/~%]+")
+_SAME_VALUE = frozenset(
+    {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas"}
+)  # schemas of the same value
+_OF_OBJECTS = _SAME_VALUE | {  # what speaks of the properties of an object
+    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "required"),
+    *("minProperties", "dependentRequired", "dependencies", "$ref", "const", "enum"),
+}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
+_HEAD = struct.Struct("<Q")
 _R = TypeVar("_R")
 
 
@@ -114,13 +128,61 @@ def first_line(error: str) -> str:
 
 
 def followable(schema: Any) -> Any:
-    """A JSON schema as the library follows it: with `JSON_OPTIONS`, formats that it does not know left out as notes."""
+    """A JSON schema as the library follows it: with `JSON_OPTIONS`, formats that it does not know left out as notes.
+
+    An object that lists its properties has no others, unless it says so (`additionalProperties`) or another part of
+    the schema speaks of the same object: a model with nothing to say would invent properties to its limit.
+    """
     if schema is True:
         schema = {}
-    return {**_with_known_formats(schema), "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema
+    if not isinstance(schema, dict):
+        return schema
+    asked = schema.get("x-guidance")
+    compact = isinstance(asked, dict) and asked.get("whitespace_flexible") is False
+    options = {"whitespace_flexible": False, "coerce_one_of": True} if compact else JSON_OPTIONS
+    return {**_followed(schema, _Shared(schema), joined=False), "x-guidance": options}
 
 
-def _with_known_formats(schema: Any) -> Any:
+class _Shared:
+    """The references of a schema that name an object of which something else speaks too."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._joined: list[str] = []  # references
+        self._same: dict[str, list[str]] = {}  # by reference: those that its schema passes its value on to
+        self._visit(root, "#", joined=False)
+        self.references: set[str] = set()
+        while self._joined:
+            reference = self._joined.pop()
+            if reference not in self.references:
+                self.references.add(reference)
+                self._joined += self._same.get(reference, [])
+        # what is named by another way than a definition's name could be anything
+        self.everything = not all(_DEFINITION.fullmatch(reference) for reference in self.references)
+
+    def _visit(self, schema: Any, owner: str | None, *, joined: bool) -> None:
+        if not isinstance(schema, dict):
+            return
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (joined or set(schema) & _OF_OBJECTS - {"$ref"}):
+            self._joined.append(reference)
+        elif isinstance(reference, str) and owner is not None:
+            self._same.setdefault(owner, []).append(reference)
+        for keys, inner in _inner_schemas(schema):
+            same = owner if keys[0] in _SAME_VALUE else None
+            if schema is self._root and keys[0] in _DEFINITIONS:
+                same = f"#/{keys[0]}/{keys[1]}"
+            self._visit(inner, same, joined=_is_joined(schema, keys[0], joined=joined))
+
+
+def _is_joined(schema: dict[str, Any], key: str, *, joined: bool) -> bool:
+    """Whether a schema below `key` is not the only one that speaks of its value."""
+    if key in ("anyOf", "oneOf"):
+        return joined or bool(set(schema) & _OF_OBJECTS - {key})
+    return key in _SAME_VALUE
+
+
+def _followed(schema: Any, shared: _Shared, *, joined: bool, top: bool = True) -> Any:
     if not isinstance(schema, dict):
         return schema
     known = {name: value for name, value in schema.items() if name != "format" or not _is_unknown_format(value)}
@@ -130,8 +192,21 @@ def _with_known_formats(schema: Any) -> Any:
             if container[key] is schema[key]:
                 container[key] = container[key].copy()
             container = container[key]
-        container[place[-1]] = _with_known_formats(inner)
+        among = _is_joined(schema, place[0], joined=joined)
+        if top and place[0] in _DEFINITIONS:
+            among = f"#/{place[0]}/{place[1]}" in shared.references
+        container[place[-1]] = _followed(inner, shared, joined=among, top=False)
+    if not joined and not shared.everything and _lists_all(known):
+        known["additionalProperties"] = False
     return known
+
+
+def _lists_all(schema: dict[str, Any]) -> bool:
+    """Whether an object may have the listed properties alone, as far as its own schema says."""
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not listed or set(schema) & _OF_OBJECTS - {"properties", "required"}:
+        return False
+    return isinstance(required, list) and all(isinstance(name, str) and name in listed for name in required)
 
 
 def _is_unknown_format(value: object) -> bool:
@@ -187,32 +262,72 @@ def _grammar(kind: str, value: Any) -> str:
     return str(llguidance.grammar_from("regex" if kind == "regex" else "grammar", value))
 
 
-def _serve(stdin: IO[str], stdout: IO[str]) -> None:
-    """Try grammars: the first line is the vocabulary and the limits, each further one [kind, value].
+def send(channel: socket.socket, payload: bytes, *fds: int) -> None:
+    """One message, with open files."""
+    socket.send_fds(channel, [_HEAD.pack(len(payload))], fds) if fds else channel.sendall(_HEAD.pack(len(payload)))
+    channel.sendall(payload)
 
-    What goes back is what is wrong (null = nothing) and the processor time that it took.
+
+def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """One message.
+
+    Raises:
+        EOFError: the other side is gone.
     """
+    head, fds, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
+    payload = bytearray()
+    while len(head) < _HEAD.size or len(payload) < _HEAD.unpack(head)[0]:
+        most = _HEAD.size - len(head) or _HEAD.unpack(head)[0] - len(payload)
+        piece = channel.recv(most)
+        if not piece:
+            raise EOFError
+        if len(head) < _HEAD.size:
+            head += piece
+        else:
+            payload += piece
+    return bytes(payload), fds
 
-    def tell(answer: object) -> None:
-        stdout.write(json.dumps(answer) + "\n")
-        stdout.flush()
 
-    tokens, silent, ends, limits = json.loads(stdin.readline())
+def _serve(control: socket.socket) -> None:
+    """Try grammars, each in a process forked from this one: the first message is the vocabulary and the limits. Then
+    for each open file that comes a process answers what comes from there, and its number is told; for each number it is
+    told how that process ended."""
+    tokens, silent, ends, limits = json.loads(receive(control)[0])
     vocabulary = Words([word.encode("latin-1") for word in tokens], silent, ends).vocabulary()
-    starting = threading.Lock()
-    tell("ready")
-    for line in stdin:
-        _limit_memory()
-        _limit(*limits)
-        began = time.process_time()
-        kind, value = json.loads(line)
+    gc.freeze()
+    send(control, b"ready")
+    while True:
+        payload, fds = receive(control)
+        if not fds:
+            _, status = os.waitpid(int(payload), 0)
+            send(control, str(os.waitstatus_to_exitcode(status)).encode())
+            continue
         try:
-            run_deep(partial(compile_grammar, kind, value, vocabulary), starting)
-            wrong = None
-        except ValueError as error:
-            wrong = str(error)
-        _limit(0, 0)
-        tell([wrong, time.process_time() - began])
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            control.close()
+            _try(socket.socket(fileno=fds[0]), vocabulary, limits)
+            os._exit(0)
+        os.close(fds[0])
+        send(control, str(pid).encode())
+
+
+def _try(channel: socket.socket, vocabulary: llguidance.LLTokenizer, limits: Sequence[float]) -> None:
+    """Try one grammar, [kind, value]: what goes back is what is wrong (null = nothing) and its processor time."""
+    request = receive(channel)[0]
+    _limit_memory()
+    _limit(*limits)
+    began = time.process_time()
+    kind, value = json.loads(request)
+    try:
+        run_deep(partial(compile_grammar, kind, value, vocabulary), threading.Lock())
+        wrong = None
+    except ValueError as error:
+        wrong = str(error)
+    _limit(0, 0)
+    send(channel, json.dumps([wrong, time.process_time() - began]).encode())
 
 
 def _limit_memory() -> None:
@@ -236,4 +351,5 @@ if __name__ == "__main__":
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
-    _serve(sys.stdin, sys.stdout)
+    with suppress(EOFError, ConnectionError):
+        _serve(socket.socket(fileno=int(sys.argv[1])))

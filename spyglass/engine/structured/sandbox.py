@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
-from spyglass.engine.structured.compile import Words
+from spyglass.engine.structured.compile import Words, receive, send
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
-KEPT = 2  # processes that wait for the next grammar, some 100 MB each
-LONG_SECONDS = 0.25  # seconds; a grammar that takes longer leaves a large process behind, which is not kept
+LONG_SECONDS, _LONG_NICE = 0.25, 19  # a grammar that takes longer by the clock gives way to everything else
 _WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
@@ -29,7 +32,19 @@ class GrammarSandbox:
     def __init__(self, words: Words, *, cpu_seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
         self._words, self._limits = words, (cpu_seconds, wall_seconds)
         self._lock = threading.Lock()
-        self.waiting: list[_Process] = []
+        self._source: Source | None = None
+
+    @property
+    def source(self) -> Source:
+        """The process that forks the others, started when there is none.
+
+        Raises:
+            SpyglassError: it cannot be started.
+        """
+        with self._lock:
+            if self._source is None or self._source.ended:  # the system may end what waits, for its memory
+                self._source = Source(self._words, self._limits)
+            return self._source
 
     def seconds(self, kind: str, request: str) -> float:
         """CPU time that a grammar takes to compile. `request` is the JSON of its kind and value.
@@ -39,83 +54,104 @@ class GrammarSandbox:
             OverloadedError: the machine was too busy to try it.
             SpyglassError: no process can be started.
         """
-        with self._lock:
-            process = self.waiting.pop() if self.waiting else None
-        if process is None or process.ended:  # the system may end what waits, for its memory
-            process = _Process(self._words, self._limits)
-        wrong, seconds = process.ask(kind, request)
-        with self._lock:
-            keeps = seconds < LONG_SECONDS and len(self.waiting) < KEPT
-            if keeps:
-                self.waiting.append(process)
-        if not keeps:
-            process.end()
-        if wrong is not None:
-            raise PromptError(wrong)
-        return seconds
+        for last in (False, True):
+            source = self.source
+            try:
+                answer, code = source.ask(request.encode())
+                break
+            except (OSError, EOFError) as error:  # what forks has ended meanwhile
+                source.end()
+                if last:
+                    raise OverloadedError(
+                        f"the {kind} asked for cannot be tried now ({error}); send it later"
+                    ) from error
+        if answer:
+            wrong, seconds = json.loads(answer)
+            if wrong is not None:
+                raise PromptError(wrong)
+            return float(seconds)
+        raise self._why(kind, -code)
 
-
-class _Process:
-    def __init__(self, words: Words, limits: tuple[float, float]) -> None:
-        self._limits = limits
-        command = [sys.executable, "-P", str(Path(__file__).with_name("compile.py"))]
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                process_group=0,  # Ctrl+C is for us, who may let answers end; in another session nice means nothing
+    def _why(self, kind: str, ended: int) -> SpyglassError:
+        """What to say of a grammar over which its process was ended by a signal."""
+        cpu_seconds, wall_seconds = self._limits
+        if ended == signal.SIGALRM:
+            return OverloadedError(
+                f"the {kind} asked for could not be compiled in {wall_seconds:g} s, so busy is this machine; send it "
+                f"again later, or {_ADVICE}",
+                retry_after_s=wall_seconds,
             )
-        except OSError as error:
-            raise SpyglassError(f"the process that compiles grammars cannot be started: {error}") from error
-        self.process = process
-        self.end = weakref.finalize(self, _end, process)
+        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one grammar may have"
+        return PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
+
+
+class Source:
+    """The process with the vocabulary, which forks one for each grammar.
+
+    Raises:
+        SpyglassError: it cannot be started.
+    """
+
+    def __init__(self, words: Words, limits: tuple[float, float]) -> None:
+        self._lock = threading.Lock()  # of the control channel
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-P", str(Path(__file__).with_name("compile.py")), str(theirs.fileno())]
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # Ctrl+C is for us, who may let answers end; in another session nice means nothing
+                )
+            except OSError as error:
+                self._control.close()
+                raise SpyglassError(f"the process that compiles grammars cannot be started: {error}") from error
+        self.end = weakref.finalize(self, _end, self.process, self._control)
         tokens = [word.decode("latin-1") for word in words.tokens]
-        start = json.dumps([tokens, list(words.silent), list(words.ends), limits])
-        if json.loads(self.exchange(start) or "null") != "ready":
-            raise SpyglassError(f"the process that compiles grammars ended at once, with {process.wait()}")
+        try:
+            send(self._control, json.dumps([tokens, list(words.silent), list(words.ends), limits]).encode())
+            receive(self._control)
+        except (OSError, EOFError):
+            code = self.process.wait()
+            raise SpyglassError(f"the process that compiles grammars ended at once, with {code}") from None
 
     @property
     def ended(self) -> bool:
         """Whether it can be asked nothing any more."""
         return self.process.poll() is not None
 
-    def ask(self, kind: str, request: str) -> tuple[str | None, float]:
-        """What is wrong with a grammar, None = nothing, and the seconds it took.
+    def ask(self, request: bytes) -> tuple[bytes, int]:
+        """The answer of a process of its own, empty if it ended over the request, and how it ended.
 
         Raises:
-            PromptError, OverloadedError: the process ended over it.
+            OSError, EOFError: there can be no process, or the one that forks has ended.
         """
-        answer = self.exchange(request)
-        if answer:
-            wrong, seconds = json.loads(answer)
-            return wrong, seconds
-        cpu_seconds, wall_seconds = self._limits
-        ended = -self.process.wait()
-        if ended == signal.SIGALRM:
-            raise OverloadedError(
-                f"the {kind} asked for could not be compiled in {wall_seconds:g} s, so busy is this machine; send it "
-                f"again later, or {_ADVICE}",
-                retry_after_s=wall_seconds,
-            )
-        why = f"than {cpu_seconds:g} s" if ended == signal.SIGPROF else "stack or memory than one grammar may have"
-        raise PromptError(f"the {kind} asked for takes more {why} to compile, so it is refused; {_ADVICE}")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs, self._lock:
+                pid = self._told(b"", theirs.fileno())
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            answer = b""
+            with suppress(OSError, EOFError):
+                send(ours, request)
+                if not select.select([ours], [], [], LONG_SECONDS)[0]:
+                    os.setpriority(os.PRIO_PROCESS, pid, _LONG_NICE)
+                answer = receive(ours)[0]
+        with self._lock:
+            return answer, self._told(str(pid).encode())
 
-    def exchange(self, line: str) -> str:
-        """The line that comes back; empty if the process ends first."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None
-        try:
-            stdin.write(line + "\n")
-            stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return stdout.readline()
+    def _told(self, payload: bytes, *fds: int) -> int:
+        send(self._control, payload, *fds)
+        return int(receive(self._control)[0])
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """With all that it forked."""
+    control.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

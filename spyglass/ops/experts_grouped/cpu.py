@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from spyglass.ops.native import Kernels
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 
-__all__ = ["experts_grouped", "usable"]
+__all__ = ["arguments", "experts_grouped", "usable"]
 
 
 def experts_grouped(
@@ -37,6 +38,37 @@ def experts_grouped(
         DeviceError: an input wants a gradient, or formats, a dtype or a block size have no kernel.
     """
     native.refuse_gradient("experts_grouped", x_TC, weights_TK, w1.data, w3.data, w2.data)
+    x_TC, ids_TK, weights_TK = x_TC.contiguous(), native.int32(ids_TK), native.float32(weights_TK)
+    slot_T = None if adapters is None or slot_T is None else native.int32(slot_T)
+    out_TC = torch.empty(x_TC.shape, dtype=torch.float32)
+    given = arguments(
+        x_TC, ids_TK, weights_TK, w1, w3, w2, out_TC,
+        limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    (kernels or native.best()).experts(*given)
+    return out_TC
+
+
+def arguments(
+    x_TC: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    w1: Packed,
+    w3: Packed,
+    w2: Packed,
+    out_TC: torch.Tensor,
+    *,
+    limit: float,
+    rounding: FakeQuant | None,
+    slot_T: torch.Tensor | None,
+    adapters: ExpertAdapters | None,
+    threads: int,
+) -> tuple[Any, ...]:
+    """What the kernel takes: addresses of contiguous tensors (`out_TC` fp32), which must outlive the call.
+
+    Raises:
+        DeviceError: as `experts_grouped`.
+    """
     dtype = native.dtype_code("experts_grouped", x_TC)
     if not w1.format == w3.format == w2.format:
         raise DeviceError(
@@ -45,15 +77,12 @@ def experts_grouped(
         )
     experts, width, hidden = w1.shape
     rows, chosen = ids_TK.shape
-    x_TC, ids_TK, weights_TK = x_TC.contiguous(), native.int32(ids_TK), native.float32(weights_TK)
     ranks: list[ExpertRanks | None] = [None] * 3
     if adapters is None or slot_T is None:
         slot_T = adapters = None
     else:
-        slot_T = native.int32(slot_T)
         ranks = [adapters.matrices.get(matrix) for matrix in ("w1", "w3", "w2")]
-    out_TC = torch.empty((rows, hidden), dtype=torch.float32)
-    (kernels or native.best()).experts(
+    return (
         x_TC.data_ptr(),
         dtype,
         rows,
@@ -78,9 +107,8 @@ def experts_grouped(
         _holds_bf16(ranks),
         *(address for each in ranks for address in _addresses(each)),
         out_TC.data_ptr(),
-        torch.get_num_threads(),
+        threads,
     )
-    return out_TC
 
 
 def _holds_bf16(ranks: Sequence[ExpertRanks | None]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.experts_grouped.triton_adapters import bank_of, choice_of, expand
 from spyglass.ops.linear_block.triton_decode import (
     add_fields,
     decode_fp4,
@@ -100,29 +101,6 @@ def begin_few(
 
 
 @triton.jit
-def _choice_of(
-    ids: tl.tensor,
-    listed: tl.tensor,
-    first: tl.tensor,
-    size: tl.tensor,
-    slot: tl.tensor,
-    expert: tl.tensor,
-    rows: tl.tensor,
-    KC: tl.constexpr,
-    SORT: tl.constexpr,
-) -> tl.tensor:
-    """The choice in each slot, -1 where there is none. Without SORT slot t is row t."""
-    if SORT:
-        return tl.load(listed + first + slot, mask=slot < size, other=-1)
-    else:
-        found = slot * 0 - 1
-        for k in tl.static_range(KC):
-            e = tl.load(ids + slot * KC + k, mask=slot < rows, other=-1)
-            found = tl.where(e == expert, slot * KC + k, found)
-        return found
-
-
-@triton.jit
 def _chunk(
     acc: tl.tensor,
     bcc: tl.tensor,
@@ -161,7 +139,7 @@ def _chunk(
     return acc, bcc
 
 
-@triton.jit(do_not_specialize=["choices", "rows"])
+@triton.jit(do_not_specialize=["choices", "rows", "slots", "room"])
 def few(
     x: tl.tensor,
     wa: tl.tensor,
@@ -176,8 +154,18 @@ def few(
     block_size: tl.tensor,
     counters: tl.tensor,
     out: tl.tensor,
+    slot_T: tl.tensor,
+    slot_S: tl.tensor,
+    u: tl.tensor,
+    ra: tl.tensor,
+    starta: tl.tensor,
+    rb: tl.tensor,
+    startb: tl.tensor,
+    plain: tl.tensor,
     choices: tl.tensor,
     rows: tl.tensor,
+    slots: tl.tensor,
+    room: tl.tensor,
     limit: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -197,13 +185,19 @@ def few(
     TILED: tl.constexpr,
     CP: tl.constexpr,
     COUNTERS: tl.constexpr,
+    E: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    SP: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
     """UP: h[c] = round(bf16(silu(min(g, limit)) clamp(u) w_c)), g and u by `wa` and `wb`; else y[c] = wa h[c].
 
     The last program of a block of ROUND channels of h rounds it and stores it in the order in which the next product
-    reads it; `counters` [blocks, COUNTERS] says which is the last.
+    reads it; `counters` [blocks, COUNTERS] says which is the last. A, B: adapters join g (or y), u.
+    KEEP: `plain` gets h before it is rounded, in the order of its channels.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -256,7 +250,7 @@ def few(
     if UP and not SORT:
         row = tl.where(slot < rows, slot, -1)
     else:
-        row = _choice_of(ids, listed, start, size, slot, expert, rows, KC, SORT)
+        row = choice_of(ids, listed, start, size, slot, expert, rows, KC, SORT)
     there = (row >= 0)[:, None] & (r8 >= 0)
     if UP and SORT:
         row = row // KC
@@ -294,13 +288,22 @@ def few(
     FACTOR: tl.constexpr = 4294967296.0 if FORMAT == 4 else 65536.0 if FORMAT == 8 else 1.0
     acc = acc * FACTOR
     no = tl.program_id(0) * BN + tl.arange(0, BN)
-    choice = _choice_of(ids, listed, start, size, tl.arange(0, BM), expert, rows, KC, SORT)
+    choice = choice_of(ids, listed, start, size, tl.arange(0, BM), expert, rows, KC, SORT)
     kept = (choice >= 0)[None, :] & (no >= 0)[:, None]
+    if A or B:
+        bank = bank_of(slot_T, slot_S, choice, slots, KC, SP)
+    if A:
+        acc = expand(acc, no, choice, bank, expert, u, ra, starta, room, N, E, 16)
     if UP:
+        bcc = bcc * FACTOR
+        if B:
+            bcc = expand(bcc, no, choice, bank, expert, u + choices.to(tl.int64) * room, rb, startb, room, N, E, 16)
         w = tl.load(weights + choice, mask=choice >= 0, other=0.0)[None, :]
         gate = tl.minimum(acc.to(out.dtype.element_ty).to(tl.float32), limit)
-        up = (bcc * FACTOR).to(out.dtype.element_ty).to(tl.float32)
+        up = bcc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit) * w
+    if UP and KEEP:
+        tl.store(plain + choice[None, :] * N + no[:, None], acc.to(out.dtype.element_ty), mask=kept)
     to = no
     if UP and ROUND == 0 and ORDER == 4:
         to = no // 32 * 32 + no % 4 * 8 + no % 32 // 4
@@ -317,7 +320,7 @@ def few(
                 end = k // 32 * 32 + k % 4 * 8 + k % 32 // 4
             for first in tl.range(0, size if SORT else rows, NW):
                 two = first + tl.arange(0, NW)
-                mine = _choice_of(ids, listed, start, size, two, expert, rows, KC, SORT)[:, None]
+                mine = choice_of(ids, listed, start, size, two, expert, rows, KC, SORT)[:, None]
                 held = (mine >= 0) & (k >= 0)[None, :]
                 z = tl.load(out + mine * N + k[None, :], mask=held, other=0.0, cache_modifier=".cg").to(tl.float32)
                 z = round_e4m3(z, tl.max(tl.abs(z), 1)[:, None])
@@ -436,12 +439,18 @@ def _tile(
     start: tl.tensor,
     size: tl.tensor,
     n0: tl.tensor,
+    expert: tl.tensor,
     lane: tl.tensor,
     limit: tl.tensor,
+    adapters: tl.tuple,
     N: tl.constexpr,
     K: tl.constexpr,
     KC: tl.constexpr,
     UP: tl.constexpr,
+    E: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    SP: tl.constexpr,
     BM: tl.constexpr,
     BT: tl.constexpr,
     NW: tl.constexpr,
@@ -474,18 +483,29 @@ def _tile(
             acc = tl.dot(tl.reshape(v, (BM, 128)).to(xt.dtype), xt, acc)
         acc = settled(acc, ASM)
     acc = acc * 4294967296.0
+    no = n0 + tl.arange(0, B2)
+    if A or B:
+        slot_T, slot_S, u, ra, starta, rb, startb, ub, slots, room = adapters
+        bank = bank_of(slot_T, slot_S, choice, slots, KC, SP)
     if UP:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BM // 16, 2, 8, BT)), (0, 2, 3, 1)))
-        gate = tl.minimum(tl.reshape(gate, (B2, BT)).to(out.dtype.element_ty).to(tl.float32), limit)
-        up = tl.reshape(up, (B2, BT)).to(out.dtype.element_ty).to(tl.float32)
+        gate = tl.reshape(gate, (B2, BT))
+        up = tl.reshape(up, (B2, BT))
+        if A:
+            gate = expand(gate, no, choice, bank, expert, u, ra, starta, room, N, E, 16)
+        if B:
+            up = expand(up, no, choice, bank, expert, ub, rb, startb, room, N, E, 16)
+        gate = tl.minimum(gate.to(out.dtype.element_ty).to(tl.float32), limit)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
         w = tl.load(weights + choice, mask=choice >= 0, other=0.0)[None, :]
         acc = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit) * w
-    no = n0 + tl.arange(0, B2)
+    elif A:
+        acc = expand(acc, no, choice, bank, expert, u, ra, starta, room, N, E, 16)
     kept = (choice >= 0)[None, :] & (no >= 0)[:, None]
     tl.store(out + choice[None, :].to(tl.int64) * N + no[:, None], acc.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices", "slots", "room"])
 def many(
     x: tl.tensor,
     wa: tl.tensor,
@@ -498,11 +518,25 @@ def many(
     block_first: tl.tensor,
     block_size: tl.tensor,
     out: tl.tensor,
+    slot_T: tl.tensor,
+    slot_S: tl.tensor,
+    u: tl.tensor,
+    ra: tl.tensor,
+    starta: tl.tensor,
+    rb: tl.tensor,
+    startb: tl.tensor,
+    choices: tl.tensor,
+    slots: tl.tensor,
+    room: tl.tensor,
     limit: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     KC: tl.constexpr,
     UP: tl.constexpr,
+    E: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    SP: tl.constexpr,
     BM: tl.constexpr,
     BT: tl.constexpr,
     NW: tl.constexpr,
@@ -543,8 +577,10 @@ def many(
     else:
         wp = wp + e * (N * K // 4) + (n * (K // 4) + lane * 8)[:, None] + r8
         sp = sp + e * (N * K // 128) + n * (K // 128)
-    args = (x, wp, sp, out, weights, listed, start, size, n0, lane, limit)
+    ub = u + choices.to(tl.int64) * room
+    adapters = (slot_T, slot_S, u, ra, starta, rb, startb, ub, slots, room)
+    args = (x, wp, sp, out, weights, listed, start, size, n0, expert, lane, limit, adapters)
     if size > BT // 2:
-        _tile(*args, N, K, KC, UP, BM, BT, NW, NS, U, TILED, ASM)
+        _tile(*args, N, K, KC, UP, E, A, B, SP, BM, BT, NW, NS, U, TILED, ASM)
     else:
-        _tile(*args, N, K, KC, UP, BM, BT // 2, NW, NS, U, TILED, ASM)
+        _tile(*args, N, K, KC, UP, E, A, B, SP, BM, BT // 2, NW, NS, U, TILED, ASM)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spyglass.ops import tuned
 from spyglass.ops.gpu import processors, usable
 from spyglass.ops.index_topk import reference
 
@@ -47,6 +48,7 @@ def index_topk(
     weight_scale: float = 1.0,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
+    how: Scoring | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries."""
     inputs = (q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T)
@@ -70,7 +72,7 @@ def index_topk(
         part = slice(t, t + step)
         blocks = None if blocks_TY is None else blocks_TY[part]
         rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
-        scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True)
+        scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True, how)
         select(scores, groups, visible_T[part], picks_TX[part], k, blocks, block_size, group)
     return picks_TX
 
@@ -113,7 +115,7 @@ def score(
     scores = torch.empty(num_rows, padded if all_scores else 0, dtype=dtype, device=q_TNI.device)
     groups = torch.empty(num_rows, -(-padded // group) if group else 0, dtype=dtype, device=q_TNI.device)
     heads_padded = max(16, 1 << (heads - 1).bit_length())
-    how = how or scoring(num_rows, q_TNI.element_size(), blocks_TY is not None)
+    how = how or scoring(q_TNI, blocks_TY is not None)
     keys = max(how.keys, group)
     tiles, programs = -(-candidates // keys), -(-num_rows // how.rows)
     shares = max(1, min(tiles, -(-how.programs * processors(q_TNI.device) // programs)))
@@ -153,8 +155,18 @@ def score(
     return scores, groups
 
 
-def scoring(num_rows: int, value_bytes: int, listed: bool) -> Scoring:
+def shape_key(q_TNI: torch.Tensor, listed: bool) -> dict[str, object]:
+    """What a table knows index scores by."""
+    dtype = str(q_TNI.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "heads": q_TNI.shape[1], "dim": q_TNI.shape[2], "listed": int(listed)}
+
+
+def scoring(q_TNI: torch.Tensor, listed: bool) -> Scoring:
     """The cut for rows of this kind: many rows are of few sequences, and two of them share the keys they read."""
+    num_rows, value_bytes = len(q_TNI), q_TNI.element_size()
+    found = tuned.find("index_topk", (Scoring,), num_rows, **shape_key(q_TNI, listed))
+    if found is not None:
+        return found
     if value_bytes > 2 or num_rows <= 256 or listed:
         return Scoring(rows=1, keys=64, programs=4, warps=4, stages=2)
     return Scoring(rows=2, keys=128, programs=4, warps=8, stages=2)

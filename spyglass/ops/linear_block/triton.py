@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spyglass.ops import gpu
+from spyglass.ops import gpu, tuned
 from spyglass.ops.linear_block import cublas
 from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
@@ -38,6 +38,11 @@ class Many:
     registers: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expanded:
+    """An FP8 weight decoded once and multiplied as bf16."""
+
+
 def usable(device_type: str, dtype: str) -> bool:
     """bf16 activations wherever Triton is."""
     return dtype == "bfloat16" and gpu.usable(device_type, dtype)
@@ -53,6 +58,19 @@ def few(rows: int, out_features: int, in_features: int, bits: int) -> Few | None
     return Few(warps=warps, steps=steps, ahead=rows <= 8)
 
 
+def measured(rows: int, weight: Packed, groups: int) -> Few | Many | Expanded | None:
+    """The launch that a table of this GPU names."""
+    found: Few | Many | Expanded | None
+    found = tuned.find("linear_block", (Few, Many, Expanded), rows, **shape_key(weight, groups))
+    return found
+
+
+def shape_key(weight: Packed, groups: int) -> dict[str, object]:
+    """What a table knows a linear map by."""
+    block = "x".join(map(str, weight.format.block or ()))
+    return {"weight": f"{weight.format.name}{block}", "out": weight.shape[0], "in": weight.shape[1], "groups": groups}
+
+
 def linear_block(
     x_TI: torch.Tensor,
     weight: Packed,
@@ -61,7 +79,7 @@ def linear_block(
     addend_TO: torch.Tensor | None = None,
     bias_O: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    launch: Few | Many | None = None,
+    launch: Few | Many | Expanded | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
     rows = x_TI.numel() // x_TI.shape[-1]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from spyglass.ops.gpu import generation, interpreted, roomy
+from spyglass.ops.gpu import here, interpreted
 from spyglass.ops.linear_block import triton as choices
 from spyglass.ops.linear_block import triton_kernel as kernels
 from spyglass.quant.packed import Packed
@@ -17,7 +17,7 @@ _EXPANDED = 1024  # rows from which a weight is decoded once and multiplied as b
 
 def ahead() -> bool:
     """Whether a kernel may start while the one before it ends."""
-    return generation() >= 90 and not interpreted()
+    return here().early and not interpreted()
 
 
 def options() -> dict[str, Any]:
@@ -39,22 +39,24 @@ def multiply(
     groups: int,
     addend: torch.Tensor | None,
     bias: torch.Tensor | None,
-    launch: choices.Few | choices.Many | None = None,
+    launch: choices.Few | choices.Many | choices.Expanded | None = None,
 ) -> None:
     """out [rows, groups * O] = round(x [rows, groups, I]) Wᵀ + addend + bias; `block` of the rounding, 0 without."""
     out_features, in_features = weight.shape
     rows = x.numel() // (in_features * groups)
     bits = choices.BITS[weight.format.name]
     if launch is None:
+        launch = choices.measured(rows, weight, groups)
+    if launch is None:
         if rows <= choices.FEW:
             launch = choices.few(rows, out_features, in_features, bits)
         elif rows < _EXPANDED:
             few = rows <= 256
             side, warps = (64, 4) if few else (128, 8)
-            launch = choices.Many(rows=side, tokens=side, warps=warps, stages=4 if roomy() or few else 2)
+            launch = choices.Many(rows=side, tokens=side, warps=warps, stages=4 if few else here().linear_stages)
     if isinstance(launch, choices.Few):
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
-    elif launch is not None:
+    elif isinstance(launch, choices.Many):
         _many(x, weight, out, rows, block, groups, addend, bias, launch)
     else:
         _expanded(x, weight, out, rows, block, groups, addend, bias)

@@ -15,7 +15,13 @@ def usable(device_type: str, dtype: str) -> bool:
     return linear.usable(device_type, dtype)
 
 
-def linear_grouped(x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Tensor | None = None) -> torch.Tensor:
+def linear_grouped(
+    x_TGI: torch.Tensor,
+    weight: Packed,
+    *,
+    addend_TGO: torch.Tensor | None = None,
+    launch: linear.Few | linear.Many | linear.Expanded | None = None,
+) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients and odd shapes or formats."""
     rows, groups, _ = x_TGI.shape
     if not linear.suits(x_TGI, weight, None, rows, groups) or gpu.learns(x_TGI, weight.data, addend_TGO):
@@ -31,5 +37,6 @@ def linear_grouped(x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Ten
         groups=groups,
         addend=None if addend_TGO is None else addend_TGO.contiguous(),
         bias=None,
+        launch=launch,
     )
     return out_TGO

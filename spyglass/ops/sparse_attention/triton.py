@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spyglass.ops.gpu import generation, learns, processors, usable
+from spyglass.ops import tuned
+from spyglass.ops.gpu import GENERATIONS, generation, here, learns, processors, usable
 from spyglass.ops.sparse_attention import reference
 from spyglass.ops.sparse_attention.reference import Turn
 
@@ -54,6 +55,7 @@ def sparse_attention(
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients and rows of other sizes than powers of two."""
     if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
@@ -79,7 +81,7 @@ def sparse_attention(
         assert pool_table_SP is not None and visible_T is not None
         pool = (pool_NBD, pool_table_SP, visible_T, picks_TX)
     window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
-    launch = choose(q_THD, window_width, pool_width)
+    launch = launch or choose(q_THD, window_width, pool_width)
     return attend(q_THD, window, pool, sink_H, scale, launch, turn, (window_width, pool_width))
 
 
@@ -97,11 +99,24 @@ def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor 
 
 def choose(q_THD: torch.Tensor, window_width: int, pool_width: int) -> Launch:
     """The launch for rows of this kind; `spyglass/ops/sparse_attention/triton.py` is the only place that knows."""
+    keys = window_width + pool_width
+    found = tuned.find("sparse_attention", (Launch,), len(q_THD), **shape_key(q_THD, keys))
+    if found is not None:
+        return found
     heads, dim = q_THD.shape[1:]
     width = dim * q_THD.element_size()
     streams = generation() == 90 and q_THD.dtype == torch.bfloat16 and (heads, dim) == (64, 512)
-    keys = window_width + pool_width
     return launch_for(generation(), processors(q_THD.device), len(q_THD), heads, width, keys, streams)
+
+
+def shape_key(q_THD: torch.Tensor, keys: int) -> dict[str, object]:
+    """What a table knows attention by."""
+    return {
+        "dtype": str(q_THD.dtype).removeprefix("torch."),
+        "heads": q_THD.shape[1],
+        "dim": q_THD.shape[2],
+        "keys": keys,
+    }
 
 
 def launch_for(
@@ -109,13 +124,13 @@ def launch_for(
 ) -> Launch:
     """By generation (shared memory of a program: 227 KB on 9.0 and 10.0, 163 on 8.0, 99 on the others), rows of the
     step, and the most keys a row may see. Programs that share a row fill the device, with a tile each at least."""
-    big = arch in (90, 100)
+    tile = GENERATIONS[arch].attention if arch in GENERATIONS else (16, 32, 4)
     if row_bytes > 1024:  # fp32: exact products on the plain cores
         heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
     elif streams and rows >= _STREAM_ROWS:
         heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 2
-    elif big and rows > 2:
-        heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 1
+    elif rows > 2:
+        (heads_at_once, keys_at_once, warps), stages = tile, 1
     else:
         heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 1
     stream = streams and rows >= _STREAM_ROWS
@@ -156,7 +171,7 @@ def attend(
     turned = 0 if turn is None else 2 * turn.cos_TR.shape[-1]
     eps = None if turn is None else turn.eps
     norm = 0 if turn is None or eps is None else 2 if turn.stepwise else 1
-    pdl = split and q_THD.device.type != "cpu" and generation() >= 90  # the interpreter has none
+    pdl = split and q_THD.device.type != "cpu" and here().early  # the interpreter has none
     inputs = (
         *(q_THD, window_NBD, table_SP, seq_T, lo_T, hi_T, sink_H, pool_NBD, pool_table_SP, visible_T),
         *(lo_T if picks_TX is None else picks_TX, cos, sin, shares, part, scale * _LOG2_E),

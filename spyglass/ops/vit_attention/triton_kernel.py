@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.gpu import generation
+from spyglass.ops.gpu import here
 
 _LOG2_E = 1.4426950408889634
 # The fastest of 15 shapes for 784, 3,312 and 9,000 patches of 16 heads of 64 channels on an H200 (docs/log.md).
@@ -53,7 +53,7 @@ def attend(
         QUERIES=_QUERIES,
         KEYS=_KEYS,
         # wider heads on generations whose products leave no room in registers (no warp-group products)
-        num_warps=4 if dim < 128 or generation() in (90, 100) else 8,
+        num_warps=4 if dim < 128 else here().tower_warps,
         num_stages=3,
     )
 

@@ -15,6 +15,7 @@ from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.chat_reply import ChatReply
 from spyglass.server.protocols.conversation import (
+    ALLOWED_TOOLS,
     CHOICES,
     EFFORTS,
     Images,
@@ -26,6 +27,7 @@ from spyglass.server.protocols.conversation import (
     parse_tool,
     require_room,
     structured_output,
+    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -63,6 +65,7 @@ _PARTS = {
         inner={"image_url": _IMAGE},
     ),
 }
+_OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}  # parts by their names there
 _CALLED = Fields(read=frozenset({"name", "arguments"}))
 _CALL = Fields(
     read=frozenset({"id", "type", "index", "function"}),
@@ -70,9 +73,10 @@ _CALL = Fields(
     inner={"function": _CALLED},
 )
 _MESSAGE = Fields(
-    read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"}),
+    read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"})
+    | {"function_call"},
     ignored=frozenset({"name", "cache_control", "reasoning_details", "id", "timestamp", "refusal", "annotations"}),
-    neutral={"audio": NEVER, "function_call": NEVER, "images": ([],), "tools": ([],)},
+    neutral={"audio": NEVER, "images": ([],), "tools": ([],)},
     inner={"content": tuple(_PARTS.values()), "tool_calls": (_CALL,)},
 )
 _FUNCTION = Fields(
@@ -85,13 +89,14 @@ _SCHEMA = Fields(read=frozenset({"schema", "strict"}), ignored=frozenset({"name"
 _FORMAT = Fields(read=frozenset({"type", "json_schema", "regex", "schema"}), inner={"json_schema": _SCHEMA})
 _CHOSEN = Fields(read=frozenset({"name"}))
 _CHOICE = Fields(read=frozenset({"type", "function"}), inner={"function": _CHOSEN})
+_REASONING = Fields(read=frozenset({"effort", "enabled"}), ignored=frozenset({"exclude", "max_tokens", "summary"}))
 _THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
 _TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
 CHAT_FIELDS = Fields(
     read=NATIVE | EXTRA | FORMATS
     | {"messages", "thinking", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
     | {"model", "n", "max_tokens", "max_completion_tokens", "logit_bias", "stop", "logprobs", "top_logprobs"}
-    | {"stream", "stream_options", "chat_template_kwargs"},
+    | {"stream", "stream_options", "chat_template_kwargs", "reasoning", "enable_thinking"},
     ignored=HARMLESS
     | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"prediction", "cache_control", "context_management", "client_metadata", "return_progress"},
@@ -101,11 +106,12 @@ CHAT_FIELDS = Fields(
         "add_special_tokens": (False,), "moderation": NEVER,
     },
     inner={
-        **INNER, "messages": (_MESSAGE,), "tools": (_TOOL,), "tool_choice": _CHOICE, "thinking": _THINKING,
-        "response_format": _FORMAT, "chat_template_kwargs": _TEMPLATE, "stream_options": STREAM_OPTIONS,
+        **INNER, "messages": (_MESSAGE,), "tools": (_TOOL,), "tool_choice": _CHOICE,
+        "thinking": _THINKING, "reasoning": _REASONING, "response_format": _FORMAT,
+        "chat_template_kwargs": _TEMPLATE, "stream_options": STREAM_OPTIONS,
     },
 )  # fmt: skip
-_ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "latest_reminder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +134,12 @@ class ChatEndpoint:
         stream = flag_field(given, "stream")
         stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         parsed, own_format = parse_chat(self.served, given, reader, fetch)
+        own_format = text_format(parsed, own_format, reader, "response_format")
         output = structured_output(
             self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
         )
         with_logprobs = flag_field(given, "logprobs")
-        if "top_logprobs" in given and not with_logprobs:
+        if given.get("top_logprobs") and not with_logprobs:
             refuse("top_logprobs", "needs logprobs: logprobs must be set to true")
         logprobs = given.get("top_logprobs", 0) if with_logprobs else None
         limits = ("max_completion_tokens", "max_tokens")
@@ -182,10 +189,12 @@ def parse_chat(
         PromptError: it cannot be rendered; the message names the place.
     """
     images, messages = Images(served, fetch), list[dict[str, Any]]()
-    for number, message in enumerate(list_of(given.get("messages"), "messages")):
+    for number, message in enumerate(list_of(given.get("messages"), "messages", least=1)):
         messages.append(_message(message, f"messages[{number}]", images, reader, messages))
     body: dict[str, Any] = {"messages": messages}
-    thinking, effort = _thinking(given, reader), choice_field(given, "reasoning_effort", EFFORTS)
+    asked = reader.read(given.get("reasoning", {}), _REASONING, "reasoning")  # as routers of many models have it
+    effort = choice_field(given, "reasoning_effort", EFFORTS) or choice_field(asked, "effort", EFFORTS, "reasoning")
+    thinking = _thinking(given, asked, reader)
     if thinking is not None:
         body["thinking"] = {"type": thinking}
     if effort is not None:
@@ -216,13 +225,16 @@ def _message(
     role = choice_field(given, "role", _ROLES, where) or refuse(
         f"{where}.role", f"is missing; roles are {', '.join(_ROLES)}"
     )
-    found: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    role = {"developer": "system", "function": "tool"}.get(role, role)  # functions are what tools were first called
+    found: dict[str, Any] = {"role": role}
     reasoning = given.get("reasoning_content", given.get("reasoning"))  # the latter is what some servers call it
     if role == "assistant" and reasoning is not None:
         found["reasoning_content"] = text_field({"reasoning_content": reasoning}, "reasoning_content", where)
     if role == "assistant" and flag_field(given, "prefix", where):
         found["prefix"] = True
     calls = list_of(given.get("tool_calls", []), f"{where}.tool_calls") if role == "assistant" else []
+    if role == "assistant" and not calls and "function_call" in given:
+        calls = [{"function": given["function_call"]}]
     if calls:
         found["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]", reader) for n, call in enumerate(calls)]
     if role == "tool":
@@ -239,6 +251,9 @@ def _message(
 
 def _part(part: object, where: str, role: str, images: Images, reader: FieldReader) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and isinstance(kind, str) and kind in _OF_RESPONSES:
+        kind = _OF_RESPONSES[kind]
+        part = {**part, "type": kind}
     if isinstance(kind, str) and kind in _PARTS:
         part = reader.read(part, _PARTS[kind], where)
         if isinstance(part.get("image_url"), Mapping):
@@ -246,6 +261,10 @@ def _part(part: object, where: str, role: str, images: Images, reader: FieldRead
             part["image_url"] = {"url": images.source(image.get("url"), f"{where}.image_url.url")}
         elif "image_url" in part:
             part["image_url"] = images.source(part["image_url"], f"{where}.image_url")
+    elif not isinstance(part, Mapping):
+        refuse(where, f"must be an object with a type, not {type(part).__name__}")
+    else:
+        refuse(where, f"has the unknown type {str(kind)[:100]!r}; parts are text or image_url")
     return plain_part(part, where, role, images.stubs)
 
 
@@ -305,16 +324,20 @@ def chat_tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...
 def _tool_choice(value: object, reader: FieldReader) -> tuple[str, str | None]:
     """One of CHOICES, and the name of the only tool that may be called."""
     if isinstance(value, Mapping):
+        if value.get("type") == "allowed_tools":
+            refuse("tool_choice", ALLOWED_TOOLS)
         chosen = reader.read(value, _CHOICE, "tool_choice")
         function = reader.read(chosen.get("function"), _CHOSEN, "tool_choice.function")
         return "required", text_field(function, "name", "tool_choice.function")
     return choice_field({"tool_choice": value}, "tool_choice", CHOICES) or "auto", None
 
 
-def _thinking(given: Mapping[str, Any], reader: FieldReader) -> str | None:
-    """What the field of this protocol says, else what other engines' field says."""
+def _thinking(given: Mapping[str, Any], asked: Mapping[str, Any], reader: FieldReader) -> str | None:
+    """What the field of this protocol says, else what other engines' fields say."""
     template = reader.read(given.get("chat_template_kwargs", {}), _TEMPLATE, "chat_template_kwargs")
     flags = {flag_field(template, name, "chat_template_kwargs") for name in template}
+    flags |= {flag_field(given, name) for name in ("enable_thinking",) if name in given}
+    flags |= {flag_field(asked, name, "reasoning") for name in ("enabled",) if name in asked}
     if "thinking" in given:
         inner = reader.read(given["thinking"], _THINKING, "thinking")
         return choice_field(inner, "type", ("enabled", "disabled", "adaptive", "auto"), "thinking")
@@ -329,6 +352,8 @@ def _format(value: object, reader: FieldReader) -> Structured | None:
     kind = choice_field(given, "type", ("text", "json_object", "json_schema", "regex"), "response_format")
     if kind == "json_schema":
         place = "response_format.json_schema"
+        if "json_schema" not in given and "schema" in given:  # as llama.cpp and others have it
+            return Structured(kind="json_schema", value=given["schema"])
         inner = reader.read(given.get("json_schema"), _SCHEMA, place)
         flag_field(inner, "strict", place)  # without effect: an answer fits its schema anyway
         if "schema" not in inner:

@@ -30,6 +30,7 @@ _JSON = ("json", "json_schema")
 _DEFAULT_TOKENS, _THINKING_TOKENS, _MAX_TOKENS = 8192, 65536, 131072  # the makers' own: without, with, with "max"
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_:.-]{1,256}")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
+ALLOWED_TOOLS = "of type 'allowed_tools' is not available; send only the tools that may be called"
 CHOICES = ("none", "auto", "required")
 
 
@@ -100,17 +101,20 @@ def parse_tool(given: Mapping[str, Any], where: str, schema: str = "parameters")
     Raises:
         RequestError: no name, or parameters that are no schema of an object.
     """
-    name, parameters, place = given.get("name"), given.get(schema, {}), f"{where}.{schema}"
+    name, parameters, place = given.get("name"), given.get(schema) or {}, f"{where}.{schema}"
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
         refuse(f"{where}.name", f"is {str(name)[:100]!r}, expected letters, digits, _ and -, one at least")
     flag_field(given, "strict", where)  # without effect: a call that must be made fits its schema anyway
     description = text_field(given, "description", where) if "description" in given else None
     if not isinstance(parameters, Mapping):
         refuse(place, f"must be a JSON schema of an object, not {type(parameters).__name__}")
-    if parameters.get("type", "object") != "object" or not isinstance(parameters.get("properties", {}), Mapping | None):
-        refuse(place, f"of tool {name!r} must be a JSON schema with type object and properties by name")
-    if "properties" in parameters and parameters["properties"] is None:
+    kinds = parameters.get("type", "object")
+    if isinstance(kinds, list) and "object" in kinds:  # or null, which no call has
+        parameters = {**parameters, "type": (kinds := "object")}
+    if "properties" in parameters and not parameters["properties"]:  # null, or PHP's empty list
         parameters = {**parameters, "properties": {}}
+    if kinds != "object" or not isinstance(parameters.get("properties", {}), Mapping):
+        refuse(place, f"of tool {name!r} must be a JSON schema with type object and properties by name")
     return Tool(name=name, description=description, parameters=parameters)
 
 
@@ -213,6 +217,14 @@ def _format_options(shown: Structured | None) -> dict[str, Any]:
     if shown.kind == "json":
         return {"response_format": "json_object"}
     return {"response_schema" if shown.kind == "json_schema" else "response_regex": shown.value}
+
+
+def text_format(parsed: ParsedRequest, own: Structured | None, reader: FieldReader, where: str) -> Structured | None:
+    """The format of the answer's text that a protocol asks for at `where`; an answer that must be a call has none."""
+    if own is not None and own.kind in _JSON and (parsed.expected.in_calls or parsed.must_call):
+        reader.ignore(where)
+        return None
+    return own
 
 
 def structured_output(served: Served, parsed: ParsedRequest, asked: Structured | None) -> Structured | None:

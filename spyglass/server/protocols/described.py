@@ -81,6 +81,8 @@ DESCRIBED: Mapping[str, tuple[str, str]] = {
     "strict": ("boolean", "taken; a call or answer that must fit its schema does so anyway"),
     "namespace": ("string", "the namespace of a tool"),
     "tool_calls": ("array", "calls that the model made in this message"),
+    "function_call": ("object", "a call, as it was written before there were several"),
+    "enabled": ("boolean", "whether the model reasons first"),
     "tool_call_id": ("string", "the call that this message answers"),
     "tool_use_id": ("string", "the call that this block answers"),
     "tool_name": ("string", "the tool that this message answers for"),

@@ -126,13 +126,15 @@ def choice_field(given: Mapping[str, Any], name: str, allowed: Collection[str], 
     refuse(place, f"is {str(value)[:100]!r}, expected one of {', '.join(allowed)}")
 
 
-def list_of(value: object, where: str) -> list[Any]:
-    """A value that must be a list.
+def list_of(value: object, where: str, *, least: int = 0) -> list[Any]:
+    """A value that must be a list, of at least so many items.
 
     Raises:
         RequestError: it is none.
     """
-    return list(value) if isinstance(value, list | tuple) else refuse(where, f"must be a list, not {_kind(value)}")
+    if not isinstance(value, list | tuple):
+        refuse(where, f"must be a list, not {_kind(value)}")
+    return list(value) if len(value) >= least else refuse(where, "is empty")
 
 
 def _kind(value: object) -> str:

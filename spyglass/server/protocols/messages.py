@@ -8,6 +8,7 @@ from typing import Any
 
 import deepseek_recipe
 
+from spyglass.config.json_file import parse_json_text
 from spyglass.engine.request import Structured
 from spyglass.prompt.chat import IMAGE_LEFT_OUT
 from spyglass.server.errors import anthropic_error
@@ -22,6 +23,7 @@ from spyglass.server.protocols.conversation import (
     parse_tool,
     require_room,
     structured_output,
+    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -141,6 +143,7 @@ class MessagesEndpoint:
         if "max_tokens" not in given:
             refuse("max_tokens", "is missing; this protocol needs it")
         parsed, own_format = parse_messages(self.served, given, reader, fetch)
+        own_format = text_format(parsed, own_format, reader, "output_config.format")
         output = structured_output(
             self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
         )
@@ -239,7 +242,7 @@ def _message(message: object, where: str, images: Images, reader: FieldReader) -
 def _content(value: object, where: str, role: str, images: Images, reader: FieldReader) -> Any:
     if isinstance(value, list | tuple):
         blocks = (_block(block, f"{where}[{n}]", role, images, reader) for n, block in enumerate(value))
-        return [block for block in blocks if block is not None]
+        return [block for block in blocks if block is not None] or ""
     return (
         value
         if isinstance(value, str)
@@ -266,6 +269,11 @@ def _block(block: object, where: str, role: str, images: Images, reader: FieldRe
         return {"type": kind, "thinking": text_field(given, "thinking", where), "signature": ""}
     if kind == "tool_use":
         arguments = given.get("input", {})
+        if isinstance(arguments, str):  # some clients keep them as they came in a stream
+            try:
+                arguments = parse_json_text(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                refuse(f"{where}.input", f"is text that is not JSON: {error}")
         if not isinstance(arguments, Mapping):
             refuse(f"{where}.input", f"must be an object, not {type(arguments).__name__}")
         names = {name: text_field(given, name, where) for name in ("id", "name")}

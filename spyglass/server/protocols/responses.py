@@ -14,6 +14,7 @@ from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.conversation import (
+    ALLOWED_TOOLS,
     CHOICES,
     EFFORTS,
     Images,
@@ -25,6 +26,7 @@ from spyglass.server.protocols.conversation import (
     parse_tool,
     require_room,
     structured_output,
+    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -75,6 +77,7 @@ _PARTS = {
         neutral={"file_id": NEVER},
     ),
 }
+_OF_CHAT = {"text": "input_text", "image_url": "input_image"}  # parts by their names in Chat Completions
 _ITEMS = {
     "message": Fields(
         read=_ITEM | {"role", "content"},
@@ -87,24 +90,28 @@ _ITEMS = {
     "function_call": Fields(read=_ITEM | {"call_id", "name", "arguments", "namespace"}, ignored=_UNUSED),
     "function_call_output": Fields(read=_ITEM | {"call_id", "output"}, ignored=_UNUSED),
 }
-_CALLS = {"custom_tool_call": "input", "local_shell_call": "action"}  # calls of tools the client ran, and what of
-_OUTPUTS = ("custom_tool_call_output", "local_shell_call_output")
+_CALLS = {  # calls of tools the client ran, and what of
+    "custom_tool_call": "input", "local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation",
+}  # fmt: skip
+_OUTPUTS = tuple(f"{call}_output" for call in _CALLS)
 # What servers ran themselves; in a history it is told in words, by the field that says what was done.
 _NOTES = {
     "web_search_call": "action", "file_search_call": "queries", "code_interpreter_call": "code", "mcp_call": "output",
     "image_generation_call": "revised_prompt", "tool_search_call": "arguments", "tool_search_output": "tools",
     "mcp_list_tools": "server_label", "computer_call": "action", "computer_call_output": "status",
+    "mcp_approval_request": "name", "mcp_approval_response": "approve", "compaction": "id",
 }  # fmt: skip
 _NOTE_CHARS = 2000
 RESPONSES_FIELDS = Fields(
     read=NATIVE | EXTRA | FORMATS
     | {"input", "instructions", "reasoning", "text", "tools", "tool_choice", "max_output_tokens", "top_logprobs"}
-    | {"model", "stream", "include", "parallel_tool_calls", "stop"},
+    | {"model", "stream", "include", "parallel_tool_calls", "stop", "max_tokens"},
     ignored=HARMLESS
     | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"stream_options", "max_tool_calls", "client_metadata", "access_programs"},
     neutral={
-        **NEUTRAL, "background": (False,), "truncation": ("disabled",), "context_management": ([], {}),
+        **NEUTRAL, "background": (False,), "truncation": ("disabled", "auto"), "context_management": ([], {}),
+        "response_format": ({"type": "text"},),
         "previous_response_id": NEVER, "conversation": NEVER, "prompt": NEVER, "moderation": NEVER,
     },
     inner={
@@ -134,6 +141,7 @@ class ResponsesEndpoint:
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         parsed, own_format = parse_responses(self.served, given, reader, fetch)
+        own_format = text_format(parsed, own_format, reader, "text.format")
         output = structured_output(
             self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
         )
@@ -141,7 +149,9 @@ class ResponsesEndpoint:
         logprobs = given.get("top_logprobs", 0) if with_logprobs else None
         params = sampling(
             given,
-            max_tokens=token_limit(given, ("max_output_tokens",), parsed.default_tokens, logprobs=logprobs),
+            max_tokens=token_limit(
+                given, ("max_output_tokens", "max_tokens"), parsed.default_tokens, logprobs=logprobs
+            ),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
             logprobs=logprobs,
@@ -178,7 +188,7 @@ def parse_responses(
     images = Images(served, fetch)
     body: dict[str, Any] = {"input": given.get("input")}
     if not isinstance(body["input"], str):
-        items = enumerate(list_of(body["input"], "input"))
+        items = enumerate(list_of(body["input"], "input", least=1))
         body["input"] = [_item(item, f"input[{place}]", images, reader) for place, item in items]
     if "instructions" in given:
         body["instructions"] = text_field(given, "instructions", "")
@@ -219,7 +229,10 @@ def _item(item: object, where: str, images: Images, reader: FieldReader) -> dict
         item = {"call_id": item.get("call_id") or item.get("id"), "name": name, "arguments": arguments}
         kind = "function_call"
     elif isinstance(kind, str) and kind in _OUTPUTS:
-        item = {"call_id": item.get("call_id") or item.get("id"), "output": item.get("output", "")}
+        output = item.get("output", "")
+        if isinstance(output, list) and not any(isinstance(part, Mapping) and "type" in part for part in output):
+            output = json.dumps(output, ensure_ascii=False)  # what a shell wrote, by stream
+        item = {"call_id": item.get("call_id") or item.get("id"), "output": output}
         kind = "function_call_output"
     elif isinstance(kind, str) and kind in _NOTES:
         done = json.dumps(item.get(_NOTES[kind]), ensure_ascii=False)[:_NOTE_CHARS]
@@ -278,6 +291,9 @@ def _content(value: object, where: str, role: str, images: Images, reader: Field
 
 def _part(part: object, where: str, role: str, images: Images, reader: FieldReader) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and isinstance(kind, str) and kind in _OF_CHAT:
+        image, kind = part.get("image_url"), _OF_CHAT[kind]
+        part = {**part, "type": kind, **({"image_url": image.get("url")} if isinstance(image, Mapping) else {})}
     if not isinstance(kind, str) or kind not in _PARTS:
         refuse(where, f"has the unknown type {str(kind)[:100]!r}; parts are {', '.join(_PARTS)}")
     given = reader.read(part, _PARTS[kind], where)
@@ -307,6 +323,8 @@ def _tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:
         elif kind != "function":
             leave_out_tool(kind, where, given.get("tool_choice"), reader)
         else:
+            if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):  # as in Chat Completions
+                tool, where = tool["function"], f"{where}.function"
             function = reader.read(tool, _TOOL, where)
             function["name"] = namespace + text_field(function, "name", where)
             found.append((parse_tool(function, where), where))
@@ -324,6 +342,8 @@ def _tool_choice(value: object, reader: FieldReader) -> tuple[str, str | None]:
         return "required", namespace + text_field(chosen, "name", "tool_choice")
     if isinstance(value, Mapping):
         kind = str(value.get("type"))[:100]
+        if kind == "allowed_tools":
+            refuse("tool_choice", ALLOWED_TOOLS)
         refuse("tool_choice", f"asks for a tool of type {kind!r}, which this server does not run")
     return choice_field({"tool_choice": value}, "tool_choice", CHOICES) or "auto", None
 

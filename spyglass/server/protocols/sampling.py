@@ -37,7 +37,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "typical_p": (1,), "top_a": (0,), "tfs_z": (1,), "mirostat": (0,), "mirostat_mode": (0,), "smoothing_factor": (0,),
     "xtc_probability": (0,), "dry_multiplier": (0,), "dynatemp_range": (0,), "repeat_penalty": (1,), "n_keep": (0,),
     "temperature_last": (False,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "regex": ("",), "ebnf": ("",),
-    "grammar": ("",), "guided_decoding": NEVER, "structural_tag": NEVER, "vllm_xargs": ({},), "samplers": NEVER,
+    "grammar": ("",), "json_schema": ("", {}), "format": ("",), "n_predict": (-1,),
+    "guided_decoding": NEVER, "structural_tag": NEVER, "vllm_xargs": ({},), "samplers": NEVER,
 }  # fmt: skip
 HARMLESS = frozenset(
     {"guided_decoding_backend", "guided_whitespace_pattern", "priority", "cache_prompt", "request_id", "cache_salt"}

@@ -1,4 +1,4 @@
-"""The routed experts of V4, tiled as they are on a GPU."""
+"""The routed experts of V4, tiled as they are on a GPU, with adapters and without."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.quant.formats import FP4, FakeQuant
 from spyglass.quant.packed import empty_packed
 from tests.ops.triton_lane import Launch, meta
 
 A8 = FakeQuant(element="e4m3", block=128)
+_HELD_IN = {1: torch.bfloat16, 128: torch.float32, 2048: torch.bfloat16}  # adapters, by rows of a step
 
 
 def launches() -> Iterator[Launch]:
@@ -20,7 +22,27 @@ def launches() -> Iterator[Launch]:
     options = {"limit": 10.0, "rounding": A8}
     for rows in (1, 8, 32, 128, 2048):
         ids, weights = meta(rows, 6, dtype=torch.int32), meta(rows, 6, dtype=torch.float32)
-        yield Launch(args=(meta(rows, 4096), ids, weights, *stacks), options=options)
+        args = (meta(rows, 4096), ids, weights, *stacks)
+        yield Launch(args=args, options=options)
+        if rows in _HELD_IN:
+            dtype = _HELD_IN[rows]
+            more = {"slot_T": meta(rows, dtype=torch.int32), "adapters": _adapters(dtype)}
+            yield Launch(args=args, options=options | more)
+
+
+def _adapters(dtype: torch.dtype) -> ExpertAdapters:
+    """Two of rank 16 for all matrices."""
+    matrices = {}
+    for name, (outer, inner) in {"w1": (2048, 4096), "w3": (2048, 4096), "w2": (4096, 2048)}.items():
+        total = 2 * 256 * 16
+        matrices[name] = ExpertRanks(
+            meta(total, inner, dtype=dtype),
+            meta(total, outer, dtype=dtype),
+            meta(total, dtype=torch.float32),
+            meta(2, 257, dtype=torch.int32),
+            ((16,) * 256,) * 2,
+        )
+    return ExpertAdapters(meta(2, dtype=torch.int32), matrices)
 
 
 def train() -> None:

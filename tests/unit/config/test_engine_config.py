@@ -26,6 +26,7 @@ def test_every_field_has_a_variable_and_a_help_text() -> None:
         "expand_weights": "1",
         "load": "dummy",
         "async_scheduling": "off",
+        "experts": "auto:7.5",
         "gpu_memory_utilization": "1.0",
     }
     environment = {f"SPYGLASS_{item.name.upper()}": texts.get(item.name, "7") for item in fields(EngineConfig)}

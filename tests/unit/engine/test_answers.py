@@ -149,7 +149,7 @@ def test_banned_ids_are_never_drawn_but_end_of_text_may_be() -> None:
         engine = Engine(
             ScriptedModel(script),
             engine_config(),
-            EngineConfig(max_step_tokens=64),
+            EngineConfig(max_step_tokens=64, step_milliseconds=0),
             dtype=torch.float32,
             device=torch.device("cpu"),
             banned=[0, EOS, 10**6],

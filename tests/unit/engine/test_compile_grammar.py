@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import threading
@@ -132,6 +133,43 @@ def test_what_typed_libraries_ask_for_is_followed(schema: Any, good: str, bad: s
 def test_what_cannot_be_followed_is_named_by_its_place_with_the_whole_reason(schema: Any, place: str) -> None:
     with pytest.raises(ValueError, match=re.escape(place)):
         compile_grammar("json_schema", schema, VOCABULARY)
+
+
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+AGE = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        (NAMED, {"a": 1}, True),
+        (NAMED, {"a": 1, "c": 2}, False),
+        ({**NAMED, "additionalProperties": True}, {"a": 1, "c": 2}, True),
+        ({**NAMED, "additionalProperties": {"type": "integer"}}, {"a": 1, "c": 2}, True),
+        ({**NAMED, "required": ["a", "c"]}, {"a": 1, "c": 2}, True),
+        ({"type": "object", "properties": {}}, {"c": 2}, True),
+        ({"type": "array", "items": NAMED}, [{"a": 1, "c": 2}], False),
+        ({"anyOf": [NAMED, {"type": "null"}]}, {"a": 1, "c": 2}, False),
+        ({"allOf": [NAMED, AGE]}, {"a": 1, "b": 2}, True),
+        ({"allOf": [{"$ref": "#/$defs/N"}, AGE], "$defs": {"N": NAMED}}, {"a": 1, "b": 2}, True),
+        ({"$ref": "#/$defs/N", "properties": AGE["properties"], "$defs": {"N": NAMED}}, {"a": 1, "b": 2}, True),
+        ({"$ref": "#/$defs/N", "$defs": {"N": NAMED}}, {"a": 1, "b": 2}, False),
+        ({"allOf": [{"$ref": "#/$defs/M"}, AGE], "$defs": {"M": {"$ref": "#/$defs/N"}, "N": NAMED}},
+         {"a": 1, "b": 2}, True),
+        ({**NAMED, "anyOf": [AGE, {"required": ["a"]}]}, {"a": 1, "b": 2}, True),
+        ({"required": ["a", "b"], "anyOf": [NAMED, AGE]}, {"a": 1, "b": 2}, True),
+    ],
+)  # fmt: skip
+def test_an_object_that_lists_its_properties_has_no_others_unless_something_says_so(
+    schema: Any, value: Any, fits: bool
+) -> None:
+    """Else a model that has nothing to say invents properties to its limit."""
+    assert follows(schema, json.dumps(value)) is fits
+
+
+def test_a_schema_may_ask_for_json_without_blanks() -> None:
+    compact = {**PAIR, "x-guidance": {"whitespace_flexible": False}}
+    assert follows(compact, '{"a":1}') and not follows(compact, '{"a": 1}')
 
 
 def test_only_the_thread_that_compiles_gets_a_deep_stack() -> None:

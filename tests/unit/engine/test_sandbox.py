@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,90 +32,102 @@ SLOW: list[tuple[str, Any]] = [
 def trials() -> Iterator[GrammarSandbox]:
     made = GrammarSandbox(WORDS, cpu_seconds=1.0, wall_seconds=600)
     yield made
-    for process in made.waiting:
-        process.end()
+    made.source.end()
 
 
 def seconds(trials: GrammarSandbox, kind: str, value: Any) -> float:
     return trials.seconds(kind, json.dumps([kind, value]))
 
 
-@pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
-    """Processes that were started in this test and have not ended."""
-    started: list[subprocess.Popen[str]] = []
+def in_thread(trials: GrammarSandbox, kind: str, value: Any) -> Callable[[], BaseException | None]:
+    """Try a form in a thread; the call waits for what it raised."""
+    pool = ThreadPoolExecutor(1)
+    work = pool.submit(seconds, trials, kind, value)
+    pool.shutdown(wait=False)
+    return work.exception
 
-    class Told(subprocess.Popen[str]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            started.append(self)
 
-    monkeypatch.setattr(subprocess, "Popen", Told)
-    return lambda: {process.pid for process in started if process.poll() is None}
+def wait_for(fact: Callable[[], Any]) -> Any:
+    """What `fact` says, once it says something."""
+    until = time.monotonic() + 120
+    while not (found := fact()):
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.002)
+    return found
+
+
+def children(pid: int) -> set[int]:
+    """Processes that one has forked and not asked for yet."""
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 @pytest.mark.parametrize(("kind", "value"), SLOW, ids=["pattern", "grammar", "allOf"])
 def test_a_form_that_takes_too_long_is_refused_and_nothing_stays_busy(
-    trials: GrammarSandbox, running: Callable[[], set[int]], kind: str, value: Any
+    trials: GrammarSandbox, kind: str, value: Any
 ) -> None:
     with pytest.raises(PromptError, match=f"the {kind} asked for takes more than 1 s to compile.*make it smaller"):
         seconds(trials, kind, value)
-    assert not running()
+    assert not children(trials.source.process.pid)
     seconds(trials, "regex", "ab*")  # the next one is tried as ever
 
 
-def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds(trials, "regex", "a")
-    (process,) = trials.waiting
-    monkeypatch.setattr(process, "exchange", lambda line: process.process.send_signal(signal.SIGSEGV) or "")
-    with pytest.raises(PromptError, match="the regex asked for takes more stack or memory than one grammar may have"):
-        seconds(trials, "regex", "b")
+def test_what_overflows_ends_the_trial_and_not_us(trials: GrammarSandbox) -> None:
+    ended = in_thread(trials, *SLOW[0])
+    os.kill(wait_for(lambda: children(trials.source.process.pid)).pop(), signal.SIGSEGV)
+    assert "the regex asked for takes more stack or memory than one grammar may have" in str(ended())
     seconds(trials, "regex", "b")
 
 
-def test_a_process_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: GrammarSandbox) -> None:
+def test_a_source_that_was_ended_while_it_waited_is_no_fault_of_a_form(trials: GrammarSandbox) -> None:
     seconds(trials, "regex", "a")
-    (process,) = trials.waiting
-    process.process.kill()
-    process.process.wait()
+    trials.source.process.kill()
     seconds(trials, "regex", "b")
 
 
-def test_a_machine_that_is_too_busy_is_no_fault_of_a_form(running: Callable[[], set[int]]) -> None:
+def test_a_source_that_is_ended_at_work_is_replaced_and_the_form_tried_again() -> None:
+    trials = GrammarSandbox(WORDS, cpu_seconds=1, wall_seconds=600)
+    source = trials.source
+    ended = in_thread(trials, *SLOW[0])
+    wait_for(lambda: children(source.process.pid))
+    source.process.kill()
+    assert "takes more than 1 s to compile" in str(ended())
+    assert trials.source is not source
+    trials.source.end()
+
+
+def test_a_machine_that_is_too_busy_is_no_fault_of_a_form() -> None:
+    trials = GrammarSandbox(WORDS, cpu_seconds=60, wall_seconds=0.1)
     with pytest.raises(OverloadedError, match=r"could not be compiled in 0\.1 s.*send it again later") as caught:
-        seconds(GrammarSandbox(WORDS, cpu_seconds=60, wall_seconds=0.1), *SLOW[0])
-    assert caught.value.retry_after_s == 0.1 and not running()
+        seconds(trials, *SLOW[0])
+    assert caught.value.retry_after_s == 0.1 and not children(trials.source.process.pid)
+    trials.source.end()
 
 
-@pytest.mark.slow
-def test_time_counts_only_while_a_form_is_tried(running: Callable[[], set[int]]) -> None:
-    trials = GrammarSandbox(WORDS, cpu_seconds=60, wall_seconds=4)
-    seconds(trials, "regex", "a")
-    time.sleep(4.2)
-    assert len(running()) == 1
-    (process,) = trials.waiting
-    process.end()
-
-
-def test_processes_are_kept_for_the_next_forms_and_not_without_bound(
-    trials: GrammarSandbox, running: Callable[[], set[int]]
-) -> None:
+def test_any_number_of_forms_is_tried_at_a_time_and_leaves_one_process(trials: GrammarSandbox) -> None:
+    source = trials.source
     threads = [threading.Thread(target=seconds, args=(trials, "regex", f"a{number}")) for number in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    kept = running()
-    assert 1 <= len(kept) <= 2
-    seconds(trials, "regex", "b")
-    assert running() == kept, "the same ones"
+    assert trials.source is source and not children(source.process.pid)
+
+
+def test_a_form_that_takes_long_gives_way_to_everything_and_a_short_one_waits_for_no_long_one(
+    trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "LONG_SECONDS", 0.0)
+    ended = in_thread(trials, *SLOW[0])
+    (pid,) = wait_for(lambda: children(trials.source.process.pid))
+    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19)
+    seconds(trials, "regex", "short")
+    assert pid in children(trials.source.process.pid)
+    assert "takes more than 1 s" in str(ended())
 
 
 def test_a_trial_gives_way_to_the_steps_of_an_engine_and_hears_no_ctrl_c(trials: GrammarSandbox) -> None:
     """Where sessions share the processors between them, it must be in ours, or its niceness means nothing."""
-    seconds(trials, "regex", "a")
-    (process,) = trials.waiting
-    pid = process.process.pid
+    pid = trials.source.process.pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
     assert os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
 
@@ -143,34 +155,6 @@ def test_a_trial_says_what_compiling_here_says(trials: GrammarSandbox, kind: str
     vocabulary = WORDS.vocabulary()
     here = told(lambda: run_deep(lambda: compile_grammar(kind, value, vocabulary), threading.Lock()))
     assert told(lambda: seconds(trials, kind, value)) == here and bool(here) == (value != "a[bc]{3}")
-
-
-def test_a_form_that_took_long_leaves_no_large_process_behind(
-    trials: GrammarSandbox, running: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "LONG_SECONDS", 0.0)
-    assert seconds(trials, "regex", "a?" * 200) > 0
-    assert not running() and not trials.waiting
-    with pytest.raises(PromptError) as caught:  # whoever keeps the error keeps no process
-        seconds(trials, "regex", "(a")
-    assert caught and not running()
-
-
-def test_what_waits_is_asked_next(trials: GrammarSandbox, running: Callable[[], set[int]]) -> None:
-    seconds(trials, "regex", "a")
-    (first,) = running()
-    for number in range(3):
-        seconds(trials, "regex", f"b{number}")
-        assert running() == {first}
-
-
-def test_what_ends_this_process_by_a_key_leaves_trials_at_work(
-    trials: GrammarSandbox, running: Callable[[], set[int]]
-) -> None:
-    """Ctrl+C goes to all of a terminal's group."""
-    seconds(trials, "regex", "a")
-    (pid,) = running()
-    assert os.getpgid(pid) != os.getpgid(0)
 
 
 def test_files_beside_the_program_are_no_modules_of_it(

@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spyglass.config.cache import cache_plans
 from spyglass.engine.cache.allocator import CacheAllocator
+from spyglass.layers.linear import Experts
+from spyglass.lora.bank import Dropout, ExpertRows, ExpertsBank, make_rows
+from spyglass.model import LoadedModel
 from spyglass.ops.launches import Kernel, recorded
+from spyglass.quant.packed import Packed
 from spyglass.runtime.ahead import gpu_buckets, run_idle
 from spyglass.runtime.steps import StepRunner
 from tests.released_models import released
@@ -38,7 +42,32 @@ class OpsOfTorch(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_a_decoding_layer_launches_no_more_than_it_did(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launches(released("v4"), rows, False, monkeypatch) == {ratio: {count} for ratio, count in MOST.items()}
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_adapters_of_experts_cost_two_launches_and_no_look_at_the_device(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank product before each end; tensors here have no values, so that whatever asked for one would fail."""
     loaded = released("v4")
+    for module in loaded.model.text.modules():
+        if isinstance(module, Experts):
+            monkeypatch.setattr(module, "adapter", ExpertsBank(loaded.model.options.build, Dropout()), raising=False)
+            for slot, rank in ((1, 16), (4, 3)):
+                module.adapter.put(slot, {name: rank_rows(stack, rank, slot) for name, stack in module.stacks.items()})
+    found = launches(loaded, rows, True, monkeypatch)
+    assert found == {ratio: {count + 2} for ratio, count in MOST.items()}
+
+
+def rank_rows(stack: Packed, rank: int, slot: int) -> ExpertRows:
+    experts, outer, inner = stack.shape
+    rows = [torch.empty(experts * rank, width, dtype=torch.bfloat16, device=META) for width in (inner, outer)]
+    return ExpertRows(make_rows(rows[0], rows[1], [1.0] * (experts * rank), slot), (rank,) * experts)
+
+
+def launches(loaded: LoadedModel, rows: int, adapters: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
+    """Launches of each layer of a decode step, by compression ratio."""
     model, text = loaded.model, loaded.config.text
     allocator = CacheAllocator(
         cache_plans(text), dtype=loaded.dtype, device=META, max_sequences=64, step_tokens=256, max_length=1 << 20
@@ -47,7 +76,7 @@ def test_a_decoding_layer_launches_no_more_than_it_did(rows: int, monkeypatch: p
     banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
     steps = StepRunner(model, text, allocator.page_rows, META, banned_V, backend="eager")
     widths = {group: table.shape[1] for group, table in allocator.table_rows(np.zeros(0, np.int64)).items()}
-    shape = next(shape for shape in gpu_buckets(steps.frames, 64, 8192, widths, [False]) if shape.rows == rows)
+    shape = next(shape for shape in gpu_buckets(steps.frames, 64, 8192, widths, [adapters]) if shape.rows == rows)
     found: dict[int, set[int]] = {}
 
     def counted(layer: Any, ratio: int, kernels: Counter[Kernel], torch_ops: OpsOfTorch, *inputs: Any) -> Any:
@@ -62,4 +91,4 @@ def test_a_decoding_layer_launches_no_more_than_it_did(rows: int, monkeypatch: p
                 layer, "advance", partial(counted, layer, plan.ratio, kernels, torch_ops), raising=False
             )
         run_idle(steps, text, shape, pages)
-    assert found == {ratio: {count} for ratio, count in MOST.items()}
+    return found

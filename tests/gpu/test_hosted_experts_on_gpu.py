@@ -1,0 +1,88 @@
+"""Experts in host memory beside a GPU: what all on the GPU gives, captured or not, copied or computed by the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spyglass import LLM
+from spyglass.lora.pool import AdapterPool
+from spyglass.runtime.capture import Capture
+from tests import captured
+from tests.adapter_parts import random_adapter, shapes_of
+from tests.captured import assert_same, assert_same_pages, decode, op_by_op
+from tests.hosted_parts import HOSTED, make
+from tests.tolerance import HOSTED_LOGITS_OF_RMS, HOSTED_OF_RMS
+
+pytestmark = pytest.mark.gpu
+
+
+def off(got: torch.Tensor, expected: torch.Tensor) -> float:
+    got, expected = got.float(), expected.float()
+    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("family", ["v4", "v41"])
+def test_captured_steps_equal_steps_op_by_op(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds the calls on the host: the same bits as without, so every call has run before its sum is read."""
+    hosted, options = make(family, "cuda", host=HOSTED)
+    got, memory, runner = decode(hosted, **options)
+    assert runner.capture.replays >= captured.STEPS and not runner.capture.eager, runner.capture.eager
+    monkeypatch.setattr(Capture, "run", op_by_op)
+    expected, plain, _ = decode(hosted, **options)
+    assert_same(got, expected)
+    assert_same_pages(memory, plain)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 64, 256, 300, 1000])
+def test_a_layer_gives_what_it_gives_on_the_gpu(rows: int) -> None:
+    """By the host's kernels and from a copy on the GPU."""
+    whole, _ = make("v4", "cuda")
+    hosted, _ = make("v4", "cuda", host=HOSTED)
+    ours, theirs = (model.text.layers[HOSTED[0]].ffn.experts for model in (hosted, whole))
+    generator = torch.Generator().manual_seed(rows)
+    text = whole.config.text
+    x_TC = torch.randn(rows, text.hidden_size, generator=generator).bfloat16().cuda()
+    ids_TK = torch.rand(rows, text.n_routed_experts, generator=generator).topk(text.num_experts_per_tok).indices
+    weights_TK = torch.rand(ids_TK.shape, generator=generator).cuda()
+    side = hosted.options.build.host
+    with torch.inference_mode():
+        expected = theirs(x_TC, ids_TK.int().cuda(), weights_TK)
+        for many in (1, rows + 1):
+            side.many = many
+            for _ in range(3):
+                assert off(ours(x_TC, ids_TK.int().cuda(), weights_TK), expected) < HOSTED_OF_RMS
+
+
+def test_adapters_of_experts_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted, _ = make("v4", "cuda", host=HOSTED)
+    pool = AdapterPool(hosted)
+    use = pool.attach("one", random_adapter(shapes_of(hosted), ["experts"], rank=3, seed=1))
+    layer = hosted.text.layers[HOSTED[0]].ffn.experts
+    assert all(tensor.device.type == "cpu" for tensor in layer.adapter.tensors())
+    slots = (0, use.slot, 0, use.slot, 0)
+    got, _, _ = decode(hosted, slots=slots)
+    plain, _, _ = decode(hosted)
+    assert off(got[-1].hidden_TC[:1], plain[-1].hidden_TC[:1]) == 0 and off(got[1].hidden_TC, plain[1].hidden_TC) > 0
+    monkeypatch.setattr(Capture, "run", op_by_op)
+    assert_same(decode(hosted, slots=slots)[0], got)
+
+
+def test_a_model_of_released_width_answers_alike() -> None:
+    """Four layers of V4-Flash, two of them in host memory: logits of a short prompt and of one long enough to copy."""
+    ids: list[Any] = [list(range(1000, 1100)), list(range(1000, 3000))]
+    options: dict[str, Any] = {
+        "load": "dummy", "images": 0, "max_length": 4096, "prefix_cache_bytes": 0, "numbers": "off", "max_sequences": 4,
+    }  # fmt: skip
+    logits = []
+    for where in ("gpu", "auto:7"):
+        llm = LLM("flash-4layer", experts=where, **options)
+        logits.append([llm.logits(one) for one in ids])
+        host = llm.loaded.model.options.build.host
+        assert (host is None) == (where == "gpu")
+        del llm, host
+        torch.cuda.empty_cache()
+    for got, expected in zip(logits[1], logits[0], strict=True):
+        assert off(got, expected) < HOSTED_LOGITS_OF_RMS
