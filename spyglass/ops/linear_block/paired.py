@@ -63,22 +63,22 @@ def grouped(x_TGI: torch.Tensor, weight: Packed, pair: RankRows | None) -> torch
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """What has no gradient."""
+    """What has no gradient. No rows: the graph of a layer that is computed again would hold them meanwhile."""
 
     weight: Packed
     rounding: FakeQuant | None
     bias_O: torch.Tensor | None
-    pair: RankRows | None
+    slots: tuple[torch.Tensor, torch.Tensor] | None
+    scale_R: torch.Tensor | None
 
     def low_rank(self, a_RI: torch.Tensor, b_RGO: torch.Tensor) -> Any:
         """The rank rows of every group, which share a."""
         from spyglass.ops.linear_block.low_rank import LowRank
 
-        assert self.pair is not None
+        assert self.scale_R is not None
         groups = b_RGO.shape[1]
-        scale_GR = self.pair.scale_R.expand(groups, -1).contiguous()
-        slots = (self.pair.slot_T.contiguous(), self.pair.slot_R.contiguous())
-        return LowRank(a_RI.expand(groups, *a_RI.shape), b_RGO.transpose(0, 1), scale_GR, slots)
+        scale_GR = self.scale_R.expand(groups, -1).contiguous()
+        return LowRank(a_RI.expand(groups, *a_RI.shape), b_RGO.transpose(0, 1), scale_GR, self.slots)
 
     def values(self, x: torch.Tensor, groups: int, width: int) -> torch.Tensor:
         """The weight as numbers in rows of `width` [G, O, width]; what is behind them is not written."""
@@ -103,7 +103,8 @@ def _apply(
     pair: RankRows | None,
     bias_O: torch.Tensor | None,
 ) -> torch.Tensor:
-    frozen = _Frozen(weight, rounding, bias_O, pair)
+    slots = None if pair is None else (pair.slot_T.contiguous(), pair.slot_R.contiguous())
+    frozen = _Frozen(weight, rounding, bias_O, slots, None if pair is None else pair.scale_R)
     learnt: tuple[torch.Tensor | None, ...] = (None, None, None)
     if pair is not None:
         same = pair.x_TGI.data_ptr() == x_NGI.data_ptr()  # not where some inputs of the adapter are dropped
