@@ -96,6 +96,7 @@ def compare(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int]
                 probe.run("eager")
             if not watch.mismatches and differs is None:
                 differs = _whole_path(probe, loaded.model.capture_backend)
+    watch.look_at_the_host(loaded)
     mismatches = [*watch.mismatches.values()] or ([] if differs is None else [differs])
     return NumbersReport(mismatches=tuple(mismatches), compared=watch.compared, seconds=time.perf_counter() - began)
 
@@ -148,6 +149,16 @@ class _Comparison:
         if difference is not None:
             self.mismatches[op] = Mismatch(op, self._chosen[op], difference)
         return expected
+
+    def look_at_the_host(self, loaded: LoadedModel) -> None:
+        """Experts in host memory: their kernel, which no op of the device calls."""
+        host = loaded.model.options.build.host
+        if host is None or (trial := host.trial()) is None:
+            return
+        op = "experts_grouped"
+        self.compared[op] = self.compared.get(op, 0) + 1
+        if (difference := _differs(*trial, *_MOST["cpu"])) is not None:
+            self.mismatches[op] = Mismatch(op, "cpu, of experts in host memory", difference)
 
 
 class _Probe:

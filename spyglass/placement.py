@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spyglass.checkpoint.match import Source
+from spyglass.config.cache import cache_plans
+from spyglass.config.engine import EngineConfig
+from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.errors import CapacityError
 from spyglass.params.table import ParamTable
+from spyglass.plan import USABLE, cache_bytes, step_bytes, weight_bytes
 
+DRAWING = 24  # bytes a logit: itself, a copy for log-probabilities, weights, their sums in float64
+PREFIX_SHARE = 8  # of free memory, what the prefix cache may take
+_LONG = 1 << 17  # tokens of one sequence for which there should be room
+_GRAPHS = 2 << 30  # bytes of captured steps
 PLACES = 2  # layers on the GPU into which those on the host are copied
 ExpertsMode = Literal["gpu", "host", "auto"]
 
@@ -50,6 +58,96 @@ class StepRates:
         return device_bytes / self.device + host_bytes / self.host
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReads:
+    """Bytes that decode steps read: weights of every row, and routed experts on the GPU and on the host, of all."""
+
+    dense: float
+    experts: float
+    host: float
+
+    def of_step(self, text: TextConfig, batch: int, context: int) -> tuple[float, float]:
+        """On the GPU and on the host, with the experts that `batch` rows are expected to choose, if they choose evenly,
+        and the rows that they attend behind `context` tokens."""
+        chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
+        return self.dense + self.experts * chosen + batch * attended_bytes(text, context), self.host * chosen
+
+
+def attended_bytes(text: TextConfig, context: int) -> float:
+    """Bytes of cached rows that one token reads: bf16 window and compressed rows, all index keys."""
+    total = 0.0
+    for plan in cache_plans(text):
+        stored = context // plan.tokens_per_row
+        if plan.kind == "window":
+            total += 2 * plan.row_dim * min(stored, text.sliding_window)
+        elif plan.kind == "pool":
+            total += 2 * plan.row_dim * min(stored, text.index_topk if plan.tokens_per_row < 128 else stored)
+        elif plan.kind == "index":
+            total += 2 * plan.row_dim * stored
+    return total
+
+
+def decode_reads(sources: Mapping[str, Source], params: ParamTable, found: ExpertPlacement) -> DecodeReads:
+    """Of a checkpoint in a placement, from its headers."""
+    dense = sum(
+        source.nbytes
+        for name, source in sources.items()
+        if params[name].split != "experts"
+        and name.startswith(("layers.", "head", "norm", "hc_head"))
+        and not (params[name].component == "engram" and ".embed" in name)
+    )
+    experts = sum(expert_bytes(sources, params).values())
+    return DecodeReads(dense=dense, experts=experts - found.host_bytes, host=found.host_bytes)
+
+
+def place_model(
+    config: ModelConfig,
+    sources: Mapping[str, Source],
+    params: ParamTable,
+    options: EngineConfig,
+    *,
+    free: int | None,
+    host_free: int | None,
+    adapters: int = 0,
+    on_gpu: bool = True,
+) -> ExpertPlacement:
+    """`place_experts` for the matched entries of a checkpoint and the options of an engine.
+
+    Raises:
+        CapacityError: as `place_experts`.
+    """
+    others = adapters
+    for share, nbytes in weight_bytes(sources, params).items():
+        here = {"experts": False, "vision": options.images > 0, "engram": options.engram == "device"}.get(share, True)
+        others += (nbytes.expanded if options.expand_weights else nbytes.stored) if here else 0
+    return place_experts(
+        expert_bytes(sources, params, expand=options.expand_weights),
+        mode=options.experts_mode,
+        most=options.experts_bytes,
+        others=others,
+        beside=beside_weights(config, options) if on_gpu else 0,
+        free=free,
+        host_free=host_free,
+    )
+
+
+def beside_weights(config: ModelConfig, options: EngineConfig) -> int:
+    """The least bytes that a GPU should have beside the weights, so that some are left for rows.
+
+    Rows of `max_sequences` sequences, one of them long; a step, captured graphs and caches, as far as can be told.
+    """
+    text, wide = config.text, 2 if options.dtype == "float32" else 1  # what is counted in bfloat16
+    tokens = min(options.max_length or text.max_position_embeddings, _LONG)
+    rows = cache_bytes(text, "float32" if wide == 2 else "bfloat16")
+    least = options.cache_bytes or int(rows.per_token * tokens + rows.fixed * options.max_sequences)
+    step = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)
+    drawing = options.max_sequences * text.vocab_size * DRAWING
+    used = least + step + drawing + options.image_cache_bytes + _GRAPHS
+    if options.prefix_cache_bytes is not None:
+        return int((used + options.prefix_cache_bytes) / USABLE)
+    return int(used / (USABLE - 1 / PREFIX_SHARE))
+
+
 def expert_bytes(sources: Mapping[str, Source], params: ParamTable, *, expand: bool = False) -> dict[int, int]:
     """Bytes of the routed experts of each layer, as stored or widened to bfloat16."""
     found: dict[int, int] = {}
@@ -73,8 +171,9 @@ def place_experts(
 ) -> ExpertPlacement:
     """The placement with the most experts on the GPU, of which `most` bytes may be taken; `mode` "host": none there.
 
-    `others` bytes of other weights are on the GPU, and `beside` of what steps and caches take at least; `free` bytes
-    are free there and `host_free` on the host (None = nobody knows).
+    `others` bytes of other weights are on the GPU, and `beside` of what steps and caches should have; `free` bytes are
+    free there and `host_free` on the host (None = nobody knows). Where all are on the host and less than `beside` is
+    left, it is as good as can be: what is missing then shows when steps have been tried.
 
     Raises:
         CapacityError: there is no such placement; the message says how much is missing and where.
@@ -100,12 +199,11 @@ def place_experts(
         return placed(len(layers))
     found = next((one for one in map(placed, range(len(layers), 0, -1)) if fits(one)), None) if mode == "auto" else None
     found = found or placed(0)
-    if free is not None and (missing := found.device_bytes + found.place_bytes + beside - free) > 0:
+    if free is not None and (missing := found.device_bytes + found.place_bytes - free) > 0:
         raise CapacityError(
             f"with all routed experts in host memory the GPU would still hold {found.device_bytes / 1e9:.2f} GB of "
-            f"weights, {found.place_bytes / 1e9:.2f} GB for copies and at least {beside / 1e9:.2f} GB of steps and "
-            f"caches; {free / 1e9:.2f} GB are free there, {missing / 1e9:.2f} GB are missing: lower max_step_tokens, "
-            "max_sequences or max_length, or take images=0"
+            f"weights and {found.place_bytes / 1e9:.2f} GB for copies, and {free / 1e9:.2f} GB are free there: "
+            f"{missing / 1e9:.2f} GB are missing, and some more for steps and caches"
         )
     if host_free is not None and found.host_bytes > host_free:
         raise CapacityError(

@@ -24,15 +24,13 @@ import torch
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
 from spyglass.bench.model import make_prompt
-from spyglass.config.cache import cache_plans
-from spyglass.config.model import TextConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import SpyglassError
 from spyglass.layers.build import held_tensors
 from spyglass.layers.hosted import HostedExperts
 from spyglass.layers.linear import Experts, GroupedLinear, Linear
-from spyglass.placement import StepRates
+from spyglass.placement import DecodeReads, StepRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,35 +186,8 @@ def _profile_step(step: Callable[[], object], top: int | None) -> int:
 
 
 def decode_bytes(llm: LLM, batch: int, context: int) -> tuple[float, float]:
-    """Bytes that a decode step must read on the GPU and on the host: weights as stored, chosen experts, attended rows
-    and index keys."""
-    text, weights = llm.config.text, weight_bytes(llm)
-    chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
-    rows = batch * _row_bytes(text, context)
-    return weights.dense + weights.experts * chosen + rows, weights.host * chosen
-
-
-def _row_bytes(text: TextConfig, context: int) -> float:
-    """Bytes of cached rows that one token reads: bf16 window and compressed rows, all index keys."""
-    total = 0.0
-    for plan in cache_plans(text):
-        stored = context // plan.tokens_per_row
-        if plan.kind == "window":
-            total += 2 * plan.row_dim * min(stored, text.sliding_window)
-        elif plan.kind == "pool":
-            total += 2 * plan.row_dim * min(stored, text.index_topk if plan.tokens_per_row < 128 else stored)
-        elif plan.kind == "index":
-            total += 2 * plan.row_dim * stored
-    return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightBytes:
-    """Bytes of weights that every row reads, of the routed experts on the GPU, and of those in host memory."""
-
-    dense: float
-    experts: float
-    host: float
+    """Bytes that a decode step must read on the GPU and on the host."""
+    return weight_bytes(llm).of_step(llm.config.text, batch, context)
 
 
 def hosted(llm: LLM) -> list[HostedExperts]:
@@ -224,14 +195,14 @@ def hosted(llm: LLM) -> list[HostedExperts]:
     return [module for module in llm.loaded.model.text.modules() if isinstance(module, HostedExperts)]
 
 
-def weight_bytes(llm: LLM) -> WeightBytes:
+def weight_bytes(llm: LLM) -> DecodeReads:
     """Of a model that is loaded."""
     model = llm.loaded.model
     stacks = [module for module in model.text.modules() if isinstance(module, Experts)]
     experts = sum(tensor.nbytes for stack in stacks for tensor in held_tensors(stack))
     host = sum(tensor.nbytes for stack in hosted(llm) for tensor in held_tensors(stack))
     total = sum(tensor.nbytes for part in (model.text, model.head) for tensor in held_tensors(part))
-    return WeightBytes(dense=total - experts, experts=experts - host, host=host)
+    return DecodeReads(dense=total - experts, experts=experts - host, host=host)
 
 
 def active_weights(llm: LLM) -> float:

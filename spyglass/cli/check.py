@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spyglass.cli.check_experts import expert_lines, hosted_experts
 from spyglass.cli.options import add_model, note_bases, required_model
 from spyglass.progress import shown_bytes
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"directory": directory, "would_load": False, "faults": []}
     try:
         note_bases({name: name for name in args.lora}, Path(directory))
-        _examine(directory, report, args.lora)
+        _examine(directory, report, args.lora, measures=args.plan)
         if args.numbers and not report["faults"]:
             report["numbers"] = _compare_numbers(directory, args.lora)
     except SpyglassError as error:
@@ -71,8 +72,8 @@ def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
     return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
-def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> None:
-    """Fill the report as far as the folder allows."""
+def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, measures: bool) -> None:
+    """Fill the report as far as the folder allows. `measures`: bandwidths beside a GPU, which takes seconds."""
     from spyglass.checkpoint.match import match
     from spyglass.checkpoint.origin import mixed_revisions
     from spyglass.checkpoint.safetensors import open_checkpoint
@@ -114,7 +115,9 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str]) -> Non
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
     report["memory"] = asdict(plan_memory(config, matched.sources, machine, adapter_bytes=beside))
-    report["fits_here"] = any(fit["context"] for fit in report["memory"]["here"])
+    report["experts"] = hosted_experts(config, matched.sources, machine, beside, measures=measures)
+    here = [*report["memory"]["here"], *(row for row in report["experts"] if row["here"])]
+    report["fits_here"] = any(fit["context"] for fit in here)
 
 
 def _adapter_bytes(model: Path, adapter: str, config: ModelConfig) -> int:
@@ -219,7 +222,7 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
             lines.append(f"the fast kernels for processors cannot run: {report['no_cpu_kernels']}")
         lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
-        lines += _memory_lines(report["memory"])
+        lines += _memory_lines(report["memory"]) + expert_lines(report["experts"])
     if "numbers" in report:
         lines.append(f"numbers: {report['numbers']['text']}")
     lines += [f"fault: {fault}" for fault in report["faults"]]

@@ -114,6 +114,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         "no": "no: the checkpoint is text-only",
         "off": "off: loaded without its vision tower (--images 0)",
     }[llm.loaded.model.vision_state]
+    host = llm.loaded.model.options.build.host
     lines = [
         ("model", f"{', '.join(config.model_name or (llm.name,))} ({llm.config.family}, {device})"),
         *([("adapters", ", ".join(llm.adapters))] if llm.adapters else []),
@@ -123,6 +124,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("vision", images),
         ("numbers", "not compared" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
+        *([("experts", host.report)] if host is not None else []),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip

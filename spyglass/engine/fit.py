@@ -17,13 +17,9 @@ from spyglass.errors import CapacityError, ConfigError, DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
 from spyglass.params.table import most_tensors, param_table
-from spyglass.placement import expert_bytes, place_experts
-from spyglass.plan import USABLE, cache_bytes, host_memory, require_room, step_bytes, weight_bytes
+from spyglass.placement import PREFIX_SHARE, place_model
+from spyglass.plan import host_memory, require_room
 
-PREFIX_SHARE = 8  # of free memory, what the prefix cache may take
-DRAWING = 24  # bytes a logit: itself, a copy for log-probabilities, weights, their sums in float64
-_LONG = 1 << 17  # tokens of one sequence for which there should be room
-_GRAPHS = 2 << 30  # bytes of captured steps
 _LOG = logging.getLogger(__name__)
 _UNKNOWN_SHARE = 1 << 30
 
@@ -91,40 +87,22 @@ def _placed(
     config = read_model_config(path)
     params = param_table(config)
     sources = match(open_checkpoint(os.fspath(path), most_tensors(config)), params).sources
-    by_layer = expert_bytes(sources, params, expand=options.expand_weights)
-    on_gpu, others = device.type == "cuda", 0
-    for share, nbytes in weight_bytes(sources, params).items():
-        here = {"experts": False, "vision": options.images > 0, "engram": options.engram == "device"}.get(share, True)
-        others += (nbytes.expanded if options.expand_weights else nbytes.stored) if here else 0
-    found = place_experts(
-        by_layer,
-        mode=options.experts_mode,
-        most=options.experts_bytes,
-        others=others + adapters,
-        beside=beside_weights(config, options) if on_gpu else 0,
-        free=free_memory(device) if on_gpu else None,
+    on_gpu, free = device.type == "cuda", None
+    if on_gpu and (free := free_memory(device)) is not None and options.gpu_memory_utilization is not None:
+        free = max(free - int(total_memory(device) * (1 - options.gpu_memory_utilization)), 0)
+    found = place_model(
+        config,
+        sources,
+        params,
+        options,
+        free=free,
         host_free=free_memory(torch.device("cpu")),
+        adapters=adapters,
+        on_gpu=on_gpu,
     )
     if found.host:
         _LOG.info("%s", found)
     return found.host
-
-
-def beside_weights(config: ModelConfig, options: EngineConfig) -> int:
-    """The least bytes that a GPU should have beside the weights, by which `workspace.with_room` leaves some for rows.
-
-    Rows of `max_sequences` sequences, one of them long; a step, captured graphs and caches, as far as can be told.
-    """
-    text, wide = config.text, 2 if options.dtype == "float32" else 1  # what is counted in bfloat16
-    tokens = min(options.max_length or text.max_position_embeddings, _LONG)
-    rows = cache_bytes(text, "float32" if wide == 2 else "bfloat16")
-    least = options.cache_bytes or int(rows.per_token * tokens + rows.fixed * options.max_sequences)
-    step = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)
-    drawing = options.max_sequences * text.vocab_size * DRAWING
-    used = least + step + drawing + options.image_cache_bytes + _GRAPHS
-    if options.prefix_cache_bytes is not None:
-        return int((used + options.prefix_cache_bytes) / USABLE)
-    return int(used / (USABLE - 1 / PREFIX_SHARE))
 
 
 def require_devices(device: torch.device, size: int) -> None:

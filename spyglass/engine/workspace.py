@@ -17,7 +17,7 @@ from spyglass.config.model import VisionConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.engine import Engine
-from spyglass.engine.fit import DRAWING, PREFIX_SHARE, free_memory, total_memory
+from spyglass.engine.fit import free_memory, total_memory
 from spyglass.engine.lead import LeadMemory
 from spyglass.engine.ranks import Ranks
 from spyglass.engine.rehearsal import captured_bytes
@@ -25,6 +25,7 @@ from spyglass.engine.warm_up import largest_images
 from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel
+from spyglass.placement import DRAWING, PREFIX_SHARE
 from spyglass.plan import USABLE, step_bytes
 
 

@@ -69,7 +69,7 @@ class HostSide:
         # one core is left for the thread that drives the GPU: a kernel is as slow as the thread that has to share one
         self.threads = max(1, torch.get_num_threads() - 1) if on_gpu else None
         self.many: int | None = None
-        self.report = ""
+        self.report = f"those of {len(self.layers)} layers in host memory"
         self.pages = HostPages()
         self.stream = ExpertStream(device, places) if on_gpu and not reference else None
         self._modules: list[HostedExperts] = []
@@ -94,11 +94,21 @@ class HostSide:
         self.many = max(_CAPTURED + 1, reads.rows_in(copied))
         layer = sum(stack.data.nbytes for stack in self._modules[0].stacks.values())
         self.report = (
-            f"experts of {len(self._modules)} layers in host memory: {self.threads} threads read "
+            f"those of {len(self._modules)} layers in host memory: {self.threads} threads read "
             f"{reads.bandwidth / 1e9:.0f} GB/s of them at one row; a layer's copy to the GPU takes {copied * 1e3:.0f} "
             f"ms ({layer / copied / 1e9:.0f} GB/s), so steps of {self.many} rows and more take copies"
         )
-        _LOG.info("%s", self.report)
+        _LOG.info("experts: %s", self.report)
+
+    def trial(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Sums of a few random rows by the kernel and by the definition; None where the definition runs anyway."""
+        if self.reference or not self._modules:
+            return None
+        module, rows = self._modules[0], 5
+        buffers = _some_rows(module, rows, torch.Generator().manual_seed(0))
+        best().experts(*module.arguments(rows, buffers, None, 1))
+        given = buffers.x_RC, buffers.ids_RK, buffers.weights_RK
+        return buffers.out_RC, module.by_reference(*given, None, None)
 
     def expect(self, layer: int, x_TC: torch.Tensor) -> None:
         """A step with these rows has come to `layer`: begin to copy what will be multiplied next."""
@@ -215,7 +225,7 @@ class HostedExperts(Experts):
             out = super().forward(x_TC, ids_TK, weights_TK) if is_many else fp32_TC
             return lambda: out
         if host.reference:
-            out = self._by_reference(x_TC, ids_TK, weights_TK, slot_T, adapters)
+            out = self.by_reference(x_TC, ids_TK, weights_TK, slot_T, adapters)
             return lambda: out
         if is_many and host.stream is not None:
             stacks = host.stream.take(self)
@@ -268,7 +278,7 @@ class HostedExperts(Experts):
             self._words[key] = np.array(words, np.uint64), adapters
         return self._words[key][0]
 
-    def _by_reference(
+    def by_reference(
         self,
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
@@ -276,7 +286,7 @@ class HostedExperts(Experts):
         slot_T: torch.Tensor | None,
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
-        """By the definition, which reads the rows on the host anyway."""
+        """`forward` by the definition, which reads the rows on the host anyway."""
         return reference.experts_grouped(
             x_TC.cpu(),
             ids_TK.cpu(),
@@ -305,22 +315,12 @@ class _Reads:
 
     def __init__(self, module: HostedExperts, threads: int | None) -> None:
         few, many = 64, 256
-        experts, hidden = module.stacks["w1"].shape[0], module.stacks["w1"].shape[2]
-        chosen = min(module.chosen, experts)
+        experts = module.stacks["w1"].shape[0]
 
         def seconds(rows: int) -> float:
             generator, best_of = torch.Generator().manual_seed(rows), float("inf")
-            buffers = _Buffers(
-                x_RC=torch.randn(rows, hidden, generator=generator).to(module.build.dtype),
-                ids_RK=torch.empty(rows, chosen, dtype=torch.int32),
-                weights_RK=torch.ones(rows, chosen),
-                slot_R=torch.zeros(rows, dtype=torch.int32),
-                out_RC=torch.empty(rows, hidden),
-            )
             for turn in range(3):  # each with other experts, which no processor's cache holds
-                for row in range(rows):
-                    order = torch.randperm(experts, generator=generator)
-                    buffers.ids_RK[row] = order[:chosen]
+                buffers = _some_rows(module, rows, generator)
                 given = module.arguments(rows, buffers, None, threads or 1)
                 started = time.perf_counter()
                 best().experts(*given)
@@ -333,11 +333,24 @@ class _Reads:
         nbytes = sum(
             stack.data.nbytes + (0 if stack.scale is None else stack.scale.nbytes) for stack in module.stacks.values()
         )
-        self.bandwidth = nbytes * chosen / experts / at[1]
+        self.bandwidth = nbytes * min(module.chosen, experts) / experts / at[1]
 
     def rows_in(self, seconds: float) -> int:
         """How many rows take so long."""
         return int((seconds - self._fixed) / self._each)
+
+
+def _some_rows(module: HostedExperts, rows: int, generator: torch.Generator) -> _Buffers:
+    """Random rows, each with experts of its own."""
+    experts, _, hidden = module.stacks["w1"].shape
+    order = [torch.randperm(experts, generator=generator)[: module.chosen] for _ in range(rows)]
+    return _Buffers(
+        x_RC=torch.randn(rows, hidden, generator=generator).to(module.build.dtype),
+        ids_RK=torch.stack(order).to(torch.int32),
+        weights_RK=torch.ones(rows, len(order[0])),
+        slot_R=torch.zeros(rows, dtype=torch.int32),
+        out_RC=torch.empty(rows, hidden),
+    )
 
 
 @cache

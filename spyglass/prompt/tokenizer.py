@@ -6,6 +6,7 @@ it spells; special tokens are put in by id. Full encoding with the added vocabul
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -51,7 +54,7 @@ class PromptTokenizer:
                     f"{name} gives {spelling} the id {token}, which its own vocabulary does not leave free"
                 )
         self.text_only = _without_added_tokens(self._full)
-        self._longest = _longest_token(self._full, parsed)
+        self._longest = _longest_tokens(self._full, parsed)
 
     def __reduce__(self) -> tuple[type[PromptTokenizer], tuple[str]]:
         """For another process, which makes one of the same."""
@@ -60,11 +63,20 @@ class PromptTokenizer:
     def refuse_unless_fits(self, texts: Iterable[str], most_tokens: int) -> None:
         """Refuse texts that are certain to make more than `most_tokens`, before that costs memory and time.
 
+        A token of n bytes holds bytes that are in no token longer than n' >= n; so with 1 / n' of each byte a token
+        counts at most 1, and a text makes at least as many tokens as its bytes count together.
+
         Raises:
-            CapacityError: even of the longest tokens of the vocabulary they make more.
+            CapacityError: even of the longest tokens that its bytes can be in they make more.
         """
-        size = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
-        if self._longest is not None and size > most_tokens * self._longest:
+        if self._longest is None:
+            return
+        counts, size = np.zeros(256, np.int64), 0
+        for text in texts:
+            data = np.frombuffer(text.encode(errors="replace"), np.uint8)
+            counts += np.bincount(data, minlength=256)
+            size += len(data)
+        if float(counts @ (1 / self._longest)) > most_tokens * (1 + 1e-9):  # sums of floats are not exact
             raise CapacityError(
                 f"the text has {size:,} bytes, which is more than {most_tokens:,} tokens, the limit of prompt and "
                 "answer together; shorten it or raise max_length"
@@ -131,8 +143,9 @@ def _without_added_tokens(full: Tokenizer) -> Tokenizer:
     return plain
 
 
-def _longest_token(full: Tokenizer, parsed: Mapping[str, Any]) -> int | None:
-    """Most bytes of text that one token of the base vocabulary stands for; None where there is no bound.
+def _longest_tokens(full: Tokenizer, parsed: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    """For each byte the length in bytes of the longest token of the base vocabulary that has it; None where there is no
+    bound.
 
     In the byte-level alphabet a character is a byte. There is none where something may drop or shorten what is
     written: a normalizer, a pre-tokenizer of another kind, or characters that the vocabulary lacks.
@@ -145,7 +158,19 @@ def _longest_token(full: Tokenizer, parsed: Mapping[str, Any]) -> int | None:
     if not isinstance(full.model, BPE) or "ByteLevel" not in kinds or not kept or normalizer.get("normalizers") != []:
         return None
     vocabulary = full.get_vocab(with_added_tokens=False)
-    return max(map(len, vocabulary)) if vocabulary.keys() >= set(ByteLevel.alphabet()) else None
+    if not vocabulary.keys() >= set(ByteLevel.alphabet()):
+        return None
+    longest: dict[str, int] = {}
+    for token in sorted(vocabulary, key=len):
+        longest.update(dict.fromkeys(token, len(token)))
+    return np.array([longest[letter] for letter in _letters()], np.float64)
+
+
+def _letters() -> list[str]:
+    """The letter of each byte in the byte-level alphabet: its own where it can be seen, else one from 256 on."""
+    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(256)
+    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PromptTokenizer | None:

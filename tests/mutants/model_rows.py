@@ -19,7 +19,7 @@ MODEL_ROWS: list[Mutant] = [
         ("rows without their adapters on the host", "sent.append((buffers.slot_R[:rows], slot_T))", "pass"),
         ("the sums of the call before", "            to.copy_(given)\n            best()", "            to.copy_(given)\n            0 and best()")),
     *faults("spyglass/placement.py", "tests/unit/test_placement.py",
-        ("places not counted", "found.device_bytes + found.place_bytes + beside - free", "found.device_bytes + beside - free"),
+        ("places not counted", "found.device_bytes + found.place_bytes - free", "found.device_bytes - free"),
         ("layers in host memory side by side", "(2 * number + 1) * len(layers) // (2 * count)", "number")),
     *faults("spyglass/text/hyper.py", "tests/unit/text/test_independent.py",
         ("one round of the mix", "\"rounds\": text.hc_sinkhorn_iters", "\"rounds\": 1")),

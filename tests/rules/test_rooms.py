@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"errors", "families", "params", "config", "quant", "progress"},
     "engram": {"errors", "params", "config", "quant", "checkpoint"},
     "plan": {"errors", "params", "config", "quant", "checkpoint"},
-    "placement": {"errors", "params", "checkpoint"},
+    "placement": {"errors", "params", "config", "checkpoint", "plan"},
     "ops": {"errors", "quant"},
     "parallel": {"errors"},
     "runtime": {"errors", "config", "batch", "prompt", "ops"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 
 from spyglass.errors import NotServedError, PromptError
+from spyglass.server.errors import error_response
 from spyglass.server.exchange import Call, Endpoint
 from spyglass.server.protocols.endpoints import make_endpoints
 from tests.server.protocol_parts import PATH, URL, served_of
@@ -144,6 +146,60 @@ def test_no_change_of_a_sound_body_is_a_fault_of_ours(
                 endpoints[path].parse(changed(body, place, value), None)
             except (PromptError, NotServedError) as error:
                 assert str(error), (place, value)
+
+
+NAMED = re.compile(r"\b[a-z_]+(?:\[\d+\]|\.[a-z_]+)+")  # a place in words
+
+
+def is_place(body: Any, named: str, known: Collection[str]) -> bool:
+    """Whether a place is one of a body, or of a field that could be where it names it."""
+    keys = re.findall(r"[^.\[\]]+", named)
+    if keys[0] not in {*body, *known}:
+        return False
+    for number, key in enumerate(keys):
+        if isinstance(body, list):
+            if not key.isdigit() or int(key) >= len(body):
+                return False
+            body = body[int(key)]
+        elif not isinstance(body, dict) or key not in body:
+            return isinstance(body, dict) and number == len(keys) - 1  # it is missing there
+        else:
+            body = body[key]
+    return True
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_place_that_a_refusal_names_is_in_the_words_of_the_request(
+    path: str, body: dict[str, Any], endpoints: dict[str, Endpoint]
+) -> None:
+    for place in places(body):
+        for value in (*VALUES, "x" * 400_000):
+            sent = changed(body, place, value)
+            try:
+                endpoints[path].parse(sent, None)
+            except (PromptError, NotServedError) as error:
+                told = error_response(error)
+                named = {*NAMED.findall(told.message), *([told.field] if told.field else [])}
+                wrong = [one for one in named if not is_place(sent, one, endpoints[path].fields.read)]
+                assert not wrong, (place, str(value)[:50], told.message[:200])
+
+
+def test_limits_are_named_as_the_request_has_them(endpoints: dict[str, Endpoint]) -> None:
+    for path, more, named in [
+        ("/v1/chat/completions", {"messages": USER, "max_completion_tokens": "x"}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": "x"}, "max_tokens"),
+        ("/v1/responses", {"input": "x", "max_tokens": "x"}, "max_tokens"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": "x"}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x", "top_logprobs": 20, "max_output_tokens": 10**6}, "top_logprobs"),
+        ("/v1/responses", {"input": "x" * 400_000}, "input"),
+        ("/api/generate", {"model": "tiny", "prompt": "x" * 400_000}, "prompt"),
+        ("/api/chat", {"model": "tiny", "messages": USER, "options": {"num_predict": "x"}}, "options.num_predict"),
+        ("/api/generate", {"model": "tiny", "images": ["?"]}, "images[0]"),
+    ]:
+        with pytest.raises(PromptError) as caught:
+            endpoints[path].parse(more, None)
+        told = error_response(caught.value)
+        assert named in (told.field, *NAMED.findall(told.message)), told
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -34,6 +34,10 @@ def test_all_are_on_the_gpu_where_they_fit_or_nobody_knows() -> None:
     assert placed(7 + 5 + 20 * LAYER).host == () and placed(None).host == () and placed(0, mode="gpu").host == ()
 
 
+def test_steps_get_what_is_left_where_all_experts_are_on_the_host() -> None:
+    assert len(placed(7 + PLACES * LAYER).host) == 20
+
+
 def test_a_stated_limit_holds_even_where_more_would_fit() -> None:
     assert len(placed(10**6, most=59).host) == 15
     assert len(placed(10**6, mode="host").host) == 20 and len(placed(None, most=0).host) == 20
@@ -48,7 +52,7 @@ def test_layers_in_host_memory_are_spread(count: int) -> None:
 
 
 def test_what_is_missing_is_said_with_its_number() -> None:
-    with pytest.raises(CapacityError, match=r"0.20 GB are free there, 0.12 GB are missing"):
+    with pytest.raises(CapacityError, match=r"0.20 GB are free there: 0.07 GB are missing"):
         place_experts(
             {0: 10**8, 1: 10**8}, mode="auto", others=7 * 10**7, beside=5 * 10**7, free=2 * 10**8, host_free=None
         )

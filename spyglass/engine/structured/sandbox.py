@@ -17,7 +17,7 @@ from pathlib import Path
 from spyglass.engine.structured.compile import Words, receive, send
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
-LONG_SECONDS, _LONG_NICE = 0.25, 19  # a grammar that takes longer by the clock gives way to everything else
+LONG_SECONDS, _LONG_NICE = 0.25, 10  # a grammar that takes longer by the clock gives way more
 _WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
@@ -139,7 +139,7 @@ class Source:
             with suppress(OSError, EOFError):
                 send(ours, request)
                 if not select.select([ours], [], [], LONG_SECONDS)[0]:
-                    os.setpriority(os.PRIO_PROCESS, pid, _LONG_NICE)
+                    os.setpriority(os.PRIO_PROCESS, pid, max(_LONG_NICE, os.getpriority(os.PRIO_PROCESS, pid)))
                 answer = receive(ours)[0]
         with self._lock:
             return answer, self._told(str(pid).encode())

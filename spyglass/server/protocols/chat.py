@@ -52,7 +52,9 @@ from spyglass.server.protocols.sampling import (
     STREAM_OPTIONS,
     answers,
     asked_format,
+    limit_field,
     sampling,
+    schema_at,
     token_limit,
 )
 
@@ -145,6 +147,7 @@ class ChatEndpoint:
         limits = ("max_completion_tokens", "max_tokens")
         params = sampling(
             given,
+            {"max_tokens": limit_field(given, limits), "logprobs": "top_logprobs"},
             max_tokens=token_limit(given, limits, parsed.default_tokens, logprobs=logprobs),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
@@ -353,14 +356,14 @@ def _format(value: object, reader: FieldReader) -> Structured | None:
     if kind == "json_schema":
         place = "response_format.json_schema"
         if "json_schema" not in given and "schema" in given:  # as llama.cpp and others have it
-            return Structured(kind="json_schema", value=given["schema"])
+            return schema_at("response_format.schema", given["schema"])
         inner = reader.read(given.get("json_schema"), _SCHEMA, place)
         flag_field(inner, "strict", place)  # without effect: an answer fits its schema anyway
         if "schema" not in inner:
             refuse(f"{place}.schema", "is missing")
-        return Structured(kind="json_schema", value=inner["schema"])
+        return schema_at(f"{place}.schema", inner["schema"])
     if kind == "json_object" and "schema" in given:  # as llama.cpp and others have it
-        return Structured(kind="json_schema", value=given["schema"])
+        return schema_at("response_format.schema", given["schema"])
     if kind == "regex":
-        return Structured(kind="regex", value=text_field(given, "regex", "response_format"))
+        return schema_at("response_format.regex", text_field(given, "regex", "response_format"), "regex")
     return Structured(kind="json") if kind == "json_object" else None

@@ -156,11 +156,13 @@ def parse_conversation(
     shown_format: Structured | None = None,
     continues: bool = False,
     one_call: bool = False,
+    field: str = "messages",
 ) -> ParsedRequest:
     """Render a request. `body` is what the library's class `protocol` reads of it: messages and thinking.
 
     `choice` is none, auto or required; `named` is the only tool that may be called. `shown_format` is the format of the
-    answer that the protocol itself asks for. `continues`: the answer goes on where the last message stops.
+    answer that the protocol itself asks for. `continues`: the answer goes on where the last message stops. `field` of
+    the request has the text.
 
     Raises:
         PromptError: the library refuses the body, or an image cannot be used.
@@ -191,7 +193,7 @@ def parse_conversation(
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RequestError(f"a schema of the request cannot be shown to the model: {error}") from error
     rendered = render_conversation(conversation, images.stubs.images, served.config)
-    require_short(served, [piece for piece in rendered.pieces if isinstance(piece, str)], "messages")
+    require_short(served, [piece for piece in rendered.pieces if isinstance(piece, str)], field)
     prompt = prompt_from_chat(rendered, served.config, tokenizer_of(served), limits=served.limits, unpack=served.unpack)
     stage = request.parsing_options.thinking_initial_stage
     expected = Expected(

@@ -40,7 +40,17 @@ from spyglass.server.protocols.fields import (
     text_field,
 )
 from spyglass.server.protocols.messages_reply import MessagesReply
-from spyglass.server.protocols.sampling import EXTRA, FORMATS, HARMLESS, INNER, NATIVE, NEUTRAL, asked_format, sampling
+from spyglass.server.protocols.sampling import (
+    EXTRA,
+    FORMATS,
+    HARMLESS,
+    INNER,
+    NATIVE,
+    NEUTRAL,
+    asked_format,
+    sampling,
+    schema_at,
+)
 
 _SOURCE = Fields(read=frozenset({"type", "url", "data", "content"}), ignored=frozenset({"media_type"}))
 _THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
@@ -149,6 +159,7 @@ class MessagesEndpoint:
         )
         params = sampling(
             given,
+            {"stop": "stop_sequences"},
             max_tokens=given["max_tokens"],
             stop=given.get("stop_sequences"),
             stop_after=parsed.stop_after,
@@ -349,4 +360,4 @@ def _format(value: object, reader: FieldReader) -> Structured | None:
     given = reader.read(value, _FORMAT, "output_config.format")
     if given.get("type") != "json_schema" or "schema" not in given:
         refuse("output_config.format", "must have type json_schema and a schema")
-    return Structured(kind="json_schema", value=given["schema"])
+    return schema_at("output_config.format.schema", given["schema"])

@@ -15,7 +15,7 @@ import deepseek_recipe
 
 from spyglass.engine.request import Structured
 from spyglass.errors import NotServedError
-from spyglass.prompt.chat import plain_part
+from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
 from spyglass.server.protocols.chat import CHAT_FIELDS, chat_tools
@@ -42,7 +42,7 @@ from spyglass.server.protocols.fields import (
 )
 from spyglass.server.protocols.markup import Expected
 from spyglass.server.protocols.ollama_reply import LINES, OllamaReply, head
-from spyglass.server.protocols.sampling import asked_format, sampling
+from spyglass.server.protocols.sampling import asked_format, sampling, schema_at
 
 _LATEST = ":latest"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -55,6 +55,11 @@ _OPTIONS = Fields(
     | {"mirostat_eta", "mirostat_tau"},
     neutral={"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)},
 )
+_NAMES = {  # of `SamplingParams`, as a request here has them
+    **{name: f"options.{name}" for name in _OPTIONS.read},
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+}
 _CALLED = Fields(read=frozenset({"name", "arguments"}), ignored=frozenset({"index"}))
 _CALL = Fields(read=frozenset({"id", "function"}), ignored=frozenset({"type", "index"}), inner={"function": _CALLED})
 _MESSAGE = Fields(
@@ -232,6 +237,7 @@ def _conversation(
         images,
         tools=chat_tools(given, reader),
         shown_format=_format(given.get("format")),
+        field="messages" if "messages" in given else "prompt",
     )
 
 
@@ -246,6 +252,7 @@ def _call(
     own = asked_format({}, _format(given.get("format")), reader, thinking=parsed.thinking)
     params = sampling(
         options,
+        _NAMES,
         max_tokens=parsed.default_tokens if limit is None else limit if limit not in (-1, -2) else served.max_length,
         stop=stop,
         stop_after=parsed.stop_after,
@@ -274,7 +281,7 @@ def _format(value: object) -> Structured | None:
         return Structured(kind="json")
     if not isinstance(value, Mapping):
         refuse("format", f"is {str(value)[:100]!r}, expected json or a JSON schema")
-    return Structured(kind="json_schema", value=value)
+    return schema_at("format", value)
 
 
 def _message(
@@ -308,7 +315,14 @@ def _with_images(text: str, seen: Sequence[object], where: str, role: str, image
         place = f"{where}[{number}]"
         data = text_field({place: image}, place, "")
         url = data if is_data_url(data) else f"data:;base64,{data}"
-        parts.append(plain_part({"type": "image_url", "image_url": url}, place, role, images.stubs))
+        if role not in IMAGE_ROLES:
+            refuse(place, f"is an image in a message of role {role!r}; images go to {', '.join(IMAGE_ROLES)}")
+        stub = images.stubs.take(url, place)
+        parts.append(
+            {"type": "text", "text": IMAGE_LEFT_OUT}
+            if stub is None
+            else {"type": "image_url", "image_url": {"url": STUB_URL + stub}}
+        )
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 

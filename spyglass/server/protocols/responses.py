@@ -50,7 +50,9 @@ from spyglass.server.protocols.sampling import (
     NATIVE,
     NEUTRAL,
     asked_format,
+    limit_field,
     sampling,
+    schema_at,
     token_limit,
 )
 
@@ -77,6 +79,7 @@ _PARTS = {
         neutral={"file_id": NEVER},
     ),
 }
+_LIMITS = ("max_output_tokens", "max_tokens")
 _OF_CHAT = {"text": "input_text", "image_url": "input_image"}  # parts by their names in Chat Completions
 _ITEMS = {
     "message": Fields(
@@ -149,9 +152,8 @@ class ResponsesEndpoint:
         logprobs = given.get("top_logprobs", 0) if with_logprobs else None
         params = sampling(
             given,
-            max_tokens=token_limit(
-                given, ("max_output_tokens", "max_tokens"), parsed.default_tokens, logprobs=logprobs
-            ),
+            {"max_tokens": limit_field(given, _LIMITS), "logprobs": "top_logprobs"},
+            max_tokens=token_limit(given, _LIMITS, parsed.default_tokens, logprobs=logprobs, field="top_logprobs"),
             stop=given.get("stop"),
             stop_after=parsed.stop_after,
             logprobs=logprobs,
@@ -213,6 +215,7 @@ def parse_responses(
         named=named,
         shown_format=own_format,
         one_call=not flag_field(given, "parallel_tool_calls", default=True),
+        field="input",
     )
     return parsed, own_format
 
@@ -291,9 +294,12 @@ def _content(value: object, where: str, role: str, images: Images, reader: Field
 
 def _part(part: object, where: str, role: str, images: Images, reader: FieldReader) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    field = ".image_url"
     if isinstance(part, Mapping) and isinstance(kind, str) and kind in _OF_CHAT:
         image, kind = part.get("image_url"), _OF_CHAT[kind]
-        part = {**part, "type": kind, **({"image_url": image.get("url")} if isinstance(image, Mapping) else {})}
+        part = {**part, "type": kind}
+        if isinstance(image, Mapping):
+            part, field = {**part, "image_url": image.get("url")}, ".image_url.url"
     if not isinstance(kind, str) or kind not in _PARTS:
         refuse(where, f"has the unknown type {str(kind)[:100]!r}; parts are {', '.join(_PARTS)}")
     given = reader.read(part, _PARTS[kind], where)
@@ -303,7 +309,7 @@ def _part(part: object, where: str, role: str, images: Images, reader: FieldRead
         return {"type": kind, "text": text_field(given, "text", where)}
     if role not in (*IMAGE_ROLES, "developer"):
         refuse(where, f"is an image in a message of role {role!r}; images go to {', '.join(IMAGE_ROLES)}")
-    stub = images.stubs.take(images.source(given.get("image_url"), f"{where}.image_url"), where, ".image_url")
+    stub = images.stubs.take(images.source(given.get("image_url"), where + field), where, field)
     if stub is None:
         return {"type": "input_text", "text": IMAGE_LEFT_OUT}
     return {"type": "input_image", "image_url": STUB_URL + stub}
@@ -359,5 +365,5 @@ def _format(value: object, reader: FieldReader) -> Structured | None:
     if kind == "json_schema":
         if "schema" not in given:
             refuse("text.format.schema", "is missing")
-        return Structured(kind="json_schema", value=given["schema"])
+        return schema_at("text.format.schema", given["schema"])
     return Structured(kind="json") if kind == "json_object" else None

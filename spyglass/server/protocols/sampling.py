@@ -59,18 +59,39 @@ STRUCTURED_FIELDS = Fields(
 INNER: Mapping[str, Fields] = {"structured_outputs": STRUCTURED_FIELDS}
 
 
-def sampling(given: Mapping[str, Any], **named: Any) -> SamplingParams:
-    """Parameters from the fields of a request; `named` are those that the protocol calls otherwise.
+def sampling(given: Mapping[str, Any], names: Mapping[str, str] | None = None, **named: Any) -> SamplingParams:
+    """Parameters from the fields of a request; `named` are those that the protocol has elsewhere, or calls otherwise:
+    then `names` says how, by their names here.
 
     Raises:
-        PromptError: a value is out of range; the message names the field.
+        PromptError: a value is out of range; the message names the field as the request has it.
     """
     values = {name: given[name] for name in (*NATIVE, *EXTRA) if name in given and not _means_none(name, given[name])}
     named = {name: value for name, value in named.items() if not _means_none(name, value)}
     _check_stops(named.get("stop"), values.get("stop_token_ids"))
     if given.get("logit_bias"):
         values["logit_bias"] = _biases(given["logit_bias"])
-    return SamplingParams(**values, **{name: value for name, value in named.items() if value is not None})
+    try:
+        return SamplingParams(**values, **{name: value for name, value in named.items() if value is not None})
+    except PromptError as error:
+        name, _, why = str(error).partition(" ")
+        if name not in (names or {}):
+            raise
+        refuse((names or {})[name], why)
+
+
+def schema_at(where: str, value: Any, kind: Any = "json_schema") -> Structured:
+    """The structure of answer that the request asks for at a place.
+
+    Raises:
+        RequestError: the value is none of its kind.
+    """
+    try:
+        return Structured(kind=kind, value=value)
+    except PromptError as error:
+        told = str(error)
+        why = told.removeprefix(f"structured of kind {kind} ")
+        refuse(where, why if why != told else f"cannot be used: {told}")
 
 
 def _means_none(name: str, value: object) -> bool:
@@ -78,12 +99,23 @@ def _means_none(name: str, value: object) -> bool:
     return (name == "stop" and value in ("", [""])) or (name in ("top_k", "seed") and value == -1)
 
 
+def limit_field(given: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Which of the fields of a length limit a request has."""
+    return next((name for name in names if name in given), names[0])
+
+
 def token_limit(
-    given: Mapping[str, Any], names: Sequence[str], default: int, *, logprobs: object = None, prompts: int = 1
+    given: Mapping[str, Any],
+    names: Sequence[str],
+    default: int,
+    *,
+    logprobs: object = None,
+    prompts: int = 1,
+    field: str = "logprobs",
 ) -> Any:
     """The first of the fields of a length limit that is given; -1 means none, as other engines write it.
 
-    Answers x tokens x `logprobs` are bounded: a default is made to fit.
+    Answers x tokens x `logprobs`, which the request has in `field`, are bounded: a default is made to fit.
 
     Raises:
         RequestError: what is given does not.
@@ -97,7 +129,7 @@ def token_limit(
         return max(1, min(default, MAX_LOGPROBS // each))
     if isinstance(limit, int) and each * limit > MAX_LOGPROBS:
         refuse(
-            "logprobs",
+            field,
             f"of {count} answers with {limit} tokens and {logprobs} alternatives each are more than {MAX_LOGPROBS:,} "
             "numbers; ask for fewer",
         )
@@ -144,13 +176,13 @@ def _format(kind: str, value: Any, where: str) -> Structured:
     if kind == "json_object":
         return Structured(kind="json")
     if kind != "json":
-        return Structured(kind=kind, value=value)  # type: ignore[arg-type]  # checked there
+        return schema_at(where, value, kind)
     if isinstance(value, str):
         try:
             value = parse_json_text(value)
         except (ValueError, RecursionError) as error:
             refuse(where, f"is text that is not JSON: {error}")
-    return Structured(kind="json_schema", value=value)
+    return schema_at(where, value)
 
 
 def _check_stops(stops: object, tokens: object) -> None:

@@ -18,6 +18,7 @@ from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import DeviceError
+from spyglass.layers.hosted import HostSide
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.write import write_adapter
 from spyglass.ops.table import describe
@@ -177,3 +178,13 @@ def test_i1_health_banner_and_check_name_what_differs(
     assert "WRONG NUMBERS" in banner(llm, config, 80, 1)
     assert main(["check", str(folder), "--numbers"]) == 1
     assert "numbers: WRONG NUMBERS" in capsys.readouterr().out
+
+
+def test_i1_kernels_of_experts_in_host_memory_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = LLM(folder, **OPTIONS, experts="host", numbers="on")
+    assert sound.numbers is not None and not sound.numbers.mismatches
+    right = HostSide.trial
+    monkeypatch.setattr(HostSide, "trial", lambda side: (lambda pair: pair and (2 * pair[0], pair[1]))(right(side)))
+    llm = LLM(folder, **OPTIONS, experts="host", numbers="on")
+    assert llm.numbers is not None and "experts in host memory" in str(llm.numbers)
+    assert llm.loaded.model.options.build.host.reference

@@ -113,13 +113,13 @@ def test_any_number_of_forms_is_tried_at_a_time_and_leaves_one_process(trials: G
     assert trials.source is source and not children(source.process.pid)
 
 
-def test_a_form_that_takes_long_gives_way_to_everything_and_a_short_one_waits_for_no_long_one(
+def test_a_form_that_takes_long_gives_way_more_and_a_short_one_waits_for_no_long_one(
     trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "LONG_SECONDS", 0.0)
     ended = in_thread(trials, *SLOW[0])
     (pid,) = wait_for(lambda: children(trials.source.process.pid))
-    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19)
+    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, pid) >= 10)
     seconds(trials, "regex", "short")
     assert pid in children(trials.source.process.pid)
     assert "takes more than 1 s" in str(ended())
