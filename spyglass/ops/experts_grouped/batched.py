@@ -122,7 +122,7 @@ class _Chunk:
     def forward(self, x_TC: torch.Tensor, weights_TK: torch.Tensor, y_MC: torch.Tensor) -> list[torch.Tensor | None]:
         """Write the experts' outputs into the chunk's rows of y; what the backward needs."""
         from spyglass.ops.experts_grouped.triton_training import gate_rows, spread_rows
-        from spyglass.ops.linear_block.low_rank import product
+        from spyglass.ops.linear_block.low_rank import product, write_product
 
         frozen, layout, rows = self._frozen, self._frozen.layout, self._rows
         width, hidden = frozen.stacks["w1"].shape[1:]
@@ -148,7 +148,7 @@ class _Chunk:
         gate_rows(gate_MF, up_MF, weight_N, choice_M, frozen.limit, z_MF, left_MK[:, :width], frozen.rounding)
         left_GHK = left_MK.view(self._shape)
         u2 = self._put_left("w2", z_MF, left_GHK[:, :, width:])
-        y_MC[rows] = product(left_GHK, self._right("w2", x_TC, 0).mT, x_TC.dtype).flatten(0, 1)
+        write_product(left_GHK, self._right("w2", x_TC, 0).mT, y_MC[rows].view(self._shape))
         return [gate_MF, up_MF, u1, u3, u2]
 
     def backward(
@@ -163,7 +163,7 @@ class _Chunk:
     ) -> None:
         """Write the chunk's rows of dx and of the weights' gradients, and its experts' part of `dleaves`."""
         from spyglass.ops.experts_grouped.triton_training import gate_gradient, gate_rows, spread_rows
-        from spyglass.ops.linear_block.low_rank import of_weight, product
+        from spyglass.ops.linear_block.low_rank import of_weight, product, write_product
 
         frozen, layout, rows = self._frozen, self._frozen.layout, self._rows
         gate_MF, up_MF, u1, u3, u2 = kept
@@ -185,7 +185,8 @@ class _Chunk:
             *(gate_MF, up_MF, weight_N, choice_M, frozen.limit, dz_GHF.flatten(0, 1), dgate_MF, dup_MF),
             dweight_M[:-1][rows],
         )
-        dx_GHC = product(dboth_MF.view(self._shape), self._values(x_TC, "w1", "w3"), x_TC.dtype)
+        dx_GHC = dx_MC[rows].view(self._shape)
+        write_product(dboth_MF.view(self._shape), self._values(x_TC, "w1", "w3"), dx_GHC)
         if "w1" in self._low or "w3" in self._low:
             plain_MC = grad_MC  # which is not wanted any more
             spread_rows(x_TC, source_M, plain_MC, None, None)
@@ -196,7 +197,6 @@ class _Chunk:
                     left, du = self._low[name].gradient(dout_GHF)
                     self._low[name].add_input(left, dx_GHC)
                     self._learn(dleaves, name, of_weight(du, plain_GHC), of_weight(u, dout_GHF))
-        dx_MC[rows] = dx_GHC.flatten(0, 1)
 
     def _columns(self, name: str) -> int:
         return self._low[name].columns if name in self._low else 0

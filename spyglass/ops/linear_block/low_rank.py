@@ -108,3 +108,8 @@ def product(a_GNI: torch.Tensor, b_GIO: torch.Tensor, dtype: torch.dtype) -> tor
     a, b, multiply = (a_GNI[0], b_GIO[0], torch.mm) if one else (a_GNI, b_GIO, torch.bmm)
     out: torch.Tensor = multiply(a, b) if dtype == a.dtype else multiply(a, b, out_dtype=dtype)
     return out[None] if one else out
+
+
+def write_product(a_GNI: torch.Tensor, b_GIO: torch.Tensor, out_GNO: torch.Tensor) -> None:
+    """The same into `out_GNO`, of the dtype of a and b."""
+    torch.bmm(a_GNI, b_GIO, out=out_GNO)
