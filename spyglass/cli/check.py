@@ -68,7 +68,7 @@ def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
 
     llm = LLM(directory, numbers="on", adapters={f"adapter{n}": place for n, place in enumerate(adapters)})
     if llm.numbers is None:
-        return {"agree": True, "text": "not compared: the model is divided between processes"}
+        return {"agree": True, "text": "not compared: the weights are drawn"}
     return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
