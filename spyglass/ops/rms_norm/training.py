@@ -21,7 +21,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """See `reference.py`, which also serves a weight that is trained, fp64 and very wide rows."""
     trained = weight_D is not None and weight_D.requires_grad
-    if quant is not None or trained or not (gpu.trains(x_ND) and triton.suits(x_ND, None)):
+    if quant is not None or trained or not (gpu.trains(x_ND) and triton.suits(x_ND)):
         return reference.rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise, quant=quant)
     out_ND: torch.Tensor = _Norm.apply(x_ND, weight_D, eps, stepwise)  # type: ignore[no-untyped-call]
     return out_ND

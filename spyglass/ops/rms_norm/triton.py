@@ -8,7 +8,7 @@ from spyglass.ops.gpu import learns, usable
 from spyglass.ops.rms_norm import reference
 from spyglass.quant.formats import FakeQuant
 
-__all__ = ["rms_norm", "suits", "usable"]
+__all__ = ["rms_norm", "usable"]
 _WIDEST = 1 << 14  # a row is held in registers
 
 
@@ -21,7 +21,7 @@ def rms_norm(
     quant: FakeQuant | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients, float64 and very wide rows."""
-    if not suits(x_ND, quant) or learns(x_ND, weight_D):
+    if not _suits(x_ND, quant) or learns(x_ND, weight_D):
         return reference.rms_norm(x_ND, weight_D, eps=eps, stepwise=stepwise, quant=quant)
     from spyglass.ops.rms_norm.triton_kernel import normalise
 
@@ -32,8 +32,12 @@ def rms_norm(
     return out_ND.view(x_ND.shape)
 
 
-def suits(x_ND: torch.Tensor, quant: FakeQuant | None) -> bool:
-    """Whether the kernel takes these rows and this rounding."""
+def _suits(x_ND: torch.Tensor, quant: FakeQuant | None) -> bool:
     dim = x_ND.shape[-1]
     blocks = quant is None or (quant.block & (quant.block - 1) == 0 and quant.block <= dim)
     return blocks and x_ND.stride(-1) == 1 and x_ND.dtype != torch.float64 and 0 < dim <= _WIDEST
+
+
+def suits(x_ND: torch.Tensor) -> bool:
+    """Whether the kernel takes these rows."""
+    return _suits(x_ND, None)

@@ -8,7 +8,7 @@ from spyglass.ops.gpu import learns, usable
 from spyglass.ops.row_finish import reference
 from spyglass.quant.formats import FakeQuant
 
-__all__ = ["row_finish", "suits", "usable"]
+__all__ = ["row_finish", "usable"]
 _WIDEST = 1 << 12  # a row is held in registers
 
 
@@ -30,7 +30,7 @@ def row_finish(
     """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two."""
     dim = x_THD.shape[-1]
     dims = dim if dims is None else dims
-    if learns(x_THD, weight_D) or not suits(x_THD, cos_TR, quant, dims):
+    if learns(x_THD, weight_D) or not _suits(x_THD, cos_TR, quant, dims):
         return reference.row_finish(
             x_THD,
             cos_TR,
@@ -68,10 +68,14 @@ def row_finish(
     return out_THD
 
 
-def suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:
-    """Whether the kernel takes these rows, tables and roundings."""
+def _suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:
     dim = x_THD.shape[-1]
     powers = [dim] if quant is None else [dim, quant.block]
     fits = all(size and size & (size - 1) == 0 for size in powers) and 2 * cos_TR.shape[-1] <= dim <= _WIDEST
     whole = quant is None or (dims % quant.block == 0 and quant.block <= dim)
     return fits and whole and x_THD.stride(-1) == 1 and x_THD.dtype != torch.float64 and x_THD.dim() in (2, 3)
+
+
+def suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:
+    """Whether the kernel takes these rows, tables and roundings."""
+    return _suits(x_THD, cos_TR, quant, dims)
