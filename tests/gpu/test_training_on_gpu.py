@@ -40,7 +40,7 @@ def same_gradients(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor],
     """
     found: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "cuda"):
-        fresh = [leaf.to(device).requires_grad_() for leaf in leaves]
+        fresh = [leaf.detach().clone().to(device).requires_grad_() for leaf in leaves]  # not the caller's own tensors
         out = run(device, *fresh)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(device, out.dtype)
         found[device] = [out, *torch.autograd.grad((out * weight).sum(), fresh)]
