@@ -1,4 +1,5 @@
-"""Mixed load on a live server of its own process: every protocol, pictures, forms, people who leave, files that lie.
+"""Mixed load on a live server of its own process: every protocol, whole requests of programs, pictures, forms, people
+who leave, files that lie.
 
 `python -m scripts.soak --seconds 600`. Each answer is known beforehand (temperature 0, asked alone), so a lost or
 crossed one shows. At the end nothing is under way, memory is where it was, `/health` says 200, and SIGTERM ends it.
@@ -29,6 +30,7 @@ from PIL import Image
 
 from spyglass.checkpoint.random import new_checkpoint
 from tests.server.parts import data_url
+from tests.server.test_client_shapes import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SHAPES
 
 CLIENTS = 12
 NICE = ("nice", "-n", "2")
@@ -57,11 +59,15 @@ SERVER = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request that can be asked again and again; `read` takes its answer out of events or of a whole body."""
+    """One request that can be asked again and again; `read` takes its answer out of events or of a whole body.
+
+    `streams`: whether it may be asked for in a stream.
+    """
 
     path: str
     body: Mapping[str, Any]
     read: Callable[[Sequence[Mapping[str, Any]]], str]
+    streams: bool = True
 
 
 @dataclass(slots=True)
@@ -81,15 +87,17 @@ def chat_text(items: Sequence[Mapping[str, Any]]) -> str:
     for item in items:
         for choice in item.get("choices", ()):
             said = choice.get("delta") or choice.get("message") or choice
-            found[choice["index"]] = found.get(choice["index"], "") + (said.get("content") or said.get("text") or "")
+            told = "".join(said.get(name) or "" for name in ("reasoning_content", "content", "text"))
+            told += "".join(call["function"].get("arguments") or "" for call in said.get("tool_calls") or ())
+            found[choice["index"]] = found.get(choice["index"], "") + told
     return "|".join(found[index] for index in sorted(found))
 
 
 def message_text(items: Sequence[Mapping[str, Any]]) -> str:
     """Of Messages."""
-    parts = [item["delta"].get("text", "") for item in items if item.get("type") == "content_block_delta"]
-    parts += [part["text"] for item in items for part in item.get("content", ()) if part["type"] == "text"]
-    return "".join(parts)
+    parts = [item["delta"] for item in items if item.get("type") == "content_block_delta"]
+    parts += [part for item in items for part in item.get("content", ())]
+    return "".join(part.get("thinking") or part.get("text") or "" for part in parts)
 
 
 def response_text(items: Sequence[Mapping[str, Any]]) -> str:
@@ -112,7 +120,7 @@ def _question(number: int, source: random.Random, pictures: Sequence[str]) -> Qu
     text = f"{number}: " + " ".join(source.choices(WORDS, k=source.randint(3, 60)))
     picture = source.choice(pictures) if number % 3 == 0 else None
     limit = source.randint(4, 24)
-    kind = number % 5
+    kind = number % 6
     if kind == 0:
         parts = [{"type": "text", "text": text}]
         parts += [{"type": "image_url", "image_url": {"url": picture}}] if picture else []  # type: ignore[dict-item]
@@ -133,9 +141,27 @@ def _question(number: int, source: random.Random, pictures: Sequence[str]) -> Qu
         return Question("/v1/responses", body, response_text)
     if kind == 3:
         return Question("/v1/completions", {"prompt": text, "max_tokens": limit, "temperature": 0}, chat_text)
+    if kind == 4:
+        return _of_a_program(list(SHAPES)[number // 6 % len(SHAPES)], text, limit)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
     body = {"messages": [{"role": "user", "content": text}], "response_format": form, "max_tokens": 40}
     return Question("/v1/chat/completions", {"temperature": 0, **body}, chat_text)
+
+
+_READ = {CHAT: chat_text, COMPLETIONS: chat_text, RESPONSES: response_text, MESSAGES: message_text}
+_LIMIT = {RESPONSES: "max_output_tokens", CHAT: "max_completion_tokens"}
+
+
+def _of_a_program(name: str, text: str, limit: int) -> Question:
+    """The whole request of a program, at the end of which stands the text."""
+    path, shape, _ = SHAPES[name]
+    body = {**shape, "temperature": 0, _LIMIT.get(path, "max_tokens"): limit}
+    if path == COMPLETIONS:
+        body["prompt"] = body["prompt"] + text if isinstance(body["prompt"], str) else [text]
+    else:
+        history = "input" if path == RESPONSES else "messages"
+        body[history] = [*body[history], {"role": "user", "content": text}]
+    return Question(path, body, _READ[path], streams=not body.get("echo"))
 
 
 def rude(source: random.Random) -> tuple[str, dict[str, Any], tuple[int, ...]]:
@@ -193,6 +219,7 @@ class Load:
 
     async def _ask(self, number: int, *, stream: bool) -> None:
         question = self._asked[number]
+        stream = stream and question.streams
         answer = await self._client.post(question.path, json={**question.body, "stream": stream})
         if answer.status_code == 429:
             self.tally.seen["429"] += 1
@@ -208,7 +235,7 @@ class Load:
 
     async def _leave(self, question: Question, source: random.Random) -> None:
         """Go away at some time, with or without having read something."""
-        stream = source.random() < 0.7
+        stream = question.streams and source.random() < 0.7
         body = {**question.body, "stream": stream}
         try:
             async with asyncio.timeout(source.uniform(0.001, 0.1)):
@@ -307,7 +334,7 @@ async def _address(process: subprocess.Popen[str], told: Any) -> str:
 
 
 async def soak(
-    folder: Path, seconds: float, seed: int = 0, count: int = 30, *, attacked: bool = False
+    folder: Path, seconds: float, seed: int = 0, count: int = 6 * len(SHAPES), *, attacked: bool = False
 ) -> tuple[Tally, list[int]]:
     """Load for so long; what happened, and the server's memory over time (12 samples). `attacked`: with attackers
     (`scripts.attackers`) among the clients."""
@@ -315,7 +342,7 @@ async def soak(
     async with serving(folder) as (process, client):
         expected = {}
         for number, question in enumerate(asked):
-            answer = await client.post(question.path, json=question.body)
+            answer = await client.post(question.path, json={**question.body, "stream": False})
             assert answer.status_code == 200, answer.text
             expected[number] = question.read(read(answer.text, stream=False))
         assert len(set(expected.values())) > count // 2, "answers must differ, or crossed ones would not show"

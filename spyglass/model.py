@@ -26,6 +26,7 @@ from spyglass.layers.build import BuildContext, held_tensors, weight_slots
 from spyglass.layers.embedding import Embedding, PlainTensor
 from spyglass.layers.hosted import HostSide
 from spyglass.layers.linear import Linear
+from spyglass.layers.merged import stack_weights
 from spyglass.ops.declare import Backend
 from spyglass.ops.table import Which, bind_ops
 from spyglass.parallel.group import ALONE, Group
@@ -284,6 +285,8 @@ def load_model(
     else:
         skip: tuple[Literal["draft", "vision"], ...] = ("draft",) if images else ("draft", "vision")
         report = load_into(model.slots(), checkpoint, skip=skip, progress=progress, shard=shard, params=model.params)
+    if model.options.build.ops.merges:
+        stack_weights(model)
     if build.host is not None:
         build.host.ready()
     return LoadedModel(model=model, config=config, device=place, dtype=build.dtype, numerics=chosen, report=report)

@@ -6,11 +6,14 @@ model as it was loaded. The first call of each op with arguments of a kind is ma
 and by the reference, with the model's own weights and activations; the prompt goes on with what the reference gave.
 Then the same prompt runs as it will in service, through captured graphs, and its hidden states are compared with those
 of the chosen ops one by one.
+
+Processes of a divided model do this together, each with its own part, since a step has sums over all of them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -83,32 +86,52 @@ class NumbersReport:
         }
 
 
-def compare(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int] = ()) -> NumbersReport:
-    """Run the fixed prompt both ways, without an adapter and with each of those in `slots`."""
+def compare_ops(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int] = ()) -> NumbersReport:
+    """Each op against its reference in the fixed prompt, without an adapter and with each of those in `slots`.
+
+    Of a divided model every process calls this at the same time; `engram` is rank 0's.
+    """
     began, ops = time.perf_counter(), loaded.model.options.build.ops
     watch = _Comparison(loaded)
-    differs: Mismatch | None = None
     for slot in (0, *slots):
-        probe = _Probe(loaded, engram, slot)
-        with torch.inference_mode():
-            # small work: on a busy machine threads that wait for one another would take half a minute
-            with _one_thread(), ops.watched(watch):
-                probe.run("eager")
-            if not watch.mismatches and differs is None:
-                differs = _whole_path(probe, loaded.model.capture_backend)
+        # small work: on a busy machine threads that wait for one another would take half a minute
+        with torch.inference_mode(), _one_thread(), ops.watched(watch):
+            _Probe(loaded, engram, slot).run("eager")
     watch.look_at_the_host(loaded)
-    mismatches = [*watch.mismatches.values()] or ([] if differs is None else [differs])
-    return NumbersReport(mismatches=tuple(mismatches), compared=watch.compared, seconds=time.perf_counter() - began)
+    mismatches = tuple(watch.mismatches.values())
+    return NumbersReport(mismatches=mismatches, compared=watch.compared, seconds=time.perf_counter() - began)
 
 
-def _whole_path(probe: _Probe, backend: str) -> Mismatch | None:
-    """The prompt as it will run in service, against the ops one by one."""
+def compare_path(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int] = ()) -> NumbersReport:
+    """The fixed prompt as it will run in service, against the ops one by one; called as `compare_ops`."""
+    began, differs = time.perf_counter(), list[Mismatch]()
+    for slot in (0, *slots):
+        with torch.inference_mode():
+            difference = _path_differs(_Probe(loaded, engram, slot))
+        if difference is not None:
+            where = f"states of a fixed prompt{_rank(loaded)}: {difference}"
+            differs.append(Mismatch(WHOLE_PATH, loaded.model.capture_backend, where))
+    return NumbersReport(mismatches=tuple(differs[:1]), seconds=time.perf_counter() - began)
+
+
+def together(reports: Sequence[NumbersReport]) -> NumbersReport:
+    """Reports of several processes, or of one after another, as one; `seconds` are those of the first process."""
+    compared: Counter[str] = sum((Counter(one.compared) for one in reports), Counter())
+    mismatches = tuple(wrong for one in reports for wrong in one.mismatches)
+    return NumbersReport(mismatches=mismatches, compared=compared, seconds=reports[0].seconds)
+
+
+def _path_differs(probe: _Probe) -> str | None:
     try:
         pairs = zip(probe.run(None), probe.run("eager"), strict=True)
-        difference = next(filter(None, (_floats_differ(a, b, _MOST_OF_THE_PATH, float("inf")) for a, b in pairs)), None)
+        return next(filter(None, (_floats_differ(a, b, _MOST_OF_THE_PATH, float("inf")) for a, b in pairs)), None)
     except RuntimeError as error:
-        difference = f"cannot be had: {error}"
-    return None if difference is None else Mismatch(WHOLE_PATH, backend, f"states of a fixed prompt: {difference}")
+        return f"cannot be had: {error}"
+
+
+def _rank(loaded: LoadedModel) -> str:
+    group = loaded.model.options.build.group
+    return f" on rank {group.rank}" if group.size > 1 else ""
 
 
 class _Comparison:
@@ -118,7 +141,7 @@ class _Comparison:
         ops = loaded.model.options.build.ops
         dtype = str(loaded.dtype).removeprefix("torch.")
         self._references = bind_ops(loaded.device.type, dtype, "reference")
-        self._chosen = ops.chosen
+        self._chosen, self._rank = ops.chosen, _rank(loaded)
         self._seen: set[Any] = set()
         self._most = _MOST[loaded.device.type]
         self.compared: dict[str, int] = {}
@@ -147,7 +170,7 @@ class _Comparison:
             )  # arguments too: some ops write into them
             difference = next(filter(None, (_differs(a, b, *self._most) for a, b in pairs if a is not b)), None)
         if difference is not None:
-            self.mismatches[op] = Mismatch(op, self._chosen[op], difference)
+            self.mismatches[op] = Mismatch(op, self._chosen[op], difference + self._rank)
         return expected
 
     def look_at_the_host(self, loaded: LoadedModel) -> None:
@@ -236,6 +259,21 @@ class _Probe:
             )
 
     def _fetch(self, step: StepInput) -> Callable[[], Mapping[int, torch.Tensor]] | None:
+        engram, group = self._loaded.config.text.engram, self._loaded.model.options.build.group
+        if engram is None:
+            return None
+        own = self._start(step)
+
+        def rows() -> Mapping[int, torch.Tensor]:
+            shape = len(step.ids_T), engram.row_width
+            empty = torch.empty(shape, dtype=self._loaded.dtype, device=self._loaded.device)
+            found = dict.fromkeys(engram.layers, empty) if own is None else own()
+            return {layer: group.broadcast(found[layer].contiguous().clone()) for layer in engram.layers}
+
+        return rows
+
+    def _start(self, step: StepInput) -> Callable[[], Mapping[int, torch.Tensor]] | None:
+        """The rows of the memory tables, of which rank 0 has the only ones."""
         if self._engram is None:
             return None
         (start,), (stop,) = step.start_S, step.stop_S

@@ -17,11 +17,21 @@ HOSTED = (1, 2)
 
 
 def make(
-    family: str, device: str, *, packed: bool = True, host: Collection[int] = (), ops: Which = "auto"
+    family: str,
+    device: str,
+    *,
+    packed: bool = True,
+    host: Collection[int] = (),
+    ops: Which = "auto",
+    overlaps: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """A model in bfloat16, and what `tests.captured.decode` needs with it."""
     bound = bind_ops(device, "bfloat16", ops)
-    side = HostSide(host, torch.device(device), places=PLACES, reference=ops == "reference") if host else None
+    side = (
+        HostSide(host, torch.device(device), places=PLACES, reference=ops == "reference", overlaps=overlaps)
+        if host
+        else None
+    )
     options: dict[str, Any] = {
         "packed": packed, "expand": False, "dtype": torch.bfloat16, "numerics": "reference", "ops": bound,
         "device": device, "host": side,

@@ -16,11 +16,15 @@ from spyglass.ops.experts_grouped import triton as experts
 from spyglass.ops.index_topk import triton as index
 from spyglass.ops.linear_block import triton as linear
 from spyglass.ops.linear_grouped import triton as grouped
+from spyglass.ops.rms_norm import triton as rms_norm
+from spyglass.ops.row_finish import triton as row_finish
 from spyglass.ops.sparse_attention import triton as attention
+from spyglass.ops.swiglu import triton as swiglu
 from spyglass.quant.packed import Packed, empty_packed
 
 _ROTATED = 256 << 20  # bytes that no cache holds
 _MOST_SETS = 32
+_SHORT = (experts.Few(warps=1, steps=2), experts.Few(warps=1, steps=1))
 _NEAR = 6  # numbers of programs nearest to that of processors are tried
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -94,9 +98,17 @@ def _linear_launches(rows: int, weight: Packed, groups: int) -> Iterator[Any]:
         return
     tiles: tuple[tuple[int, int, int, int, int], ...] = ((64, 32, 4, 4, 1), (64, 32, 4, 3, 2))
     if rows > linear.FEW:
-        tiles = ((64, 64, 4, 4, 1), (64, 64, 4, 3, 2), (64, 128, 4, 4, 1), (128, 64, 8, 4, 1), (128, 128, 8, 3, 1))
+        tiles = (
+            *tiles,
+            (32, 64, 2, 4, 1),
+            (32, 128, 2, 4, 1),
+            (64, 64, 4, 4, 1),
+            (64, 64, 4, 3, 2),
+            (64, 128, 4, 4, 1),
+        )
+        tiles = (*tiles, (64, 128, 4, 3, 2), (128, 64, 8, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 2, 2))
     if rows >= 512:
-        tiles = (*tiles[2:], (128, 128, 8, 2, 2), (128, 256, 8, 2, 2))
+        tiles = (*tiles[4:], (128, 256, 8, 2, 2))
         yield linear.Expanded()
     for side, tokens, warps, stages, unrolled in tiles:
         if out % side == 0:
@@ -133,12 +145,12 @@ def _experts_launches(rows: int, chosen: int, w1: Packed) -> Iterator[experts.Tu
     if rows <= 1023:
         ends: list[list[experts.Few]] = [[], []]
         for end, inner in zip(ends, (hidden, width), strict=True):
-            for warps, ahead in ((1, False), (1, True), (2, False), (2, True), (4, False)):
-                steps = next((steps for steps in (4, 2, 1) if inner % (warps * steps * 128) == 0), 0)
-                if steps:
+            for warps, steps, ahead in product((1, 2, 4, 8) if rows <= 32 else (1, 2), (4, 2), (False, True)):
+                if inner % (warps * steps * 128) == 0 and (steps == 4 or (warps > 2 and not ahead)):
                     end.append(experts.Few(warps=warps, steps=steps, ahead=ahead))
-        yield from (experts.Tuning(up=up, down=ends[1][0]) for up in ends[0])
-        yield from (experts.Tuning(up=ends[0][0], down=down) for down in ends[1][1:])
+            if not end:  # sums that 512 does not divide
+                end.append(next(few for few in _SHORT if inner % (few.steps * 128) == 0))
+        yield from (experts.Tuning(up=up, down=down) for up, down in product(*ends))
     if rows > 128 and w1.format.name == "fp4":
         shapes: tuple[tuple[int, int, int, int, int, int | None], ...]
         shapes = ((128, 64, 8, 3, 1, None), (128, 64, 8, 2, 2, None), (64, 64, 4, 3, 1, None), (128, 128, 8, 2, 1, 128))
@@ -268,12 +280,51 @@ def _scorings(rows: int) -> Iterator[index.Scoring]:
             yield index.Scoring(rows=at_once, keys=keys, programs=programs, warps=warps, stages=2)
 
 
+def _row_wise(call: OpCall) -> Work | None:
+    """Ops whose programs take some rows, heads or channels each."""
+    x, options = call.args[0], call.options
+    function: Callable[..., torch.Tensor]
+    if call.op == "rms_norm":
+        shape, function = rms_norm.shape_key(x, options["quant"]), rms_norm.rms_norm
+        sizes = [size for size in (1, 2, 4, 8) if size * x.shape[-1] <= 8192]
+    elif call.op == "row_finish":
+        shape, function = row_finish.shape_key(x, options["hadamard"], options["quant"]), row_finish.row_finish
+        heads, dim = (1, x.shape[-1]) if x.dim() == 2 else x.shape[1:]
+        sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(1, heads) and size * dim <= 8192]
+    else:
+        shape, function, sizes = {"width": x.shape[-1]}, swiglu.swiglu, [256, 512, 1024, 2048]
+
+    def inputs(device: torch.device) -> list[Inputs]:
+        drawn = [_drawn(arg, device) if isinstance(arg, torch.Tensor) else arg for arg in call.args]
+        given = dict(options)
+        if options.get("weight_D") is not None:
+            given["weight_D"] = _drawn(options["weight_D"], device)
+        if options.get("pages_NBD") is not None:
+            pages = _pages(options["pages_NBD"], max(8, -(-len(x) // options["pages_NBD"].shape[1])), device)
+            given |= {"pages_NBD": pages, "write_T": torch.arange(len(x), device=device)}
+        return [(tuple(drawn), given)]
+
+    kinds = [tuned.RowWise(at_once=size, warps=warps) for size in sizes for warps in (1, 2, 4, 8)]
+    return Work(
+        table=call.op,
+        shape=tuned.key(**shape),
+        rows=tuned.bucket(len(x)),
+        launches=(None, *kinds),
+        inputs=inputs,
+        run=lambda launch, given: function(*given[0], **given[1], launch=launch),
+        tolerance=2e-2,  # a last bit may decide where a value is rounded to
+    )
+
+
 _MAKERS: dict[str, Callable[[OpCall], Work | None]] = {
     "linear_block": _linear,
     "linear_grouped": _linear,
     "experts_grouped": _experts,
     "sparse_attention": _attention,
     "index_topk": _index,
+    "rms_norm": _row_wise,
+    "row_finish": _row_wise,
+    "swiglu": _row_wise,
 }
 
 

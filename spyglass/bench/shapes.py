@@ -17,6 +17,7 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.rehearsal import engram_rows
 from spyglass.layers.build import BuildContext, Loadable
 from spyglass.layers.linear import Experts
+from spyglass.layers.merged import stack_weights
 from spyglass.model import LoadedModel, ModelOptions, VisionLanguageModel
 from spyglass.ops.launches import recorded
 from spyglass.ops.table import bind_ops
@@ -52,6 +53,7 @@ def model_of_shapes(config: ModelConfig) -> LoadedModel:
                     if param.kind == "index"  # its values are checked
                     else empty_packed(param.format, slot.shape, META)
                 )
+    stack_weights(model)
     report = LoadReport(counts={}, skipped={}, ignored_files=(), nbytes=0, seconds=0.0)
     return LoadedModel(
         model=model, config=config, device=META, dtype=torch.bfloat16, numerics="reference", report=report

@@ -26,7 +26,7 @@ from spyglass.config.presets import PRESETS, config_of
 from spyglass.ops import tuned
 from spyglass.ops.launches import compile_kernels, recorded
 
-GAIN = 1.02  # how much quicker a launch must be to take the place of the one in use
+GAIN = 1.03  # how much quicker a launch must be to take the place of the one in use
 Timer = Callable[[Sequence[Callable[[], object]]], float]
 
 

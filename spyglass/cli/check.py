@@ -68,7 +68,7 @@ def _compare_numbers(directory: str, adapters: list[str]) -> dict[str, Any]:
 
     llm = LLM(directory, numbers="on", adapters={f"adapter{n}": place for n, place in enumerate(adapters)})
     if llm.numbers is None:
-        return {"agree": True, "text": "not compared: the model is divided between processes"}
+        return {"agree": True, "text": "not compared: the weights are drawn"}
     return {**llm.numbers.as_json(), "text": str(llm.numbers)}
 
 
@@ -214,13 +214,13 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
     if "groups" in report and not plan_only:
         lines += _tensor_lines(report)
     if not report.get("tokenizer", True) and not plan_only:
-        lines.append("no tokenizer.json: takes token ids and pictures, but no text")
+        lines.append("no tokenizer.json: takes token ids and images, but no text")
     if "ops" in report and not plan_only:
         lines += _ops_lines(report["ops"])
         lines += [f"Triton kernels on {name}: {known}" for name, known in report["gpu_kernels"].items()]
         if report["no_cpu_kernels"] is not None:
             lines.append(f"the fast kernels for processors cannot run: {report['no_cpu_kernels']}")
-        lines.append(f"pictures through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
+        lines.append(f"images through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
         lines += _memory_lines(report["memory"]) + expert_lines(report["experts"])
     if "numbers" in report:
@@ -240,7 +240,7 @@ def _last_line(report: dict[str, Any]) -> str:
 def _model_lines(report: dict[str, Any]) -> list[str]:
     model = report["model"]
     ratios = ", ".join(f"{count} of ratio {ratio}" for ratio, count in model["layers_by_ratio"].items())
-    tower = f"picture tower of {model['vision_layers']} layers" if model["vision_layers"] else "text only, no pictures"
+    tower = f"image tower of {model['vision_layers']} layers" if model["vision_layers"] else "text only, no images"
     return [
         f"family: {report['family']}, {tower}",
         f"layers: {model['layers']} ({ratios}; {model['hash_layers']} routed by token id), hidden size "

@@ -1,4 +1,4 @@
-"""`spyglass eval`: ask a model fresh questions about the tiny world, print its accuracy kind by kind."""
+"""`spyglass eval`: ask a model fresh questions about the tiny world, or one's own, print its accuracy by kind."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ from spyglass.config.fields import integer
 from spyglass.errors import ConfigError
 
 if TYPE_CHECKING:
+    from spyglass.cli.own_questions import OwnQuestion
     from spyglass.engine import LLM, RequestOutput, SamplingParams
     from spyglass.prompt.chat import Effort
+    from spyglass.tiny_world.evaluate import Report
 
-HELP = "Ask a model fresh questions about images of simple things; the last line printed is its overall accuracy."
+HELP = (
+    "Ask a model fresh questions about images of simple things, or with --data one's own; the last line printed is its "
+    "overall accuracy."
+)
+_NUM = 200
 _SPLITS = ("train", "test", "unseen")
 _CONTROLS = ("shuffled", "grey")
 _VARIANTS = ("roman", "negative", "french")
@@ -39,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "spyglass eval [options] [MODEL]"
     add_model(parser)
     add_lora_option(parser)
-    parser.add_argument("--num", type=integer, metavar="N", default=200, help="questions to ask (default: 200)")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        type=Path,
+        help="chats whose last answers are the right ones, as for finetune; told apart by a column 'task', if any",
+    )
+    parser.add_argument("--num", type=integer, metavar="N", help="questions to ask (default: 200, of --data all)")
     parser.add_argument(
         "--seed", type=integer, metavar="N", default=0, help="another seed asks other questions (default: 0)"
     )
@@ -65,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     folder = model_folder(stated_model(args))
     engine_config(args)
     for name in ("num", "batch"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it is at least 1")
     if args.sheet is not None and not args.sheet.parent.is_dir():
         raise ConfigError(f"--sheet {args.sheet}: there is no folder {args.sheet.parent}")
@@ -73,10 +85,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sheet {args.sheet} is a folder; name the file to write")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
+    own = _own_questions(args)
+    from spyglass.cli.own_questions import evaluate_own
     from spyglass.engine import LLM
     from spyglass.params.targets import describe_counts
     from spyglass.tiny_world.evaluate import evaluate
-    from spyglass.tiny_world.sheet import contact_sheet
 
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     note_bases(adapters_of(args), folder)
@@ -88,9 +101,14 @@ def run(args: argparse.Namespace) -> int:
             f"spyglass: without --lora this is {llm.name} itself, at a task that it was not trained for",
             file=sys.stderr,
         )
+    asked = llm if args.lora is None else _Adapted(llm)
+    if own is not None:
+        if llm.tokenizer is None:
+            raise ConfigError(f"{folder} has no tokenizer.json, and chats are text; add the file")
+        return _tell(evaluate_own(asked, own, llm.tokenizer, batch=args.batch, progress=True), args)
     report = evaluate(
-        llm if args.lora is None else _Adapted(llm),
-        args.num,
+        asked,
+        _NUM if args.num is None else args.num,
         args.seed,
         split=args.split,
         control=args.control,
@@ -98,6 +116,24 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         progress=True,
     )
+    return _tell(report, args)
+
+
+def _own_questions(args: argparse.Namespace) -> list[OwnQuestion] | None:
+    """The questions of `--data`, as many as are wanted; None without it."""
+    if args.data is None:
+        return None
+    for name, default in (("seed", 0), ("split", "test"), ("control", None), ("variant", None)):
+        if getattr(args, name) != default:
+            raise ConfigError(f"--{name} is about the questions that eval makes itself; leave it or --data out")
+    from spyglass.cli.own_questions import read_questions
+
+    return read_questions(args.data)[: args.num]
+
+
+def _tell(report: Report, args: argparse.Namespace) -> int:
+    from spyglass.tiny_world.sheet import contact_sheet
+
     if (thoughts := report.thoughts()) is not None:
         print(thoughts)
     print(report.table(), flush=True)  # before the sheet: a disk that is full by now costs no answers

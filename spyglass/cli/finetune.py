@@ -72,7 +72,8 @@ def _add_option(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) ->
         parser.add_argument(option, choices=choices_of(TrainConfig)[item.name], default=item.default, help=_help(item))
     else:
         kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
-            str: (str, "NAME"), int: (integer, "N"), int | None: (integer, "N"), Path | None: (Path, "FILE"),
+            str: (str, "NAME"), str | None: (str, "NAME"), int: (integer, "N"), int | None: (integer, "N"),
+            Path | None: (Path, "FILE"),
         }  # fmt: skip
         parse, letter = kinds.get(kind, (number, "X"))
         parser.add_argument(option, metavar=letter, type=parse, default=item.default, help=_help(item))

@@ -107,11 +107,11 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 def _look(photo: Path, vision: VisionConfig, start: int, rules_name: str) -> _Seen:
     rules = CHAT_RULES if rules_name == "chat" else REFERENCE_RULES
-    picture = open_image(photo, name=str(photo))
-    form = f"{picture.format} {picture.mode}"
-    stored, size = picture.size, oriented_size(picture, rules)
+    image = open_image(photo, name=str(photo))
+    form = f"{image.format} {image.mode}"
+    stored, size = image.size, oriented_size(image, rules)
     plan = plan_image(*size, vision)
-    resized = resize(to_rgb(picture, rules, name=str(photo)), plan, name=str(photo))
+    resized = resize(to_rgb(image, rules, name=str(photo)), plan, name=str(photo))
     return _Seen(
         stored=stored, size=size, form=form, resized=resized, plan=plan, span=layout_block(plan, start, vision)
     )
@@ -148,9 +148,9 @@ def _facts(seen: _Seen) -> tuple[tuple[str, str], ...]:
     if plan.stretch:
         how = "stretched"
     else:
-        how = "filled" if inner == plan.resized else f"the picture as {inner[0]} x {inner[1]} on grey"
+        how = "filled" if inner == plan.resized else f"the image as {inner[0]} x {inner[1]} on grey"
     return (
-        ("picture", f"{seen.size[0]} x {seen.size[1]} pixels, {seen.form}{turned}"),
+        ("image", f"{seen.size[0]} x {seen.size[1]} pixels, {seen.form}{turned}"),
         ("resized", f"{plan.resized[0]} x {plan.resized[1]}, {how}"),
         ("patches", f"{rows} rows x {columns} = {rows * columns} of {plan.patch_size} pixels"),
         ("cells", f"{cell_rows} rows x {cell_columns} = {cell_rows * cell_columns}"),

@@ -66,7 +66,7 @@ class Inspection:
 
 def draw_inspection(inspection: Inspection) -> Image.Image:
     """The sheet, RGB, 1,600 pixels wide and as tall as it must be."""
-    panels = (_picture_panel(inspection), _order_panel(inspection))
+    panels = (_image_panel(inspection), _order_panel(inspection))
     strip, mask = _strip(inspection), _mask(inspection)
     upper = max(panel.height for panel in panels)
     facts_height = 27 * len(inspection.facts)
@@ -93,7 +93,7 @@ def draw_inspection(inspection: Inspection) -> Image.Image:
         pen,
         (left, middle),
         "Token block",
-        f"positions of the prompt, {_STRIP_COLUMNS} to a row: the picture's tokens, coloured as above, between text",
+        f"positions of the prompt, {_STRIP_COLUMNS} to a row: the image's tokens, coloured as above, between text",
     )
     _legend(pen, left, middle + _HEAD, inspection)
     sheet.paste(strip, (left, middle + _HEAD + 32))
@@ -125,7 +125,7 @@ def _grid_scale(inspection: Inspection, rows: int, columns: int) -> float:
     return min(_PANEL / columns, _TALLEST / rows, 2.0 * cell)
 
 
-def _picture_panel(inspection: Inspection) -> Image.Image:
+def _image_panel(inspection: Inspection) -> Image.Image:
     """The resized image under its patch grid (thin) and cell grid (thick); cells beyond its edge are zero-padding."""
     plan = inspection.plan
     rows, columns = plan.llm_grid
@@ -266,7 +266,7 @@ def _mask(inspection: Inspection) -> Image.Image:
 def _mask_legend(pen: ImageDraw.ImageDraw, x: int, y: int, mutual: bool) -> None:
     entries = [
         ("what came before, within the window", _CAUSAL),
-        ("also seen inside a picture", _BOTH_WAYS),
+        ("also seen inside an image", _BOTH_WAYS),
         ("unseen", _UNSEEN),
     ]
     for label, colour in entries if mutual else [entries[0], entries[2]]:

@@ -12,6 +12,7 @@ from spyglass.errors import ConfigError
 Schedule = Literal["constant", "linear", "cosine"]
 LossOn = Literal["assistant", "all"]
 EPOCHS = 3  # unless somebody says
+_RATE, _RATE_SIZE = 2e-4, 4096  # of adapters, and the hidden size that it is for
 MAX_FACTOR = 1e12  # of what fp32 values are multiplied with
 _OF_ADAPTERS = ("targets", "rank", "alpha", "rslora", "dropout", "names")
 
@@ -47,7 +48,12 @@ class TrainConfig:
         default=8, metadata=about("max chats of a micro-batch, so that a small file makes many steps")
     )
     accumulate: int = field(default=1, metadata=about("micro-batches of a step, over all processes"))
-    lr: float = field(default=2e-4, metadata=about("highest learning rate"))
+    lr: float | None = field(
+        default=None,
+        metadata=about(
+            "highest learning rate (default: 2e-4 for a hidden size of 4,096, of adapters of smaller models more)"
+        ),
+    )
     weight_decay: float = field(default=0.0, metadata=about("of AdamW"))
     schedule: Schedule = field(default="cosine", metadata=about("how the rate falls: constant, linear or cosine, to 0"))
     warmup: int = field(default=10, metadata=about("steps in which it rises first, at most half of all", low=0))
@@ -69,6 +75,9 @@ class TrainConfig:
         default=True, metadata=about("compute layers again for the gradient, instead of keeping what is inside them")
     )
     resume: bool = field(default=False, metadata=about("go on with the run in the output folder, if it holds one"))
+    wandb: str | None = field(
+        default=None, metadata=about("also log to this project of Weights & Biases, where wandb is installed")
+    )
     save_every: int = field(default=100, metadata=about("steps between saved states; the last is always saved"))
     minutes: float | None = field(default=None, metadata=about("save and stop after so long; resume with --resume"))
     names: Literal["official", "hf"] = field(
@@ -82,6 +91,16 @@ class TrainConfig:
         default="auto", metadata=about("rounding of activations, as in `spyglass run`")
     )
 
+    def rate(self, hidden_size: int) -> float:
+        """The highest learning rate for a model: `lr`, or the default.
+
+        What an adapter changes is a product of two thin matrices, and in thin models it takes larger ones to change
+        as much: the default is 2e-4 (4096 / hidden_size)^0.8, of a whole model 2e-4.
+        """
+        if self.lr is not None:
+            return self.lr
+        return _RATE if self.full else _RATE * (_RATE_SIZE / hidden_size) ** 0.8
+
     def __post_init__(self) -> None:
         check_options(self)
         self._check_numbers()
@@ -93,7 +112,7 @@ class TrainConfig:
             raise ConfigError("eval_data goes with adapters; with full, measure the checkpoint afterwards")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps ({self.steps}) and epochs ({self.epochs}) both say how long; give one of them")
-        for name in ("lr", "alpha", "clip"):
+        for name in ("alpha", "clip", *(["lr"] if self.lr is not None else [])):
             if not 0 < getattr(self, name) <= MAX_FACTOR:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a number above 0, at most {MAX_FACTOR:g}")
         if not 0 <= self.dropout < 1:

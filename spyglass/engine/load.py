@@ -13,7 +13,6 @@ from spyglass.config.engine import EngineConfig
 from spyglass.config.read import read_model_config
 from spyglass.engine.fit import require_devices
 from spyglass.engine.ranks import Ranks
-from spyglass.errors import ConfigError
 from spyglass.model import LoadedModel, load_model
 from spyglass.params.shard import Shard, require_even
 from spyglass.params.table import param_table
@@ -53,10 +52,6 @@ def load_ranks(
     }
     if size == 1:
         return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
-    if options.numbers == "strict":
-        raise ConfigError(
-            "numbers is 'strict', and those of a divided model are not compared; take 'off' or one process"
-        )
     require_even(param_table(read_model_config(path)), size)
     require_devices(device, size)
     ranks = Ranks(size, device, how, threads=torch.get_num_threads())

@@ -21,7 +21,7 @@ from spyglass.errors import DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.pool import AdapterPool
 from spyglass.model import LoadedModel
-from spyglass.numbers import WHOLE_PATH, NumbersReport, compare
+from spyglass.numbers import WHOLE_PATH, NumbersReport, compare_ops, compare_path, together
 from spyglass.ops.table import OPS
 
 
@@ -66,19 +66,20 @@ def load_checked(
 ) -> tuple[LoadedParts, NumbersReport | None]:
     """Parts whose ops all agree with their references: `load(without)` is called again without those that do not.
 
-    A divided model is not compared: its ranks do nothing that is not a step.
+    What differs in one process of a divided model runs by its reference in all of them.
 
     Raises:
-        DeviceError: something differs, or cannot be compared, and the mode is "strict".
+        DeviceError: something differs, and the mode is "strict".
+        RankError: a process of a divided model failed.
     """
     parts = load(())
-    if mode == "strict" and parts.ranks is not None:
-        raise DeviceError("a model that is divided between processes is not compared; leave --numbers strict out")
-    if mode == "off" or parts.drawn or parts.ranks is not None:
+    if mode == "off" or parts.drawn:
         return parts, None
-    report = compare(parts.loaded, parts.engram, parts.lora.slots())
+    report = _compare(parts)
     if not report.mismatches:
         return parts, report
+    if parts.ranks is not None:
+        parts.ranks.close()
     if mode == "strict":
         raise DeviceError(
             f"numbers differ from the reference: {report.differences()}; rebuild the kernels, look at the driver, or "
@@ -89,3 +90,24 @@ def load_checked(
     gc.collect()
     wrong = {one.op for one in report.mismatches}
     return load(OPS if WHOLE_PATH in wrong else sorted(wrong)), report
+
+
+def _compare(parts: LoadedParts) -> NumbersReport:
+    """All ops, and, if they agree, the whole path."""
+    ops = _on_all_ranks(parts, compare_ops)
+    if ops.mismatches:
+        return ops
+    path = _on_all_ranks(parts, compare_path)
+    return NumbersReport(mismatches=path.mismatches, compared=ops.compared, seconds=ops.seconds + path.seconds)
+
+
+def _on_all_ranks(
+    parts: LoadedParts, work: Callable[[LoadedModel, EngramFeed | None, Sequence[int]], NumbersReport]
+) -> NumbersReport:
+    slots, ranks = tuple(parts.lora.slots()), parts.ranks
+    if ranks is None:
+        return work(parts.loaded, parts.engram, slots)
+    with ranks.turn():
+        ranks.send("compare", work, slots)
+        own = work(parts.loaded, parts.engram, slots)
+        return together([own, *ranks.answers()])

@@ -38,7 +38,7 @@ class Rank:
     """Carries out messages, each a method's name and its arguments. `reply` sends an answer to rank 0."""
 
     def __init__(self, loaded: LoadedModel, group: Group, reply: Callable[[Any], None]) -> None:
-        self._model, self._config, self._device = loaded.model, loaded.config, loaded.device
+        self._loaded, self._model, self._config, self._device = loaded, loaded.model, loaded.config, loaded.device
         self._group, self._reply = group, reply
         self._banks = ModelBanks(loaded.model)
         self._memories: dict[int, PageMemory] = {}
@@ -53,6 +53,7 @@ class Rank:
             "encode": self._encode,
             "adapter": self._adapter,
             "clear": self._banks.clear,
+            "compare": lambda work, slots: self._reply(work(self._loaded, None, slots)),
             "free": lambda: self._reply(answer_free(lambda: free_memory(self._device))),
         }
         while True:

@@ -71,7 +71,7 @@ class Scheduler:
         self, allocator: CacheAllocator, step_tokens: int, prefixes: PrefixCache, pace: Pace | None = None
     ) -> None:
         self.allocator, self._prefixes = allocator, prefixes
-        self._step_tokens, self._pace = step_tokens, pace
+        self._step_tokens, self.pace = step_tokens, pace
         self._step = 0
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
@@ -234,10 +234,10 @@ class Scheduler:
         the whole step, or one of them must."""
         prompts = [s for s in ready if s.pending > 1]
         room = self._step_tokens - (len(ready) - len(prompts))
-        if self._pace is None or not prompts or max(s.next_piece() for s in prompts) > room:
+        if self.pace is None or not prompts or max(s.next_piece() for s in prompts) > room:
             return None
-        tokens = self._pace.prompt_tokens(alone=len(ready) == 1 and not self.waiting)
-        return min(room, max(2 * len(prompts), tokens)), self._pace.cell_tokens
+        tokens = self.pace.prompt_tokens(alone=len(ready) == 1 and not self.waiting)
+        return min(room, max(2 * len(prompts), tokens)), self.pace.cell_tokens
 
     def _share_among(
         self, ready: Sequence[TokenSequence], left: float, cell: float, stops: dict[int, int], *, is_first: bool

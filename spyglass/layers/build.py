@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from spyglass.layers.streams import SideStreams
 from spyglass.ops.declare import Ops
 from spyglass.parallel.group import ALONE, Group
 from spyglass.params.shard import WHOLE, Shard
@@ -55,6 +56,10 @@ class BuildContext:
     shard: Shard = WHOLE
     group: Group = ALONE
     host: HostSide | None = None
+    side: SideStreams = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "side", SideStreams(self.device))
 
     def param(self, name: str) -> Param:
         """A parameter with the shape that this process has of it."""

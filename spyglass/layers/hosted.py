@@ -55,13 +55,22 @@ class HostSide:
     """What the hosted layers of one model share. `layers`: whose routed experts are in host memory.
 
     `device`: where the rest computes. Steps of `many` rows get the weights copied there, to `places` that take turns;
-    smaller ones are computed on the host, by `threads` threads; None = as torch has them.
+    smaller ones are computed on the host, by `threads` threads; None = as torch has them. `overlaps`: in a stream
+    beside that of the model, so that the GPU computes the shared expert meanwhile.
 
     Raises:
         DeviceError: the kernels for processors cannot run here.
     """
 
-    def __init__(self, layers: Iterable[int], device: torch.device, *, places: int, reference: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Iterable[int],
+        device: torch.device,
+        *,
+        places: int,
+        reference: bool = False,
+        overlaps: bool = False,
+    ) -> None:
         self.layers, self.device, self.reference = frozenset(layers), device, reference
         if not reference and (told := why_not()) is not None:
             raise DeviceError(f"experts in host memory need the kernels for processors: {told}; or take experts=gpu")
@@ -74,7 +83,7 @@ class HostSide:
         self.stream = ExpertStream(device, places) if on_gpu and not reference else None
         self._modules: list[HostedExperts] = []
         self._buffers: dict[int, _Buffers] = {}
-        self._side: torch.cuda.Stream | None = None
+        self._side = torch.cuda.Stream(device) if overlaps and on_gpu else None
 
     def add(self, module: HostedExperts) -> None:
         """A layer that is being built, in their order."""
@@ -139,21 +148,22 @@ class HostSide:
             best().experts(*module.arguments(room, buffers, adapters, torch.get_num_threads()))
             return buffers.out_RC[:rows].clone
         words = module.words(room, buffers, adapters, self.threads or 1)
-        out_TC = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream(self.device))
+        main = torch.cuda.current_stream(self.device)
+        side = main if self._side is None else self._side
+        if side is not main:
+            side.wait_stream(main)
         with torch.cuda.stream(side):
             for to, given in sent:
                 to.copy_(given, non_blocking=True)
             _call_on_host(side, words)
-            out_TC.copy_(buffers.out_RC[:rows], non_blocking=True)
 
         def join() -> torch.Tensor:
-            torch.cuda.current_stream(self.device).wait_stream(side)
+            if side is not main:
+                main.wait_stream(side)
             sent.clear()  # until here the side stream reads them
-            return out_TC
+            out_TC = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+            # in the main stream, so that a kernel which may begin before the one before it has ended comes after a copy
+            return out_TC.copy_(buffers.out_RC[:rows], non_blocking=True)
 
         return join
 

@@ -15,7 +15,7 @@ from torch import nn
 from spyglass.layers.build import BuildContext
 from spyglass.layers.expert_stacks import ExpertStacks, is_quantised
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters
-from spyglass.quant.formats import FakeQuant
+from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed, WeightSlot
 
 
@@ -54,9 +54,9 @@ class Linear(nn.Module):
         self._has_bias = f"{name}.bias" in build.params
         self._product = build.ops.linear_block
         self._wanted_rounding = rounding
-        self._rounding: FakeQuant | None = None
+        self.rounding: FakeQuant | None = None
         is_part = param.split == "columns" and build.group.size > 1
-        self._out_dtype = torch.float32 if fp32_out or is_part else build.dtype
+        self.out_dtype = torch.float32 if fp32_out or is_part else build.dtype
 
     def slots(self) -> list[WeightSlot]:
         """The matrix and the bias, if there is one."""
@@ -66,7 +66,7 @@ class Linear(nn.Module):
         return slots
 
     def _put(self, weight: Packed) -> None:
-        self._rounding = self._wanted_rounding if is_quantised(weight.format) else None
+        self.rounding = self._wanted_rounding if is_quantised(weight.format) else None
         self.weight = self.build.hold(self.name, weight)
 
     def _put_bias(self, bias: Packed) -> None:
@@ -77,7 +77,7 @@ class Linear(nn.Module):
     @property
     def quant(self) -> FakeQuant | None:
         """The rounding of the input that what makes the input may do ahead; an adapter takes the input as it is."""
-        return self._rounding if self.adapter is None and self.build.ops.rounds_ahead else None
+        return self.rounding if self.adapter is None and self.build.ops.rounds_ahead else None
 
     def forward(
         self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
@@ -88,19 +88,28 @@ class Linear(nn.Module):
         """
         assert self.weight is not None, f"{self.name} was never loaded"
         addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
-        rounding = self._rounding
+        rounding = self.rounding
         if rounded_TI is not None and self.quant is not None:
             x_TI, rounding = rounded_TI, None
         return self._product(
-            x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self._out_dtype
+            x_TI, self.weight, rounding=rounding, addend_TO=addend, bias_O=self.bias_O, out_dtype=self.out_dtype
         )
+
+    @property
+    def stack_key(self) -> tuple[Format, FakeQuant | None, torch.dtype] | None:
+        """Maps of one input with the same key can lie in one stack (`MergedLinear`); None for a map that cannot."""
+        weight = self.weight
+        assert weight is not None, f"{self.name} was never loaded"
+        if self.bias_O is not None or (weight.format.block is not None and self.out_features % weight.format.block[0]):
+            return None
+        return weight.format, self.rounding, self.out_dtype
 
     def argmax(self, x_TI: torch.Tensor, skip_O: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which output of each row is the largest, int64 [T], and its value fp32 [T]; not those that `skip_O` names.
 
         For a map without bias whose input is not rounded; adapters have no part in it.
         """
-        assert self.weight is not None and self.bias_O is None and self._rounding is None
+        assert self.weight is not None and self.bias_O is None and self.rounding is None
         return self.build.ops.linear_argmax(x_TI, self.weight, skip_O)
 
 

@@ -8,7 +8,7 @@ say
 
 "capturable": never reads a value of a tensor on the host, so that a graph can hold it. "rounds_apart": a map rounds its
 input in a launch of its own, which whatever makes the input saves by doing it. "saves_logits": the largest output is
-found without writing the others.
+found without writing the others. "merges": maps of one input share a launch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from spyglass.ops.index_topk.reference import index_topk
 from spyglass.ops.linear_argmax.reference import linear_argmax
 from spyglass.ops.linear_block.reference import linear_block
 from spyglass.ops.linear_grouped.reference import linear_grouped
+from spyglass.ops.linear_merged.reference import linear_merged
 from spyglass.ops.lora_delta.reference import lora_delta
 from spyglass.ops.rms_norm.reference import rms_norm
 from spyglass.ops.rope_half.reference import rope_half
@@ -53,7 +54,7 @@ from spyglass.ops.vit_attention.reference import vit_attention
 from spyglass.quant.packed import Packed
 
 Backend = Literal["eager", "cpu_graph", "cuda_graph"]
-Capability = Literal["capturable", "rounds_apart", "saves_logits"]
+Capability = Literal["capturable", "rounds_apart", "saves_logits", "merges"]
 _DEFAULT: frozenset[Capability] = frozenset({"capturable"})
 
 
@@ -80,6 +81,7 @@ class Ops:
     linear_block = staticmethod(linear_block)
     linear_argmax = staticmethod(linear_argmax)
     linear_grouped = staticmethod(linear_grouped)
+    linear_merged = staticmethod(linear_merged)
     experts_grouped = staticmethod(experts_grouped)
     lora_delta = staticmethod(lora_delta)
     router_topk = staticmethod(router_topk)
@@ -115,7 +117,11 @@ class Ops:
         self._slots = {op: _Slot(function) for op, function in functions.items()}
         for op, slot in self._slots.items():
             setattr(self, op, slot)
-        self._rounds_ahead = self.can("linear_block", "rounds_apart")
+        # Whether what makes the input of an FP8 map should round it on its way out
+        self.rounds_ahead = self.can("linear_block", "rounds_apart")
+        self.merges = self.can("linear_merged", "merges")  # maps of one input share a launch
+        # What captures steps of text; "eager" where an op reads the host, or where nothing would be gained
+        self.capture_backend = self._capture_backend()
 
     def replaced(self, chosen: Mapping[str, str] | None = None, **functions: Callable[..., Any]) -> Ops:
         """The same with other functions for some ops."""
@@ -142,14 +148,7 @@ class Ops:
         if hasattr(module, "check_weight"):
             module.check_weight(name, weight)
 
-    @property
-    def rounds_ahead(self) -> bool:
-        """Whether what makes the input of an FP8 map should round it on its way out."""
-        return self._rounds_ahead
-
-    @property
-    def capture_backend(self) -> Backend:
-        """What captures steps of text; "eager" where an op reads the host, or where nothing would be gained."""
+    def _capture_backend(self) -> Backend:
         names = {name for op, name in self.chosen.items() if op != "vit_attention"}
         if not all(self.can(op, "capturable") for op in self.chosen if op != "vit_attention"):
             return "eager"

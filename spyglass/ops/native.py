@@ -29,7 +29,7 @@ _SIGNATURES = {
     "sg_keep_memory": "",
     "sg_replay": "pl",
     "sg_linear": "pillppiilliiiiippp" + "ii",
-    "sg_linear_largest": "pilppiilliiiiippp" + "i",
+    "sg_linear_argmax": "pilppiilliiiiippp" + "i",
     "sg_experts": "pillpp" + "pppppp" + "lll" + "iiii" + "f" + "iii" + "ppli" + "pppp" * 3 + "pi",
     "sg_lora_delta": "pilll" + "ppppp" + "ll" + "pi",
     "sg_engram_gate": "pilll" + "pppp" + "f" + "pi",
@@ -73,7 +73,7 @@ class Kernels:
     replay_one: int
     replay: Function
     linear: Function
-    linear_largest: Function
+    linear_argmax: Function
     experts: Function
     lora_delta: Function
     engram_gate: Function

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,14 @@ from spyglass.ops import gpu
 FOLDER = Path(__file__).with_name("tables")
 # Bucket of rows -> the most rows of a call in it; the bucket is named by the rows that it is measured with
 BUCKETS: Mapping[int, int] = {1: 1, 2: 2, 8: 8, 32: 32, 128: 128, 512: 1023, 4096: 1 << 62}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWise:
+    """A launch of an op that works row by row: `at_once` rows, heads or channels of a program, and its warps."""
+
+    at_once: int
+    warps: int
 
 
 def bucket(rows: int) -> int:

@@ -39,6 +39,13 @@ class Packed:
         scale = None if self.scale is None else self.scale[index]
         return Packed(self.format, self.data[index], scale, self.shape[1:], self.tiled)
 
+    def rows(self, start: int, stop: int) -> Packed:
+        """Rows of a matrix, where they lie; `start` begins a block of scales, `stop` ends one or the matrix."""
+        block = 1 if self.format.block is None else self.format.block[0]
+        assert not self.tiled and len(self.shape) == 2 and start % block == 0
+        scale = None if self.scale is None else self.scale[start // block : -(-stop // block)]
+        return Packed(self.format, self.data[start:stop], scale, (stop - start, self.shape[1]))
+
 
 def empty_packed(format: Format, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
     """Memory for a weight or a stack of weights of logical `shape`, not yet written."""

@@ -170,7 +170,7 @@ class EndpointRoute:
             await send_content(call.status, call.content, send, {})
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
-        record.pictures = call.images
+        record.images = call.images
         held.take(sum(image.nbytes for image in call.prompt.patches))
         timer, caller = RequestTimer(record, scope["began"], call.prompts), scope["caller"]
         longest = _longest(call, self._service.served.max_length)

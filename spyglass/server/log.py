@@ -25,9 +25,9 @@ class Record:
     model: str | None = None
     stream: bool = False
     answers: int = 0
-    pictures: int = 0
+    images: int = 0
     prompt_tokens: int = 0
-    picture_tokens: int = 0
+    image_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish: tuple[str, ...] = ()

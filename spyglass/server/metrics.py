@@ -36,8 +36,11 @@ class Metrics:
         self._pace = self._times("vllm:request_time_per_output_token_seconds", "mean of an answer", _TOKEN_SECONDS)
         self._prompt = self._total("vllm:prompt_tokens", "tokens of prompts")
         self._generated = self._total("vllm:generation_tokens", "tokens of answers")
-        self._pictures = self._total("spyglass:pictures", "images of answered requests")
-        self._picture_tokens = self._total("spyglass:picture_tokens", "tokens of images")
+        about = "images of answered requests", "tokens of images"
+        named = "spyglass:images", "spyglass:image_tokens"
+        old = "spyglass:pictures", "spyglass:picture_tokens"  # for one version more
+        self._images, self._image_tokens = map(self._total, named, about)
+        self._old_names = [self._total(name, f"old name of {new}") for name, new in zip(old, named, strict=True)]
         self._ended = Counter(
             "vllm:request_success",
             "answers by how they ended",
@@ -77,15 +80,17 @@ class Metrics:
             self._by_key["requests"].labels(record.key, record.status).inc()
             self._by_key["prompt_tokens"].labels(record.key).inc(record.prompt_tokens)
             self._by_key["generation_tokens"].labels(record.key).inc(record.completion_tokens)
-            self._by_key["images"].labels(record.key).inc(record.pictures)
+            self._by_key["images"].labels(record.key).inc(record.images)
             if record.first_token_s is not None:
                 self._first_by_key.labels(record.key).observe(record.first_token_s)
         if not record.answers:
             return
         self._prompt.inc(record.prompt_tokens)
         self._generated.inc(record.completion_tokens)
-        self._pictures.inc(record.pictures)
-        self._picture_tokens.inc(record.picture_tokens)
+        for total, more in zip(self._old_names, (record.images, record.image_tokens), strict=True):
+            total.inc(more)
+        self._images.inc(record.images)
+        self._image_tokens.inc(record.image_tokens)
         for reason in record.finish:
             self._ended.labels(self._model, reason).inc()
         self._whole.observe(record.total_s)

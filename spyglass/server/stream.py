@@ -49,7 +49,7 @@ class RequestTimer:
                 usage, prompt = delta.output.usage, id(self._prompts[index])
                 if prompt not in self._cached:
                     record.prompt_tokens += usage.prompt_tokens
-                    record.picture_tokens += usage.image_tokens
+                    record.image_tokens += usage.image_tokens
                 self._cached[prompt] = max(self._cached.get(prompt, 0), usage.cached_tokens)
                 record.cached_tokens = sum(self._cached.values())
                 record.completion_tokens += usage.completion_tokens

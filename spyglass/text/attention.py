@@ -2,7 +2,6 @@
 
 A query sees the raw rows of its window and compressed rows of everything before, in one softmax with a sink per head.
 Compressed rows, and the choice among them, may be those of a layer below.
-Two calls: `write_cache` writes what later rows need, `attend` answers; a driver may attend fewer rows than it wrote.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import GroupedLinear, Linear, common_quant
+from spyglass.layers.merged import MergedLinear, Projections
 from spyglass.layers.norm import RMSNorm
 from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import FakeQuant
@@ -46,6 +46,10 @@ class Attention(nn.Module):
             self.compressor = Compressor(spec, plan.compressor, ctx, RowFinish(ctx, "pool"))
         if plan.index_from == plan.index:
             self.indexer = Indexer(plan, ctx)
+        # index keys that are made of the layer's compressed rows come behind these
+        self._index_branch = 0 if self.indexer is None or self.indexer.compressor is None else 1
+        more = [*(self.compressor.maps if self.compressor else ()), *(self.indexer.maps if self.indexer else ())]
+        self._inputs = MergedLinear([self.wkv, self.wq_a, *more])
         self._plan = plan
         self._window = ("window", plan.index)
         self._pool = None if plan.kv_from is None else ("pool", plan.kv_from)
@@ -55,50 +59,59 @@ class Attention(nn.Module):
         self._q_eps = text.rms_norm_eps if text.q_head_norm else None
         self._stepwise = ctx.stepwise
         self._finish = RowFinish(ctx, "window")
-        self._ops = build.ops
+        self._ops, self._side = build.ops, build.side
 
     @property
     def quant(self) -> FakeQuant | None:
         """The rounding of the layer's normed input that should come with it."""
         return common_quant(self.wq_a, self.wkv)
 
-    def write_cache(
+    def forward(
         self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
-    ) -> None:
-        """Write window rows, compressed rows and index keys of these rows; `x_TC` is the layer's normed input.
+    ) -> torch.Tensor:
+        """What these rows read from memory, [T, C], once their own rows are in it; `x_TC` is the layer's normed input.
 
         `rounded_TC`: what `quant` makes of it.
         """
-        plan, slot_T = self._plan, step.batch.slot_T
-        kv_TD, pages = self.wkv(x_TC, slot_T, rounded_TC), cache.pages[self._window]
-        self._finish(kv_TD, step.tables[plan.rope], norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
-        if self.compressor is None:
-            return
-        pool, tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
-        latent_PD = self.compressor.write_cache(x_TC, pool, cache, tables, slot_T)
-        if self.indexer is not None:
-            self.indexer.write_cache(x_TC, latent_PD, pool, cache, tables, slot_T)
-
-    def attend(
-        self, x_TC: torch.Tensor, step: Step, cache: CacheView, rounded_TC: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What these rows read from memory, [T, C]; `write_cache` of this step came first."""
         slot_T = step.batch.slot_T
+        projected = self._inputs(x_TC, slot_T, rounded_TC)
+        self._write_cache(projected, step, cache)
         quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
-        u_TQ = self.q_norm(self.wq_a(x_TC, slot_T, rounded_TC), quant)
-        q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
-        out_THD = self._read(q_THD, u_TQ, x_TC, step, cache)
-        out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), slot_T)
-        return self._group.sum(self.wo_b(out_TGO.flatten(1), slot_T)).to(x_TC.dtype)
-
-    def _read(
-        self, q_THD: torch.Tensor, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, cache: CacheView
-    ) -> torch.Tensor:
-        batch, (cos_TR, sin_TR) = step.batch, step.tables[self._plan.rope]
+        u_TQ = self.q_norm(projected[self.wq_a], quant)
         pool = None if self._pool is None else cache.compression[self._plan.ratio]
         if pool is not None and pool.max_visible == 0:
             pool = None
-        picks_TX = self._picks(u_TQ, x_TC, step, pool, cache)
+        picks_TX = self._picks(u_TQ, projected, step, pool, cache)
+        q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
+        self._side.join()
+        out_THD = self._read(q_THD, picks_TX, step, pool, cache)
+        out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), slot_T)
+        return self._group.sum(self.wo_b(out_TGO.flatten(1), slot_T)).to(x_TC.dtype)
+
+    def _write_cache(self, projected: Projections, step: Step, cache: CacheView) -> None:
+        """Write window rows, compressed rows and index keys of these rows, beside the queries."""
+        plan, pages = self._plan, cache.pages[self._window]
+        tables, slot_T = step.tables[plan.rope], step.batch.slot_T
+        kv_TD = projected[self.wkv]
+        with self._side.branch(0):
+            self._finish(kv_TD, tables, norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
+            if self.compressor is None:
+                return
+            pool, entry_tables = cache.compression[plan.ratio], step.entry_tables.get((plan.ratio, plan.rope))
+            latent_PD = self.compressor.write_cache(projected, pool, cache, entry_tables)
+        if self.indexer is not None:
+            with self._side.branch(self._index_branch):
+                self.indexer.write_cache(projected, latent_PD, pool, cache, entry_tables, slot_T)
+
+    def _read(
+        self,
+        q_THD: torch.Tensor,
+        picks_TX: torch.Tensor | None,
+        step: Step,
+        pool: CompressionStep | None,
+        cache: CacheView,
+    ) -> torch.Tensor:
+        batch, (cos_TR, sin_TR) = step.batch, step.tables[self._plan.rope]
         width = 0 if pool is None else pool.max_visible
         return self._ops.sparse_attention(
             q_THD,
@@ -119,12 +132,13 @@ class Attention(nn.Module):
         )
 
     def _picks(
-        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep | None, cache: CacheView
+        self, u_TQ: torch.Tensor, projected: Projections, step: Step, pool: CompressionStep | None, cache: CacheView
     ) -> torch.Tensor | None:
         source = self._plan.index_from
         if source is None or pool is None:
             return None
         topk_indices = step.choices.topk_indices
         if self.indexer is not None:
-            topk_indices[source] = self.indexer.topk_indices(u_TQ, x_TC, step, pool, cache)
+            with self._side.branch(self._index_branch):
+                topk_indices[source] = self.indexer.topk_indices(u_TQ, projected, step, pool, cache)
         return topk_indices[source]

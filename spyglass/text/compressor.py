@@ -17,6 +17,7 @@ from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import CompressorPlan
 from spyglass.layers.embedding import PlainTensor
 from spyglass.layers.linear import Linear
+from spyglass.layers.merged import Projections
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.rounding import RowFinish
 from spyglass.text.step import LayerContext, Tables
@@ -60,20 +61,25 @@ class Compressor(nn.Module):
         self._gives_latent = plan.index_keys == "latent"
         self._ops = build.ops
 
+    @property
+    def maps(self) -> list[Linear]:
+        """What multiplies the layer's normed input."""
+        return [self.wkv] if self.wgate is None else [self.wkv, self.wgate]
+
     def write_cache(
         self,
-        x_TC: torch.Tensor,
+        projected: Projections,
         pool: CompressionStep,
         cache: CacheView,
         tables: Tables | None,
-        slot_T: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Write the entries that close in this step, and the rows that later groups need.
 
-        `tables` rotate the new entries (None when none closes). Old rows are read before new ones may take their place.
-        Returns the new entries before rotation, [P, D] in the activation dtype, where index keys are made of them.
+        `projected`: what `maps` make of the layer's normed input. `tables` rotate the new entries (None when none
+        closes). Old rows are read before new ones may take their place. Returns the new entries before rotation,
+        [P, D] in the activation dtype, where index keys are made of them.
         """
-        rows_TE = self._rows(x_TC, pool, slot_T)
+        rows_TE = self._rows(projected, pool)
         state = cache.pages.get(self._state)
         latent_PD: torch.Tensor | None = None
         if tables is not None:
@@ -86,13 +92,13 @@ class Compressor(nn.Module):
             self._ops.cache_write(state, rows_TE, pool.state_write_T)
         return latent_PD
 
-    def _rows(self, x_TC: torch.Tensor, pool: CompressionStep, slot_T: torch.Tensor | None) -> torch.Tensor:
+    def _rows(self, projected: Projections, pool: CompressionStep) -> torch.Tensor:
         """Un-pooled rows: kv and gate side by side in fp32, kv alone in the activation dtype without gate."""
-        kv_TE: torch.Tensor = self.wkv(x_TC, slot_T)
+        kv_TE = projected[self.wkv]
         if self.wgate is None:
             return kv_TE
         ape_BE = None if self.ape is None else self.ape.tensor()
-        return self._ops.compress_rows(kv_TE, self.wgate(x_TC, slot_T), ape_BE, pool.phase_T)
+        return self._ops.compress_rows(kv_TE, projected[self.wgate], ape_BE, pool.phase_T)
 
     def _pooled(self, rows_TE: torch.Tensor, state: torch.Tensor | None, pool: CompressionStep) -> torch.Tensor:
         """New entries [P, D] in the activation dtype; a group of one row is that row."""

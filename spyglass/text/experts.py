@@ -10,6 +10,7 @@ from torch import nn
 from spyglass.config.model import LayerPlan
 from spyglass.layers.hosted import routed_experts
 from spyglass.layers.linear import Linear, common_quant
+from spyglass.layers.merged import MergedLinear
 from spyglass.quant.formats import FakeQuant
 from spyglass.text.router import Gate
 from spyglass.text.step import LayerContext, Step
@@ -24,6 +25,7 @@ class SharedExpert(nn.Module):
         self.w1, self.w3, self.w2 = (
             Linear(build, f"{name}.{which}", rounding=ctx.rounding.linear) for which in ("w1", "w3", "w2")
         )
+        self._inputs = MergedLinear([self.w1, self.w3])
         self._limit = text.swiglu_limit
         self._swiglu = build.ops.swiglu
 
@@ -34,8 +36,8 @@ class SharedExpert(nn.Module):
 
         A summand of that in fp32 where this process has a part of the inner channels.
         """
-        gate_TF, up_TF = (linear(x_TC, slot_T, rounded_TC) for linear in (self.w1, self.w3))
-        z_TF = self._swiglu(gate_TF, up_TF, limit=self._limit, quant=self.w2.quant)
+        projected = self._inputs(x_TC, slot_T, rounded_TC)
+        z_TF = self._swiglu(projected[self.w1], projected[self.w3], limit=self._limit, quant=self.w2.quant)
         out: torch.Tensor = self.w2(z_TF, slot_T, None if self.w2.quant is None else z_TF)
         return out
 
@@ -54,7 +56,7 @@ class FeedForward(nn.Module):
         )
         self.shared_experts = SharedExpert(f"{name}.shared_experts", ctx)
         self._add_shared = ctx.build.ops.add_shared
-        self._group = ctx.build.group
+        self._group, self._side = ctx.build.group, ctx.build.side
 
     def forward(self, x_TC: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C] to the same shape and dtype; routed outputs and the shared one are summed in fp32, rounded once."""
@@ -73,9 +75,17 @@ class FeedForward(nn.Module):
 
         With several processes their sum and None: it is made where the parts of all are.
         """
-        if self._host is not None:
+        slot_T = step.batch.slot_T
+        if self._host is None:
+            with self._side.branch():
+                shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
+            ids_TK, weights_TK = self.gate(x_TC, step)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
+        else:  # the host begins as soon as it knows the experts
             self._host.expect(self._index, x_TC)
-        ids_TK, weights_TK = self.gate(x_TC, step)
-        routed = self.experts.begin(x_TC, ids_TK, weights_TK, step.batch.slot_T)
-        shared_TC = self.shared_experts(x_TC, step.batch.slot_T, rounded_TC)
-        return self._group.total(routed(), shared_TC, x_TC.dtype)
+            ids_TK, weights_TK = self.gate(x_TC, step)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
+            shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
+        routed_TC = routed()
+        self._side.join()
+        return self._group.total(routed_TC, shared_TC, x_TC.dtype)

@@ -16,6 +16,7 @@ from torch import nn
 from spyglass.batch.types import CacheView, CompressionStep
 from spyglass.config.model import LayerPlan
 from spyglass.layers.linear import Linear
+from spyglass.layers.merged import Projections
 from spyglass.layers.norm import RMSNorm
 from spyglass.text.compressor import Compressor, CompressorSpec
 from spyglass.text.rounding import RowFinish
@@ -53,10 +54,15 @@ class Indexer(nn.Module):
         self._stepwise = ctx.stepwise
         self._ops = build.ops
 
+    @property
+    def maps(self) -> list[Linear]:
+        """What multiplies the layer's normed input."""
+        return [self.weights_proj, *(() if self.compressor is None else self.compressor.maps)]
+
     @torch.no_grad()
     def write_cache(
         self,
-        x_TC: torch.Tensor,
+        projected: Projections,
         latent_PD: torch.Tensor | None,
         pool: CompressionStep,
         cache: CacheView,
@@ -65,7 +71,7 @@ class Indexer(nn.Module):
     ) -> None:
         """Write the keys of the entries that close in this step; `latent_PD` are those entries before rotation."""
         if self.compressor is not None:
-            self.compressor.write_cache(x_TC, pool, cache, tables, slot_T)
+            self.compressor.write_cache(projected, pool, cache, tables)
         if self.wk is None or self.k_norm is None or latent_PD is None or tables is None:
             return
         # an entry closes with its last token, which is a row of this step and decides its adapter
@@ -75,11 +81,11 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def topk_indices(
-        self, u_TQ: torch.Tensor, x_TC: torch.Tensor, step: Step, pool: CompressionStep, cache: CacheView
+        self, u_TQ: torch.Tensor, projected: Projections, step: Step, pool: CompressionStep, cache: CacheView
     ) -> torch.Tensor | None:
         """Entry numbers int32 [T, X], ascending, -1 = none; None = every visible entry is attended.
 
-        `u_TQ` is the normed low-rank query, `x_TC` the layer's normed input.
+        `u_TQ` is the normed low-rank query, `projected` what `maps` make of the layer's normed input.
         """
         if pool.max_visible <= self._topk and not self._ranks_blocks(pool):
             return None
@@ -94,7 +100,7 @@ class Indexer(nn.Module):
         }
         scored = (
             q_TNI,
-            self.weights_proj(x_TC, slot_T),
+            projected[self.weights_proj],
             cache.pages[self._keys],
             cache.table_SP[self._table],
             step.batch.seq_T,

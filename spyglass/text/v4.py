@@ -36,8 +36,7 @@ class V4Layer(nn.Module):
     def advance(self, residual: Residual, step: Step, cache: CacheView) -> Residual:
         """The same, with what the last sub-layers gave not written yet."""
         x_TC, rounded, _, residual = self.hc_attn.read(residual, self.attn_norm, quant=self.attn.quant)
-        self.attn.write_cache(x_TC, step, cache, rounded)
-        residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
+        residual = residual.given(self.attn(x_TC, step, cache, rounded))
         x_TC, rounded, _, residual = self.hc_ffn.read(residual, self.ffn_norm, quant=self.ffn.quant)
         return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded))
 

@@ -51,8 +51,7 @@ class V41Layer(nn.Module):
     ) -> tuple[Residual, torch.Tensor]:
         """The same, with what the last sub-layers gave not written yet."""
         x_TC, rounded, pre_TM, residual = self.hc_attn.read(residual, self.attn_norm, pre_TM, self.attn.quant)
-        self.attn.write_cache(x_TC, step, cache, rounded)
-        residual = residual.given(self.attn.attend(x_TC, step, cache, rounded))
+        residual = residual.given(self.attn(x_TC, step, cache, rounded))
         x_TC, rounded, pre_TM, residual = self.hc_ffn.read(residual, self.ffn_norm, pre_TM, self.ffn.quant)
         return residual.given(*self.ffn.routed_and_shared(x_TC, step, rounded)), pre_TM
 

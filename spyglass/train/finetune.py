@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +30,14 @@ from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_m
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
+from spyglass.train.answers import Shown, answers, shown_chats, table
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
 from spyglass.train.full_finetune import FullRun
 from spyglass.train.held_out import HeldOut
-from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots
+from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots, require_wandb
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss
-from spyglass.train.packing import pack
+from spyglass.train.packing import Sample, pack
 from spyglass.train.recompute import recompute_layers
 from spyglass.train.sharding import shard_layers, whole_adapter
 from spyglass.train.state import has_state, held_alone
@@ -66,6 +68,7 @@ def finetune(
     check_config(config)
     named, config = str(config.model), replace(config, model=find_model(config.model))
     learner = _learner(config)
+    config = replace(config, lr=config.rate(learner.config.text.hidden_size))
     chats, faults = read_chats(
         config.data, learner, most_tokens=config.batch_tokens, skip_bad=config.skip_bad, progress=progress
     )
@@ -75,7 +78,10 @@ def finetune(
     check_options(options, processes)
     _make_folder(config.output / RUN_FOLDER)
     tell(_data_line(config, chats, faults))
-    tell(f"{options.steps} steps of {options.accumulate} x at most {config.batch_chats} chats")
+    tell(
+        f"{options.steps} steps of {options.accumulate} x at most {config.batch_chats} chats, "
+        f"highest learning rate {config.lr:.2g}"
+    )
     if options.steps < FEW_STEPS:
         tell(
             f"warning: {options.steps} steps are too few to learn much; raise --epochs or --steps, or lower "
@@ -84,9 +90,10 @@ def finetune(
     if ignored := sorted({name for chat in chats for name in chat.ignored}):
         tell(f"ignored columns, which say nothing about a chat: {', '.join(ignored)}")
     feed = Feed(chats, batches, learner, stride=processes.count)
+    shown = shown_chats(chats, learner) if processes.count == 1 else []
     run = _train_whole if config.full else partial(_train_adapter, named=named)
     with held_alone(config.output / RUN_FOLDER) if processes.rank == 0 else contextlib.nullcontext():
-        result = run(config, options, feed, tell, progress, processes)
+        result = run(config, options, feed, shown, tell, progress, processes)
     if processes.rank == 0:
         tell(_result_line(config, options, result))
     return result
@@ -137,6 +144,7 @@ def _train_adapter(
     config: TrainConfig,
     options: LoopOptions,
     feed: Feed,
+    shown: Sequence[Shown],
     tell: Tell,
     progress: bool,
     processes: Processes,
@@ -165,15 +173,27 @@ def _train_adapter(
     if processes.count > 1:
         leaves = shard_layers(loaded.model, adapter, processes)
     task = _task(config, loaded, leaves, feed)
+
+    def said() -> list[str]:
+        adapter.set_dropout(0.0)
+        return answers(shown, partial(_logits, config, loaded), feed.learner)
+
+    before = said()  # a new adapter changes nothing yet, also where a saved one follows
+    adapter.set_dropout(config.dropout)
     held = _held_out(config, options, feed, loaded, adapter, leaves, tell)
+    expected = _Expected(options.steps, tell)
+    task = replace(task, after_step=expected.after_step)
     if held is not None:
         held.begin()
-        task = replace(task, after_step=held.after_step, enough=held.enough)
+        after_step = partial(_each, (held.after_step, expected.after_step))
+        task = replace(task, after_step=after_step, enough=held.enough)
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
     if held is not None and result.finished:
         held.restore()
         tell(f"held out: kept the adapter of step {held.best_step}, loss {held.best:.4f}")
+    if shown:
+        tell(table(shown, before, said()))
     adapter.set_dropout(0.0)
     adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
@@ -181,17 +201,53 @@ def _train_adapter(
     return result
 
 
+class _Expected:
+    """Tells how long a run will take when its second and third step have been timed; the first one warms up."""
+
+    def __init__(self, steps: int, tell: Tell) -> None:
+        self._steps, self._tell = steps, tell
+        self._times: list[float] = []
+
+    def after_step(self, step: int) -> None:
+        """Step number `step`, from 0, is done."""
+        if len(self._times) == 3:
+            return
+        self._times.append(time.perf_counter())
+        if len(self._times) == 3 and (left := self._steps - step - 1):
+            seconds = (self._times[2] - self._times[0]) / 2
+            self._tell(f"expected: {left} more steps of {seconds:.2g} s, {duration(left * seconds)} in all")
+
+
+def duration(seconds: float) -> str:
+    """Whole seconds, minutes or hours, as people say how long something takes."""
+    if seconds < 100:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 6000 else f"about {seconds / 3600:.1f} h"
+
+
+def _each(hooks: Sequence[Callable[[int], None]], step: int) -> None:
+    for hook in hooks:
+        hook(step)
+
+
 def _train_whole(
-    config: TrainConfig, options: LoopOptions, feed: Feed, tell: Tell, progress: bool, processes: Processes
-) -> LoopResult:
+    config: TrainConfig, options: LoopOptions, feed: Feed, shown: Sequence[Shown], tell: Tell, progress: bool,
+    processes: Processes,
+) -> LoopResult:  # fmt: skip
     device = find_device(chosen_device(config))
     run = FullRun(feed.learner.config, config, device, progress=progress, processes=processes)
     if config.checkpointing:
         recompute_layers(run.model)
     tell(f"training all {run.masters.num_values():,} weights")
     task = run.task(feed, _facts(config, run.model, feed))
+    assert task.after_step is not None
+    hooks = (task.after_step, _Expected(options.steps, tell).after_step)
+    task = replace(task, after_step=partial(_each, hooks))
+    before = answers(shown, run.logits, feed.learner)
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
+    if shown:
+        tell(table(shown, before, answers(shown, run.logits, feed.learner)))
     if processes.rank == 0:
         run.write(config.output)
     return result
@@ -211,6 +267,7 @@ def check_config(config: TrainConfig) -> None:
         ConfigError, AdapterError: as `finetune`.
     """
     require_plots()
+    require_wandb(config.wandb)
     check_targets(config.targets)
     if not config.full:
         check_trained(config.rank, config.alpha)
@@ -254,6 +311,7 @@ def loop_options(config: TrainConfig, batches: Batches) -> LoopOptions:
         clip=config.clip,
         seed=config.seed,
         save_every=config.save_every,
+        wandb=config.wandb,
         minutes=config.minutes,
     )
 
@@ -263,6 +321,12 @@ def _learner(config: TrainConfig) -> Learner:
     if tokenizer is None:
         raise PromptError(f"{config.model} has no tokenizer.json, and chats are text; add the file")
     return Learner(model, tokenizer, config.loss_on)
+
+
+def _logits(config: TrainConfig, loaded: LoadedModel, samples: Sequence[Sample]) -> torch.Tensor:
+    engram = open_engram_feed(config.model, loaded)
+    step = pack(samples, loaded.config, device=loaded.device, dtype=loaded.dtype, slot=TRAINED_SLOT, engram=engram)
+    return step_logits(loaded.model, step)
 
 
 def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.Tensor], feed: Feed) -> Task:
@@ -282,7 +346,11 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
         images = 0 if step.images is None else len(step.images.grids_I2)
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T), images=images)
 
-    group = {"params": list(leaves.values()), "lr": config.lr, "weight_decay": config.weight_decay}
+    group = {
+        "params": list(leaves.values()),
+        "lr": config.rate(loaded.config.text.hidden_size),
+        "weight_decay": config.weight_decay,
+    }
     return Task(leaves=leaves, optimisers=[adamw([group])], loss=loss, facts=_facts(config, loaded.model, feed))
 
 

@@ -90,8 +90,12 @@ class FullRun:
         decayed = [stack.value for stack in self.masters.stacks if stack.rule == "matrix"]
         others = [stack.value for stack in self.masters.stacks if stack.rule != "matrix"]
         groups = [
-            {"params": decayed, "lr": self._options.lr, "weight_decay": self._options.weight_decay},
-            {"params": others, "lr": self._options.lr, "weight_decay": 0.0},
+            {
+                "params": decayed,
+                "lr": self._options.rate(self.config.text.hidden_size),
+                "weight_decay": self._options.weight_decay,
+            },
+            {"params": others, "lr": self._options.rate(self.config.text.hidden_size), "weight_decay": 0.0},
         ]
         return Task(
             leaves=values,
@@ -116,6 +120,15 @@ class FullRun:
         self._loads = [a + b for a, b in zip(self._loads, counted, strict=True)] if self._loads else counted
         images = 0 if step.images is None else len(step.images.grids_I2)
         return MicroLoss(loss=value, targets=targets, tokens=tokens, images=images)
+
+    @torch.no_grad()
+    def logits(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Logits fp32 [R, V] of the rows that samples learn, with the weights as they are now; nothing is counted."""
+        self.masters.deliver()
+        step = pack(samples, self.config, device=self.device, dtype=self.dtype, engram=self._engram)
+        self._state.real_T = torch.ones(len(step.batch.ids_T), dtype=torch.bool, device=self.device)
+        self._state.loads = []
+        return step_logits(self.model, step)
 
     def _balance(self, step: int) -> None:
         loads = [self._processes.total(load) for load in self._loads]

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,25 @@ def require_plots() -> None:
         raise ConfigError(f"training logs need {' and '.join(missing)}; pip install 'spyglass[train]'")
 
 
+def require_wandb(project: str | None) -> None:
+    """Raises ConfigError if a run is to be logged there and cannot be."""
+    if project is not None and find_spec("wandb") is None:
+        raise ConfigError("--wandb needs the package of that name: pip install wandb, or leave the option out")
+
+
 class TrainLog:
     """Writes rows to `folder`; rows after `done` steps of an earlier run are dropped, since they will come again.
+
+    `wandb`: a project of Weights & Biases that gets them too; where and whether they are sent is up to its own settings
+    (`WANDB_MODE=offline` keeps them in the folder).
 
     Raises, from every method:
         CheckpointError: the disk is full or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, done: int, steps: int, progress: bool) -> None:
+    def __init__(self, folder: Path, *, done: int, steps: int, progress: bool, wandb: str | None = None) -> None:
         require_plots()
+        require_wandb(wandb)
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._folder = folder
@@ -59,6 +70,10 @@ class TrainLog:
             self._csv.writerows(map(astuple, self._rows))
             self._file.flush()
             self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
+        self._run: Any = None
+        if wandb is not None:
+            module: Any = import_module("wandb")
+            self._run = module.init(project=wandb, dir=str(folder), name=folder.parent.name)
         self._bar = Progress(total=steps, initial=done, unit="step", desc="training", show=progress)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -66,9 +81,12 @@ class TrainLog:
         with _writing(self._folder):
             for row in rows:
                 self._csv.writerow(astuple(row))
-                for name, value in (("loss", row.loss), ("rate", row.rate), ("norm", row.norm)):
+                values = {"loss": row.loss, "rate": row.rate, "norm": row.norm}
+                values["tokens per second"] = row.tokens / max(row.seconds, 1e-9)
+                for name, value in values.items():
                     self._board.add_scalar(name, value, row.step)
-                self._board.add_scalar("tokens per second", row.tokens / max(row.seconds, 1e-9), row.step)
+                if self._run is not None:
+                    self._run.log(values, step=row.step)
             self._file.flush()
         self._rows += rows
         if rows:
@@ -85,6 +103,8 @@ class TrainLog:
         with _writing(self._folder):
             self._file.close()
             self._board.close()
+            if self._run is not None:
+                self._run.finish()
             if self._rows:
                 plot_loss(self._rows, self._folder / PLOT_NAME)
 

@@ -49,6 +49,7 @@ class LoopOptions:
     save_every: int = 100
     minutes: float | None = None
     log_every: int = 1
+    wandb: str | None = None  # a project of Weights & Biases that gets the log too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def train(
     """
     check_options(options, processes)
     done = _restore(task, options, folder, processes) if resume else 0
-    log = TrainLog(folder, done=done, steps=options.steps, progress=progress) if processes.rank == 0 else None
+    log = _log(folder, done, options, progress) if processes.rank == 0 else None
     ended = False
     try:
         result = _Loop(task, options, folder, processes, log).run(done)
@@ -139,6 +140,10 @@ def train(
         if log is not None:  # a disk that is full may fail twice: the first error is the one that is raised
             with contextlib.nullcontext() if ended else contextlib.suppress(CheckpointError):
                 log.close()
+
+
+def _log(folder: Path, done: int, options: LoopOptions, progress: bool) -> TrainLog:
+    return TrainLog(folder, done=done, steps=options.steps, progress=progress, wandb=options.wandb)
 
 
 def check_options(options: LoopOptions, processes: Processes = ALONE) -> None:

@@ -24,19 +24,30 @@ def off(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
+def differing(got: Any, expected: Any) -> list[str]:
+    """Steps whose rows are not the same bits, with how far they are off."""
+    pairs = enumerate(zip(got, expected, strict=True))
+    each = [(n, a.hidden_TC, b.hidden_TC) for n, (a, b) in pairs if not torch.equal(a.hidden_TC, b.hidden_TC)]
+    return [f"step {n}: {len(a)} rows, off by {off(a, b):.1e}" for n, a, b in each]
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "beside"])
 @pytest.mark.parametrize("family", ["v4", "v41"])
-def test_captured_steps_equal_steps_op_by_op(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_equal_steps_op_by_op(family: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph holds the calls on the host: the same bits as without, so every call has run before its sum is read."""
-    hosted, options = make(family, "cuda", host=HOSTED)
+    hosted, options = make(family, "cuda", host=HOSTED, overlaps=overlaps)
     got, memory, runner = decode(hosted, **options)
-    assert runner.capture.replays >= captured.STEPS and not runner.capture.eager, runner.capture.eager
+    eager, replays = dict(runner.capture.eager), runner.capture.replays
     monkeypatch.setattr(Capture, "run", op_by_op)
     expected, plain, _ = decode(hosted, **options)
-    assert_same(got, expected)
+    again, _, _ = decode(hosted, **options)
+    assert not differing(again, expected), "steps op by op differ from one another"
+    assert not differing(got, expected)
     assert_same_pages(memory, plain)
+    assert not eager and replays >= captured.STEPS, (eager, replays)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 64, 256, 300, 1000])
+@pytest.mark.parametrize("rows", [1, 8, 256, 1000])
 def test_a_layer_gives_what_it_gives_on_the_gpu(rows: int) -> None:
     """By the host's kernels and from a copy on the GPU."""
     whole, _ = make("v4", "cuda")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
+from spyglass.ops.linear_merged.reference import MapStack
 from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, Format
@@ -83,9 +84,11 @@ def to_device(value: Any, device: str, place: Place = torch.clone) -> Any:
     if isinstance(value, Packed):
         scale = None if value.scale is None else place(value.scale.to(device))
         return replace(value, data=place(value.data.to(device)), scale=scale)
+    if isinstance(value, tuple):
+        return tuple(to_device(part, device, place) for part in value)
     if isinstance(value, dict):
         return {key: to_device(part, device, place) for key, part in value.items()}
-    if isinstance(value, ExpertAdapters | ExpertRanks | Turn):
+    if isinstance(value, ExpertAdapters | ExpertRanks | MapStack | Turn):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return replace(value, **to_device(parts, device, place))
     return value

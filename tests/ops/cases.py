@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
 from tests.ops.paged import Paged
 from tests.ops.row_cases import (
+    E4M3,
+    MERGED,
     hyper_collapse,
     hyper_expand,
     hyper_head,
@@ -32,7 +35,6 @@ from tests.ops.row_cases import (
     row_finish,
 )
 
-E4M3 = FakeQuant(element="e4m3", block=128)
 E2M1 = FakeQuant(element="e2m1", block=32)
 
 
@@ -293,12 +295,9 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "fp4": lambda s: linear_block(s, FP4, rounding=E4M3),
         "fp4 odd": lambda s: linear_block(s, FP4, shape=(70, 160), rounding=E2M1, extras=False),
     },
-    "linear_grouped": {
-        "bf16": linear_grouped,
-        "bf16 alone": lambda s: linear_grouped(s, addend=False),
-        "fp8": lambda s: linear_grouped(s, FP8_SMALL),
-        "fp4": lambda s: linear_grouped(s, FP4),
-    },
+    "linear_grouped": {"bf16": linear_grouped, "bf16 alone": lambda s: linear_grouped(s, addend=False)}
+    | {format.name: partial(linear_grouped, format=format) for format in (FP8_SMALL, FP4)},
+    "linear_merged": MERGED,
     "linear_argmax": {"bf16": linear_argmax, "fp8": lambda s: linear_argmax(s, FP8)},
     "experts_grouped": {
         "bf16": experts_grouped,

@@ -1,13 +1,18 @@
-"""Builders of `cases.py` for hyper-connections and for rows that are finished in one go."""
+"""Builders of `cases.py` for hyper-connections, merged maps and for rows that are finished in one go."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from spyglass.quant.formats import FakeQuant
+from spyglass.ops.fake_quant.reference import fake_quant
+from spyglass.ops.linear_merged.reference import MapStack
+from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
 from tests.ops.call import Call, Source
+
+E4M3 = FakeQuant(element="e4m3", block=128)
 
 
 def hyper_mix(source: Source, streams: int = 4, width: int = 48, rounds: int = 4) -> Call:
@@ -80,3 +85,37 @@ def row_finish(
     args = (source.normal(source.rows, *heads, dim), angle.cos(), angle.sin())
     flips = "quant" in options
     return Call(args=args, options=options, written="pages_NBD" if pages else None, flips=flips)
+
+
+def linear_merged(
+    source: Source, *stacks: tuple[Format, tuple[int, ...], torch.dtype | None], inner: int = 256, known: bool = False
+) -> Call:
+    """Maps of sizes, by stack; `known`: the rounded input is given."""
+    x = source.normal(source.rows, inner)
+    made = tuple(
+        MapStack(
+            weight=source.weight(sum(sizes), inner, format=format),
+            sizes=sizes,
+            rounding=E4M3 if format.name == "fp8" else None,
+            out_dtype=source.dtype if dtype is None else dtype,
+        )
+        for format, sizes, dtype in stacks
+    )
+    return Call(args=(x, made), options={"rounded_TI": fake_quant(x, E4M3)} if known else {})
+
+
+FP8 = fp8((128, 128))
+MERGED: dict[str, Callable[[Source], Call]] = {
+    "fp8": lambda s: linear_merged(s, (FP8, (128, 256), None)),
+    "three stacks": lambda s: linear_merged(
+        s,
+        (FP8, (128, 128), None),
+        (BF16, (64, 32, 96, 32), torch.float32),
+        (BF16, (64,), None),
+        inner=2048,
+        known=True,
+    ),
+    "bf16": lambda s: linear_merged(s, (BF16, (32, 64), torch.float32)),
+    "odd": lambda s: linear_merged(s, (BF16, (33, 7), None), inner=80),
+    "other formats": lambda s: linear_merged(s, (FP4, (64, 64), None), (fp8((128, 128), "F32"), (128,), None)),
+}

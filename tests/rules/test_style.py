@@ -34,6 +34,7 @@ CATCHES_WHOLESALE = {
     "server/stream.py",
     "server/reading.py",  # the frame of one request, in a process that reads them
     "engine/worker.py",
+    "engine/shares.py",  # whatever work ends with is told to who waits for it
     "engine/loop.py",  # the frame of one answer: its fault must not end the others of its step
     "server/batch.py",  # the loop that drives the engine when no thread does
     "server/readiness.py",  # the frame of a trial: what breaks in a task without readers must be told

@@ -182,6 +182,8 @@ def test_numbers_grow_by_what_was_done(live: Live) -> None:
         ("vllm:request_success_total", 3, {"finished_reason": "length"}),
         ("vllm:time_to_first_token_seconds_count", 2, {}),
         ("vllm:e2e_request_latency_seconds_count", 2, {}),
+        ("spyglass:images_total", 1, {}),
+        ("spyglass:image_tokens_total", picture, {}),
         ("spyglass:pictures_total", 1, {}),
         ("spyglass:picture_tokens_total", picture, {}),
         ("spyglass:http_requests_total", 3, {"path": "/plain", "status": "200"}),

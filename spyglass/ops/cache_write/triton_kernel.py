@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.overlap import begin
+
 
 @triton.jit(do_not_specialize=("row_stride",))
 def write_row(
@@ -14,8 +16,10 @@ def write_row(
     row_stride: tl.int64,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One row to its place, if it has one."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     to = tl.load(write_ptr + row)
     channel = tl.program_id(1) * DIMS + tl.arange(0, DIMS)

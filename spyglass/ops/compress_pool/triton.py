@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spyglass.ops import gpu
 from spyglass.ops.compress_pool import reference
 from spyglass.ops.gpu import learns, usable
 
@@ -43,5 +44,6 @@ def compress_pool(
             AT_ONCE=at_once,
             CHANNELS=channels,
             num_warps=4,
+            **gpu.overlap(rows_TE),
         )
     return out_PD

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.overlap import begin
+
 
 @triton.jit
 def pool_channels(
@@ -17,8 +19,10 @@ def pool_channels(
     OVERLAP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """A share of the channels of one entry: a softmax over its sources, a few of them at a time, channel by channel."""
+    begin(OVERLAPS)
     entry = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     here = channel < DIM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops.compress_rows import reference
-from spyglass.ops.gpu import learns, usable
+from spyglass.ops.gpu import learns, overlap, usable
 
 __all__ = ["compress_rows", "usable"]
 
@@ -21,13 +21,14 @@ def compress_rows(
         return reference.compress_rows(kv_TE, gate_TE, ape_BE, phase_T)
     from spyglass.ops.compress_rows.triton_kernel import put_together
 
+    kv_TE, gate_TE = (x if x.stride(-1) == 1 else x.contiguous() for x in (kv_TE, gate_TE))
     rows, width = kv_TE.shape
     out_T2E = torch.empty(rows, 2 * width, dtype=torch.float32, device=kv_TE.device)
     if out_T2E.numel():
         channels = min(1 << (width - 1).bit_length(), _CHANNELS)
         put_together[(rows, -(-width // channels))](
-            kv_TE.contiguous(),
-            gate_TE.contiguous(),
+            *(kv_TE, gate_TE),
+            *(kv_TE.stride(0), gate_TE.stride(0)),
             kv_TE if ape_BE is None else ape_BE.contiguous(),
             phase_T,
             out_T2E,
@@ -35,5 +36,6 @@ def compress_rows(
             BIASED=ape_BE is not None,
             CHANNELS=channels,
             num_warps=2,
+            **overlap(kv_TE),
         )
     return out_T2E

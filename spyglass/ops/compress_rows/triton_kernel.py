@@ -5,24 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.overlap import begin
+
 
 @triton.jit
 def put_together(
     kv_ptr: tl.tensor,
     gate_ptr: tl.tensor,
+    kv_stride: tl.int32,
+    gate_stride: tl.int32,
     ape_ptr: tl.tensor,
     phase_ptr: tl.tensor,
     out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """A share of the channels of one row."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < WIDTH
-    kv = tl.load(kv_ptr + row * WIDTH + channel, mask=there, other=0.0)
-    gate = tl.load(gate_ptr + row * WIDTH + channel, mask=there, other=0.0)
+    kv = tl.load(kv_ptr + row * kv_stride + channel, mask=there, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + channel, mask=there, other=0.0)
     if BIASED:
         phase = tl.load(phase_ptr + row)
         gate += tl.load(ape_ptr + phase * WIDTH + channel, mask=there, other=0.0)

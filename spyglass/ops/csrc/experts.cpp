@@ -156,7 +156,7 @@ void experts_few(const Experts& x, const Rows& rows, const Routes& routes, i64 T
     });
   // long stretches of a matrix at a time keep the memory streaming; still a few tasks per thread
   constexpr i64 STEP = 64;
-  i64 stretch1 = STEP, stretch2 = x.C / (2 * threads) / STEP * STEP;
+  i64 stretch1 = STEP, stretch2 = x.C / ((threads > 4 ? 8 : 2) * threads) / STEP * STEP;  // many threads end unevenly
   while (2 * stretch1 <= x.F && num_tiles * x.F >= 16 * threads * stretch1) stretch1 *= 2;
   stretch2 = stretch2 < STEP ? STEP : stretch2;
   i64 steps1 = (x.F + stretch1 - 1) / stretch1, steps2 = (x.C + stretch2 - 1) / stretch2;

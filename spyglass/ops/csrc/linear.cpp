@@ -156,7 +156,7 @@ extern "C" void sg_linear(const void* x, int x_dtype, i64 T, i64 groups, const v
 
 // The largest of the fp32 products of each row of x [T, cols] with the rows of the weight that `skip` [rows] does not name,
 // in values [T], and their numbers in places [T].
-extern "C" void sg_linear_largest(const void* x, int x_dtype, i64 T, const void* data, const void* scale, int format, int scale_kind,
+extern "C" void sg_linear_argmax(const void* x, int x_dtype, i64 T, const void* data, const void* scale, int format, int scale_kind,
                                   i64 rows, i64 cols, int block_rows, int block_cols, int element, int block, int e4m3_scale,
                                   const u8* skip, float* values, i64* places, int threads) {
   SCRATCH(memory);
@@ -182,4 +182,4 @@ extern "C" void sg_linear_largest(const void* x, int x_dtype, i64 T, const void*
 }
 
 ON_TAPE(sg_linear)
-ON_TAPE(sg_linear_largest)
+ON_TAPE(sg_linear_argmax)

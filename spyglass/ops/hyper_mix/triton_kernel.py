@@ -20,7 +20,8 @@ from spyglass.ops.overlap import begin
 from spyglass.quant.formats import FakeQuant
 
 _SINGLE = 16  # rows up to which they are multiplied one by one
-_FEW = 128  # rows up to which the streams are made and multiplied in one launch
+_FEW = 32  # rows up to which the streams are made and multiplied in one launch
+_MANY = 128  # rows beyond which a program takes more of them, and more channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
         WIDTH = 64 if single else 32
         splits = triton.cdiv(width, WIDTH)
     else:
-        WIDTH, STEPS = 64, 32 if rows > _FEW else 4
+        WIDTH, STEPS = 64, 32 if rows > _MANY else 4
         splits = triton.cdiv(E, WIDTH * STEPS)
     # a program that multiplies by hand takes a row or a few, and holds the weights meanwhile
     few = min(4, triton.next_power_of_2(triton.cdiv(rows, 2))) if single else 1
@@ -82,7 +83,7 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
     if rows == 0:
         return sums
     if write is None and not single:
-        ROWS = 64 if rows > _FEW else 16
+        ROWS = 64 if rows > _MANY else 16
         _project_rows[(triton.cdiv(rows, ROWS), splits)](
             streams_TMC,
             fn_JE,
@@ -165,10 +166,12 @@ def _project_single(
     fn_at = (output[:, None] * STREAMS + target[None, :]) * width + channel[None, :]
     fn = tl.load(fn_ptr + fn_at, mask=(output < outputs)[:, None] & inside[None, :], other=0.0)
     begin(OVERLAPS)
+    # all rows are asked for before any is used: a load may not pass a store
+    first = (tl.program_id(0) * ROWS).to(tl.int64)
+    given: tl.tensor = ()
     for index in tl.static_range(ROWS):
-        row = (tl.program_id(0) * ROWS + index).to(tl.int64)
+        row = first + index
         there = inside & (0 * place + row < rows)
-        at = (row * STREAMS + target) * width + channel
         if WRITES:
             z = tl.load(z_ptr + row * width + channel, mask=there, other=0.0).to(tl.float32)
             if SHARED:
@@ -181,9 +184,15 @@ def _project_single(
                 stream = tl.load(streams_ptr + (row * STREAMS + m) * width + channel, mask=there, other=0.0)
                 mixed += comb * stream.to(tl.float32)
             x = (x + mixed).to(DTYPE)
-            tl.store(out_ptr + at, x, mask=there)
         else:
-            x = tl.load(streams_ptr + at, mask=there, other=0.0)
+            x = tl.load(streams_ptr + (row * STREAMS + target) * width + channel, mask=there, other=0.0)
+        given = given + (x,)
+    for index in tl.static_range(ROWS):
+        row = first + index
+        x = given[index]
+        if WRITES:
+            there = inside & (0 * place + row < rows)
+            tl.store(out_ptr + (row * STREAMS + target) * width + channel, x, mask=there)
         x = x.to(tl.float32)
         to = row * splits + split
         tl.store(products_ptr + to * OUTPUTS + output, tl.sum(fn * x[None, :], axis=1))
@@ -229,20 +238,27 @@ def _write_and_project(
     if SHARED:
         shared = tl.load(shared_ptr + row[:, None] * width + channel[None, :], mask=there, other=0.0)
         z = (z + shared.to(tl.float32)).to(DTYPE).to(tl.float32)
+    streams: tl.tensor = ()  # a load may not pass a store, so all come first
+    for m in tl.static_range(STREAMS):
+        from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
+        streams = streams + (tl.load(from_ptr, mask=there, other=0.0),)
+    written: tl.tensor = ()
     for target in tl.static_range(STREAMS):
         mixed = tl.zeros([ROWS, WIDTH], tl.float32)
         for m in tl.static_range(STREAMS):
-            from_ptr = streams_ptr + (row * STREAMS + m)[:, None] * width + channel[None, :]
             comb = tl.load(comb_ptr + (row * STREAMS + m) * STREAMS + target, mask=here, other=0.0)
-            mixed += comb[:, None] * tl.load(from_ptr, mask=there, other=0.0).to(tl.float32)
+            mixed += comb[:, None] * streams[m].to(tl.float32)
         post = tl.load(post_ptr + row * STREAMS + target, mask=here, other=0.0)
         x = (post[:, None] * z + mixed).to(DTYPE)
-        tl.store(out_ptr + (row * STREAMS + target)[:, None] * width + channel[None, :], x, mask=there)
+        written = written + (x,)
         squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         # [WIDTH, OUTPUTS], as the second side of a product wants it
         fn_at = (output[None, :] * STREAMS + target) * width + channel[:, None]
         fn_there = (channel < width)[:, None] & (output < outputs)[None, :]
         products = multiply(x, tl.load(fn_ptr + fn_at, mask=fn_there, other=0.0), products)
+    for target in tl.static_range(STREAMS):
+        to_ptr = out_ptr + (row * STREAMS + target)[:, None] * width + channel[None, :]
+        tl.store(to_ptr, written[target], mask=there)
     at = row * splits + split
     tl.store(products_ptr + at[:, None] * OUTPUTS + output[None, :], products, mask=here[:, None])
     tl.store(squares_ptr + at, squares, mask=here)
@@ -345,7 +361,7 @@ def finish(
         OUTPUTS=OUTPUTS,
         SPLITS=triton.next_power_of_2(splits),
         WIDTH=triton.next_power_of_2(width) if read is not None else 1,
-        num_warps=4 if read is not None else 1,
+        num_warps=8 if read is not None else 1,
         enable_fp_fusion=False,
         **overlap(sums.products),
     )
@@ -387,65 +403,80 @@ def _finish(
     """Two programs a row: one reads the streams by pre, one finds how they are written."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
+    split, output = tl.arange(0, SPLITS), tl.arange(0, OUTPUTS)
     there = split < splits
     squares = tl.load(squares_ptr + row * splits + split, mask=there, other=0.0)
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
-    from_ptr = products_ptr + (row * splits + split) * OUTPUTS
+    from_ptr = products_ptr + (row * splits + split)[:, None] * OUTPUTS + output[None, :]
+    products = tl.load(from_ptr, mask=there[:, None], other=0.0)
     if tl.program_id(1) == 0:
         channel = tl.arange(0, WIDTH)
+        streams: tl.tensor = ()  # asked for before anything is waited for; a load may not pass a store
+        if COLLAPSES:
+            for m in tl.static_range(STREAMS):
+                at = (row * STREAMS + m) * width + channel
+                streams = streams + (tl.load(streams_ptr + at, mask=channel < width, other=0.0),)
+            weight = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+        found = tl.sum(products, axis=0) * inverse * tl.load(scale_ptr)
+        found = sigmoid(found + tl.load(base_ptr + output, mask=output < STREAMS, other=0.0)) + hc_eps
+        tl.store(pre_ptr + row * STREAMS + output, found, mask=output < STREAMS)
         total = tl.zeros([WIDTH], tl.float32)
-        for m in tl.static_range(STREAMS):
-            product = tl.sum(tl.load(from_ptr + m, mask=there, other=0.0), axis=0)
-            pre = sigmoid(product * inverse * tl.load(scale_ptr) + tl.load(base_ptr + m)) + hc_eps
-            tl.store(pre_ptr + row * STREAMS + m, pre)
-            if COLLAPSES:
+        if COLLAPSES:
+            for m in tl.static_range(STREAMS):
                 if GIVEN:
                     pre = tl.load(given_ptr + row * STREAMS + m)
-                at = (row * STREAMS + m) * width + channel
-                total += pre * tl.load(streams_ptr + at, mask=channel < width, other=0.0).to(tl.float32)
+                else:
+                    pre = _element(found, output, m)
+                total += pre * streams[m].to(tl.float32)
         if COLLAPSES:
             x = total.to(x_ptr.dtype.element_ty).to(tl.float32)
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + rms_eps)
-            x = tl.load(weight_ptr + channel, mask=channel < width, other=0.0).to(tl.float32) * x
+            x = weight * x
             tl.store(x_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
             if BLOCK > 0:
                 x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
                 x = tl.reshape(round_blocks(tl.reshape(x, (WIDTH // BLOCK, BLOCK)), E4M3, E4M3_SCALE), (WIDTH,))
                 tl.store(rounded_ptr + row * width + channel, x.to(x_ptr.dtype.element_ty), mask=channel < width)
     else:
-        source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
-        real = source < STREAMS
-        post_there = there[:, None] & real[None, :]
-        post = tl.sum(tl.load(from_ptr[:, None] + STREAMS + source[None, :], mask=post_there, other=0.0), axis=0)
-        post = post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + STREAMS + source, mask=real, other=0.0)
-        tl.store(post_ptr + row * STREAMS + source, 2 * sigmoid(post), mask=real)
-        both = real[:, None] & (target < STREAMS)[None, :]
-        place = source[:, None] * STREAMS + target[None, :]
-        comb_from = from_ptr[:, None, None] + 2 * STREAMS + place[None, :, :]
-        comb = tl.sum(tl.load(comb_from, mask=there[:, None, None] & both[None, :, :], other=0.0), axis=0)
-        comb = comb * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * STREAMS + place, mask=both, other=0.0)
-        comb = tl.where(both, comb, float("-inf"))
-        comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
-        comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / (width * STREAMS) + norm_eps)
+        found = tl.sum(products, axis=0) * inverse
+        is_post = (output >= STREAMS) & (output < 2 * STREAMS)
+        is_comb = (output >= 2 * STREAMS) & (output < 2 * STREAMS + STREAMS * STREAMS)
+        scale = tl.where(is_post, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
+        found = found * scale + tl.load(base_ptr + output, mask=is_post | is_comb, other=0.0)
+        tl.store(post_ptr + row * STREAMS + output - STREAMS, 2 * sigmoid(found), mask=is_post)
         comb_ptr += row * STREAMS * STREAMS
         if STREAMS == 4:
-            _balance_four(comb, comb_ptr, place, hc_eps, ROUNDS)
+            _balance_four(found, output, comb_ptr, hc_eps, ROUNDS)
         else:
+            tl.store(comb_ptr + output - 2 * STREAMS, found, mask=is_comb)
+            tl.debug_barrier()
+            source, target = tl.arange(0, STREAMS_2), tl.arange(0, STREAMS_2)
+            real = source < STREAMS
+            both = real[:, None] & (target < STREAMS)[None, :]
+            place = source[:, None] * STREAMS + target[None, :]
+            comb = tl.load(comb_ptr + place, mask=both, other=float("-inf"))
+            comb = tl.exp(comb - tl.max(tl.where(real[:, None], comb, 0.0), axis=1)[:, None])
+            comb = tl.where(both, comb / tl.sum(comb, axis=1)[:, None] + hc_eps, 0.0)
             comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
             for _ in range(ROUNDS - 1):
                 comb = comb / (tl.sum(comb, axis=1)[:, None] + hc_eps)
                 comb = comb / (tl.sum(comb, axis=0)[None, :] + hc_eps)
+            tl.debug_barrier()
             tl.store(comb_ptr + place, comb, mask=both)
 
 
 @triton.jit
-def _balance_four(comb: tl.tensor, comb_ptr: tl.tensor, place: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr) -> None:
-    """Sinkhorn rounds of a 4 x 4 matrix in the registers of one thread, since each waits for the one before."""
-    a0, a1, a2, a3 = _row_of_four(comb, place, 0)
-    b0, b1, b2, b3 = _row_of_four(comb, place, 4)
-    c0, c1, c2, c3 = _row_of_four(comb, place, 8)
-    d0, d1, d2, d3 = _row_of_four(comb, place, 12)
+def _balance_four(
+    logits: tl.tensor, place: tl.tensor, comb_ptr: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr
+) -> None:
+    """The softmax of the rows of a 4 x 4 matrix, whose first logit is element 8, and Sinkhorn rounds: all in the
+    registers of one thread, since each step waits for the one before.
+    """
+    a0, a1, a2, a3 = _softmax_of_four(logits, place, 8, eps)
+    b0, b1, b2, b3 = _softmax_of_four(logits, place, 12, eps)
+    c0, c1, c2, c3 = _softmax_of_four(logits, place, 16, eps)
+    d0, d1, d2, d3 = _softmax_of_four(logits, place, 20, eps)
     for turn in range(ROUNDS):
         if turn > 0:
             a0, a1, a2, a3 = _share(a0, a1, a2, a3, eps)
@@ -463,20 +494,21 @@ def _balance_four(comb: tl.tensor, comb_ptr: tl.tensor, place: tl.tensor, eps: t
 
 
 @triton.jit
-def _row_of_four(
-    comb: tl.tensor, place: tl.tensor, first: tl.constexpr
+def _softmax_of_four(
+    logits: tl.tensor, place: tl.tensor, first: tl.constexpr, eps: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    return (
-        _pick(comb, place, first),
-        _pick(comb, place, first + 1),
-        _pick(comb, place, first + 2),
-        _pick(comb, place, first + 3),
-    )
+    """softmax + eps of elements `first` to `first` + 3."""
+    a, b = _element(logits, place, first), _element(logits, place, first + 1)
+    c, d = _element(logits, place, first + 2), _element(logits, place, first + 3)
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    total = (a + b) + (c + d)
+    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
 
 
 @triton.jit
-def _pick(comb: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
-    return tl.sum(tl.sum(tl.where(place == which, comb, 0.0), axis=1), axis=0)
+def _element(values: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(place == which, values, 0.0), axis=0)
 
 
 @triton.jit

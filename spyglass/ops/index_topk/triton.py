@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from spyglass.ops import tuned
-from spyglass.ops.gpu import processors, usable
+from spyglass.ops.gpu import overlap, processors, usable
 from spyglass.ops.index_topk import reference
 
 __all__ = ["index_topk", "score", "select", "suits", "usable"]
@@ -151,6 +151,7 @@ def score(
         STAGES=how.stages,
         num_warps=how.warps,
         num_stages=how.stages,
+        **overlap(q_TNI),
     )
     return scores, groups
 
@@ -211,4 +212,5 @@ def select(
         LONG=_LONG,
         SPARE=spare,
         num_warps=4 if candidates <= 256 else 16,
+        **overlap(scores),
     )

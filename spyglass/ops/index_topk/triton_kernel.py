@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.overlap import begin
+
 # Two neighbours at once: round the dot products to bf16, drop negative ones, multiply by the weights with one rounding
 # (-0 added), widen. As instructions of their own the conversions take four times as long.
 _ROUNDED_PRODUCTS = tl.constexpr("""{
@@ -54,10 +56,12 @@ def score_entries(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """ROWS rows a program, which share keys where they are of one sequence. Rows that see `few` entries or fewer have
     none written. BLOCK > 0: entries of the listed blocks of that size, numbered as listed. SCORES: write them all;
     GROUP > 0: write the best of every GROUP neighbours. What is not there scores -inf."""
+    begin(OVERLAPS)
     program = tl.program_id(0)
     share = program % shares
     row = program // shares * ROWS + tl.arange(0, ROWS)
@@ -155,6 +159,7 @@ def select_entries(
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     SPARE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The k best of a row, `width` numbers. UNIT entries make one candidate; PINNED: the newest is always listed.
 
@@ -162,6 +167,7 @@ def select_entries(
     at once, others in parts of LONG. GROUP > 0: of a longer row the best of every GROUP candidates stand in `groups`,
     and `spare` [rows, SPARE] int32 is there to write to, SPARE >= 2 k.
     """
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + row)
     limit = (visible + UNIT - 1) // UNIT

@@ -30,7 +30,7 @@ def linear_argmax(
     rows, out_features = len(x_TI), weight.shape[0]
     assert skip_O.dtype == torch.bool and len(skip_O) == out_features < _MOST
     values_T, places_T = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-    (kernels or native.best()).linear_largest(
+    (kernels or native.best()).linear_argmax(
         x_TI.data_ptr(),
         dtype,
         rows,

@@ -55,7 +55,9 @@ def few(rows: int, out_features: int, in_features: int, bits: int) -> Few | None
         if warps == steps == 1:
             return None
         warps, steps = (warps // 2, steps) if warps > 1 else (1, steps // 2)
-    return Few(warps=warps, steps=steps, ahead=rows <= 8)
+    # more rows are read as often as there are programs, from the second-level cache
+    wide = rows > 16 and out_features >= 1 << 12 and out_features % 32 == 0
+    return Few(warps=warps, steps=steps, ahead=rows <= 8, rows=32 if wide else 16)
 
 
 def measured(rows: int, weight: Packed, groups: int) -> Few | Many | Expanded | None:

@@ -101,6 +101,70 @@ def _chunk(
     return acc
 
 
+@triton.jit
+def _few_sums(
+    x: tl.tensor,
+    w: tl.tensor,
+    s: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    group: tl.tensor,
+    groups: tl.tensor,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    NW: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    """[BN, BM]: weight rows from `first` on times at most BM rows of x [rows, groups, K]; they read `group`."""
+    P: tl.constexpr = 16 // FORMAT
+    chunks = K // (32 * P * STEPS * NW)
+    KW = chunks * (32 * P * STEPS)
+    K = KW * NW  # the same, and seen to be a multiple
+    la = tl.arange(0, BN * 4 * NW)
+    lb = tl.arange(0, BM * 4 * NW)
+    r8 = tl.arange(0, 8)[None, :]
+    n = tl.minimum(first + la // (32 * NW) * 8 + la // 4 % 8, N - 1)
+    begin = la // 32 % NW * KW
+    lane = la % 4
+    wp = w + (n * (K // P) + begin // P + lane * 8)[:, None] + r8
+    token = lb // (32 * NW) * 8 + lb // 4 % 8
+    xp = x + ((token * groups + group) * K + lb // 32 % NW * KW + lb % 4 * (8 * P))[:, None] + r8
+    there = (token < rows)[:, None] & (r8 >= 0)
+    acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    args = (xp, there, s, n, begin, lane)
+    if AHEAD:
+        now = weight_words(wp, 0, STEPS, 32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if AHEAD:
+        for c in tl.range(0, chunks - 1, num_stages=1):
+            ahead = weight_words(wp, c + 1, STEPS, 32)
+            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+            now = ahead
+        acc = _chunk(acc, now, chunks - 1, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+    else:
+        for c in tl.range(0, chunks, num_stages=1):
+            now = weight_words(wp, c, STEPS, 32)
+            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
+    if NW > 1:
+        acc = tl.sum(acc, 0)
+    if FORMAT == 8:
+        acc = acc * 65536.0
+    if FORMAT == 4:
+        acc = acc * 4294967296.0
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "N", "K", "GROUP"])
 def few_rows(
     x: tl.tensor,
@@ -132,46 +196,11 @@ def few_rows(
     x [rows, N / GROUP, K]: weight row n reads group n // GROUP. FORMAT 8: e4m3 with e8m0 scales of BLOCK_N x BLOCK_K,
     16: bf16. K is a multiple of NW * STEPS * (64 or 32).
     """
-    P: tl.constexpr = 16 // FORMAT
-    chunks = K // (32 * P * STEPS * NW)
-    KW = chunks * (32 * P * STEPS)
-    K = KW * NW  # the same, and seen to be a multiple
     first = tl.program_id(0) * BN
-    group = first // GROUP
-    la = tl.arange(0, BN * 4 * NW)
-    lb = tl.arange(0, BM * 4 * NW)
-    r8 = tl.arange(0, 8)[None, :]
-    n = tl.minimum(first + la // (32 * NW) * 8 + la // 4 % 8, N - 1)
-    begin = la // 32 % NW * KW
-    lane = la % 4
-    wp = w + (n * (K // P) + begin // P + lane * 8)[:, None] + r8
-    token = lb // (32 * NW) * 8 + lb // 4 % 8
-    xp = x + ((token * (N // GROUP) + group) * K + lb // 32 % NW * KW + lb % 4 * (8 * P))[:, None] + r8
-    there = (token < rows)[:, None] & (r8 >= 0)
-    acc = tl.zeros((BN, BM) if NW == 1 else (NW, BN, BM), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    args = (xp, there, s, n, begin, lane)
-    if AHEAD:
-        now = weight_words(wp, 0, STEPS, 32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if AHEAD:
-        for c in tl.range(0, chunks - 1, num_stages=1):
-            ahead = weight_words(wp, c + 1, STEPS, 32)
-            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
-            now = ahead
-        acc = _chunk(acc, now, chunks - 1, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
-    else:
-        for c in tl.range(0, chunks, num_stages=1):
-            now = weight_words(wp, c, STEPS, 32)
-            acc = _chunk(acc, now, c, *args, K, FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, ASM)
-    if NW > 1:
-        acc = tl.sum(acc, 0)
-    if FORMAT == 8:
-        acc = acc * 65536.0
-    if FORMAT == 4:
-        acc = acc * 4294967296.0
+    acc = _few_sums(
+        *(x, w, s, rows, first, N, K, first // GROUP, N // GROUP),
+        *(FORMAT, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS, AHEAD, PDL, ASM),
+    )
     no = first + tl.arange(0, BN)
     t = tl.arange(0, BM)
     kept = (t < rows)[None, :] & (no < N)[:, None]
@@ -187,6 +216,91 @@ def few_rows(
         if ADDEND:
             acc += tl.load(addend + place, mask=kept, other=0.0)
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _store_map(
+    out: tl.tensor,
+    values: tl.tensor,
+    first: tl.tensor,
+    rows: tl.tensor,
+    N: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    n3: tl.tensor,
+) -> None:
+    """values [BN, BM] of the maps of a stack that end before n1, n2, n3 and N, each with [rows, its outputs] of out."""
+    start = tl.where(first >= n1, n1, 0)
+    end = tl.where(first >= n1, n2, n1)
+    start = tl.where(first >= n2, n2, start)
+    end = tl.where(first >= n2, n3, end)
+    start = tl.where(first >= n3, n3, start)
+    end = tl.where(first >= n3, N, end)
+    n = first - start + tl.arange(0, values.shape[0])
+    t = tl.arange(0, values.shape[1])
+    place = start * rows + t[None, :] * (end - start) + n[:, None]
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=(t < rows)[None, :] & (n >= 0)[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["rows", "K", "N0", "a1", "a2", "a3", "N1", "b1", "b2", "b3", "N2", "c1", "c2", "c3"],
+)
+def few_rows_merged(
+    x0: tl.tensor,
+    w0: tl.tensor,
+    s0: tl.tensor,
+    out0: tl.tensor,
+    x1: tl.tensor,
+    w1: tl.tensor,
+    out1: tl.tensor,
+    w2: tl.tensor,
+    out2: tl.tensor,
+    rows: tl.tensor,
+    K: tl.tensor,
+    N0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    N1: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+    N2: tl.tensor,
+    c1: tl.tensor,
+    c2: tl.tensor,
+    c3: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    NW: tl.constexpr,
+    STEPS_8: tl.constexpr,
+    STEPS_16: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+) -> None:
+    """`few_rows` for up to three stacks of maps of one input: N0 rows of FP8 weights (x0 is the input as they want it),
+    N1 and N2 of bf16 ones. Sums are those of `few_rows`.
+    """
+    program = tl.program_id(0)
+    first = program * BN
+    if first < N0:
+        acc = _few_sums(
+            *(x0, w0, s0, rows, first, N0, K, 0, 1),
+            *(8, BLOCK_N, BLOCK_K, BN, BM, NW, STEPS_8, AHEAD, PDL, ASM),
+        )
+        _store_map(out0, acc, first, rows, N0, a1, a2, a3)
+    elif first < N0 + N1:
+        acc = _few_sums(
+            *(x1, w1, s0, rows, first - N0, N1, K, 0, 1), *(16, 1, 1, BN, BM, NW, STEPS_16, AHEAD, PDL, ASM)
+        )
+        _store_map(out1, acc, first - N0, rows, N1, b1, b2, b3)
+    else:
+        acc = _few_sums(
+            *(x1, w2, s0, rows, first - N0 - N1, N2, K, 0, 1), *(16, 1, 1, BN, BM, NW, STEPS_16, AHEAD, PDL, ASM)
+        )
+        _store_map(out2, acc, first - N0 - N1, rows, N2, c1, c2, c3)
 
 
 @triton.jit
@@ -214,7 +328,7 @@ def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl
     tl.store(values + row, (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["rows", "N", "K", "GROUP"])
+@triton.jit(do_not_specialize=["rows", "N", "K", "GROUP", "n1", "n2", "n3"])
 def many_rows(
     x: tl.tensor,
     w: tl.tensor,
@@ -226,10 +340,14 @@ def many_rows(
     N: tl.tensor,
     K: tl.tensor,
     GROUP: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    n3: tl.tensor,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ADDEND: tl.constexpr,
     BIAS: tl.constexpr,
+    MERGED: tl.constexpr,
     BM: tl.constexpr,
     BT: tl.constexpr,
     NW: tl.constexpr,
@@ -237,7 +355,10 @@ def many_rows(
     U: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
-    """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80."""
+    """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80.
+
+    MERGED: outputs as `_store_map` places them, maps begin at n1, n2 and n3.
+    """
     N = N // 16 * 16  # said so that loads and stores are wide
     K = K // (64 * U) * (64 * U)
     pid = tl.program_id(0)
@@ -272,6 +393,14 @@ def many_rows(
     no = n0 + tl.arange(0, BM)
     kept = (t < rows)[None, :] & (no >= 0)[:, None]
     place = t[None, :].to(tl.int64) * N + no[:, None]
+    if MERGED:
+        start = tl.where(n0 >= n1, n1, 0)
+        end = tl.where(n0 >= n1, n2, n1)
+        start = tl.where(n0 >= n2, n2, start)
+        end = tl.where(n0 >= n2, n3, end)
+        start = tl.where(n0 >= n3, n3, start) // 16 * 16
+        end = tl.where(n0 >= n3, N, end) // 16 * 16
+        place = start * rows + t[None, :].to(tl.int64) * (end - start) + (no - start)[:, None]
     if BIAS:
         acc += tl.load(bias + no).to(tl.float32)[:, None]
     if ADDEND:

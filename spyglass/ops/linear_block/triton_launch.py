@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,8 +13,10 @@ import triton
 from spyglass.ops.gpu import here, interpreted
 from spyglass.ops.linear_block import triton as choices
 from spyglass.ops.linear_block import triton_kernel as kernels
+from spyglass.ops.linear_merged.reference import MapStack
 from spyglass.quant.packed import Packed
 
+_FEW_LARGEST = 8  # rows up to which the head is read once for its argmax alone; more are quicker by its logits
 _EXPANDED = 1024  # rows from which a weight is decoded once and multiplied as bf16
 
 
@@ -51,15 +56,121 @@ def multiply(
         if rows <= choices.FEW:
             launch = choices.few(rows, out_features, in_features, bits)
         elif rows < _EXPANDED:
-            few = rows <= 256
-            side, warps = (64, 4) if few else (128, 8)
-            launch = choices.Many(rows=side, tokens=side, warps=warps, stages=4 if few else here().linear_stages)
+            launch = _tiles(rows)
     if isinstance(launch, choices.Few):
+        if out_features // groups % launch.rows:
+            launch = replace(launch, rows=16)
         _few(x, weight, out, rows, bits, block, groups, addend, bias, launch)
     elif isinstance(launch, choices.Many):
         _many(x, weight, out, rows, block, groups, addend, bias, launch)
     else:
         _expanded(x, weight, out, rows, block, groups, addend, bias)
+
+
+def _tiles(rows: int) -> choices.Many:
+    few = rows <= 256
+    side, warps = (64, 4) if few else (128, 8)
+    return choices.Many(rows=side, tokens=side, warps=warps, stages=4 if few else here().linear_stages)
+
+
+def _starts(letter: str, sizes: Sequence[int], total: int) -> dict[str, int]:
+    """Where the second, third and fourth map of a stack begin."""
+    starts = [*accumulate(sizes), total, total, total] if sizes else [total, total, total]
+    return {f"{letter}{number + 1}": starts[number] for number in range(3)}
+
+
+def multiply_merged(
+    x: torch.Tensor, rounded_x: torch.Tensor | None, stacks: Sequence[MapStack]
+) -> tuple[torch.Tensor, ...] | None:
+    """The outputs of all maps of some stacks, in order, from one launch; None where these kernels cannot.
+
+    At most one stack of FP8 weights and two of bf16, of four maps each.
+    """
+    rows, in_features = x.numel() // x.shape[-1], x.shape[-1]
+    fp8 = [stack for stack in stacks if stack.weight.format.name == "fp8"]
+    bf16 = [stack for stack in stacks if stack.weight.format.name == "bf16"]
+    side = 32 if rows > 16 else 16
+    if len(fp8) > 1 or len(bf16) > 2 or len(fp8) + len(bf16) < len(stacks) or rows > choices.FEW:
+        return None
+    if any(len(stack.sizes) > 4 or any(size % side for size in stack.sizes) for stack in stacks):
+        return None
+    launches = [
+        choices.few(rows, max(stack.sizes), in_features, choices.BITS[stack.weight.format.name]) for stack in stacks
+    ]
+    warps = {None if launch is None else launch.warps for launch in launches}
+    if len(warps) != 1 or None in warps:  # sums are to be those of the maps one by one
+        return None
+    steps = {stack.weight.format.name: launch.steps for stack, launch in zip(stacks, launches, strict=True) if launch}
+    outputs = [x.new_empty(rows * sum(stack.sizes), dtype=stack.out_dtype) for stack in stacks]
+    held = dict(zip([id(stack) for stack in stacks], outputs, strict=True))
+    first = fp8[0] if fp8 else None
+    x8, block = x, (1, 1)
+    if first is not None:
+        block = first.weight.format.block or block
+        x8 = (
+            rounded_x if rounded_x is not None else rounded(x, 0 if first.rounding is None else first.rounding.block, 0)
+        )
+    data = [x if i >= len(bf16) else bf16[i].weight.data.view(torch.int16) for i in range(2)]
+    scale = data[0] if first is None or first.weight.scale is None else first.weight.scale.view(torch.int16)
+    totals = [sum(stack.sizes) for stack in [*fp8, *bf16]]
+    N0 = totals[0] if fp8 else 0
+    N1, N2 = [*totals[len(fp8) :], 0, 0][:2]
+    kernels.few_rows_merged[(triton.cdiv(N0 + N1 + N2, side),)](
+        x8,
+        x if first is None else first.weight.data.view(torch.int16),
+        scale,
+        x if first is None else held[id(first)],
+        x,
+        data[0],
+        held[id(bf16[0])] if bf16 else x,
+        data[1],
+        held[id(bf16[1])] if len(bf16) > 1 else x,
+        rows,
+        K=in_features,
+        N0=N0,
+        **_starts("a", first.sizes if first else (), N0),
+        N1=N1,
+        **_starts("b", bf16[0].sizes if bf16 else (), N1),
+        N2=N2,
+        **_starts("c", bf16[1].sizes if len(bf16) > 1 else (), N2),
+        BLOCK_N=block[0],
+        BLOCK_K=block[1],
+        BN=side,
+        BM=8 if rows <= 8 else 16 if rows <= 16 else 32,
+        NW=next(iter(warps)),
+        STEPS_8=steps.get("fp8", 1),
+        STEPS_16=steps.get("bf16", 1),
+        AHEAD=rows <= 8,
+        PDL=ahead(),
+        ASM=not interpreted(),
+        num_warps=next(iter(warps)),
+        num_stages=1,
+        **options(),
+    )
+    return _maps(outputs, stacks, x)
+
+
+def _maps(outputs: Sequence[torch.Tensor], stacks: Sequence[MapStack], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output of each map, from the memory of its stack."""
+    found: list[torch.Tensor] = []
+    for out, stack in zip(outputs, stacks, strict=True):
+        parts = out.split([out.numel() // sum(stack.sizes) * size for size in stack.sizes])
+        found += [part.view(*x.shape[:-1], size) for part, size in zip(parts, stack.sizes, strict=True)]
+    return tuple(found)
+
+
+def multiply_stack(x: torch.Tensor, stack: MapStack) -> tuple[torch.Tensor, ...] | None:
+    """The outputs of the maps of one FP8 stack for more rows than `multiply_merged` takes; None where it cannot."""
+    rows = x.numel() // x.shape[-1]
+    launch = _tiles(rows)
+    if stack.weight.format.name != "fp8" or len(stack.sizes) > 4 or not choices.FEW < rows < _EXPANDED:
+        return None
+    if any(size % launch.rows for size in stack.sizes):
+        return None
+    out = x.new_empty(rows * sum(stack.sizes), dtype=stack.out_dtype)
+    block = 0 if stack.rounding is None else stack.rounding.block
+    _many(x, stack.weight, out, rows, block, 1, None, None, launch, stack.sizes)
+    return _maps([out], [stack], x)
 
 
 def rounded(x: torch.Tensor, block: int, order: int) -> torch.Tensor:
@@ -132,6 +243,7 @@ def _many(
     addend: torch.Tensor | None,
     bias: torch.Tensor | None,
     launch: choices.Many,
+    sizes: Sequence[int] = (),
 ) -> None:
     out_features, in_features = weight.shape
     x = rounded(x, block, 80)
@@ -148,10 +260,12 @@ def _many(
         N=out_features,
         K=in_features,
         GROUP=out_features // groups,
+        **_starts("n", sizes, out_features),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         ADDEND=addend is not None,
         BIAS=bias is not None,
+        MERGED=len(sizes) > 0,
         BM=launch.rows,
         BT=launch.tokens,
         NW=launch.warps,
@@ -218,7 +332,7 @@ def largest(x_TI: torch.Tensor, weight: Packed, skip_O: torch.Tensor) -> tuple[t
     rows, (out_features, in_features) = len(x_TI), weight.shape
     skip = skip_O.view(torch.uint8)
     launch = choices.few(rows, out_features, in_features, choices.BITS[weight.format.name])
-    if rows <= choices.FEW and launch is not None:
+    if rows <= _FEW_LARGEST and launch is not None:
         keys_TP = torch.empty((rows, triton.cdiv(out_features, 16)), dtype=torch.int64, device=x_TI.device)
         _few(x_TI, weight, keys_TP, rows, choices.BITS[weight.format.name], 0, 1, skip, None, launch)
     else:

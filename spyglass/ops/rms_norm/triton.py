@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from spyglass.ops import tuned
 from spyglass.ops.gpu import learns, usable
 from spyglass.ops.rms_norm import reference
 from spyglass.quant.formats import FakeQuant
 
-__all__ = ["rms_norm", "usable"]
+__all__ = ["rms_norm", "shape_key", "usable"]
 _WIDEST = 1 << 14  # a row is held in registers
 
 
@@ -19,6 +20,7 @@ def rms_norm(
     eps: float,
     stepwise: bool = False,
     quant: FakeQuant | None = None,
+    launch: tuned.RowWise | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients, float64 and very wide rows."""
     if not _suits(x_ND, quant) or learns(x_ND, weight_D):
@@ -28,8 +30,13 @@ def rms_norm(
     assert weight_D is None or not stepwise
     rows_ND = x_ND.reshape(-1, x_ND.shape[-1])
     out_ND = torch.empty(rows_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
-    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps, stepwise, quant)
+    normalise(rows_ND, None if weight_D is None else weight_D.contiguous(), out_ND, eps, stepwise, quant, launch)
     return out_ND.view(x_ND.shape)
+
+
+def shape_key(x_ND: torch.Tensor, quant: FakeQuant | None) -> dict[str, object]:
+    """What a table knows the op by."""
+    return {"dim": x_ND.shape[-1], "round": 0 if quant is None else quant.block}
 
 
 def _suits(x_ND: torch.Tensor, quant: FakeQuant | None) -> bool:

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops import tuned
 from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.overlap import begin
+from spyglass.ops.rms_norm.triton import shape_key
+from spyglass.ops.tuned import RowWise
 from spyglass.quant.formats import FakeQuant
 
 _VALUES = 2048  # of a program, where a row is not longer
@@ -21,13 +24,18 @@ def normalise(
     eps: float,
     stepwise: bool,
     quant: FakeQuant | None,
+    launch: RowWise | None,
 ) -> None:
     """Write rms_norm of the rows of x (channels contiguous) into `out_ND` (contiguous)."""
     rows, dim = x_ND.shape
     if rows == 0:
         return
     DIM = triton.next_power_of_2(dim)
-    ROWS = max(_VALUES // DIM, 1)
+    if launch is None:
+        launch = tuned.find("rms_norm", (RowWise,), rows, **shape_key(x_ND, quant))
+    if launch is None:
+        launch = RowWise(at_once=max(_VALUES // DIM, 1), warps=4 if DIM <= 4096 else 8)
+    ROWS = launch.at_once
     _normalise_rows[(triton.cdiv(rows, ROWS),)](
         x_ND,
         x_ND if weight_D is None else weight_D,
@@ -41,7 +49,7 @@ def normalise(
         **rounding(quant),
         ROWS=ROWS,
         DIM=DIM,
-        num_warps=4 if DIM <= 4096 else 8,
+        num_warps=launch.warps,
         enable_fp_fusion=False,
         **overlap(x_ND),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from spyglass.ops import tuned
 from spyglass.ops.gpu import learns, usable
 from spyglass.ops.row_finish import reference
 from spyglass.quant.formats import FakeQuant
 
-__all__ = ["row_finish", "usable"]
+__all__ = ["row_finish", "shape_key", "usable"]
 _WIDEST = 1 << 12  # a row is held in registers
 
 
@@ -26,6 +27,7 @@ def row_finish(
     tail_bf16: bool = False,
     pages_NBD: torch.Tensor | None = None,
     write_T: torch.Tensor | None = None,
+    launch: tuned.RowWise | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two."""
     dim = x_THD.shape[-1]
@@ -64,8 +66,15 @@ def row_finish(
         tail_bf16=tail_bf16,
         pages_ND=None if pages_NBD is None else pages_NBD.flatten(0, 1),
         write_T=write_T,
+        launch=launch,
     )
     return out_THD
+
+
+def shape_key(x_THD: torch.Tensor, hadamard: bool, quant: FakeQuant | None) -> dict[str, object]:
+    """What a table knows the op by."""
+    heads, dim = (1, x_THD.shape[-1]) if x_THD.dim() == 2 else x_THD.shape[1:]
+    return {"heads": heads, "dim": dim, "hadamard": int(hadamard), "round": "no" if quant is None else quant.element}
 
 
 def _suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:

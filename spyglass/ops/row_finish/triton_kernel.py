@@ -6,12 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops import tuned
 from spyglass.ops.fake_quant.triton_kernel import round_block, to_bf16
 from spyglass.ops.gpu import overlap
 from spyglass.ops.hadamard.triton_kernel import rotate_rows
 from spyglass.ops.overlap import begin
 from spyglass.ops.rms_norm.triton_kernel import inverse_size
 from spyglass.ops.rope_partial.triton_kernel import turn_pairs
+from spyglass.ops.row_finish.triton import shape_key
+from spyglass.ops.tuned import RowWise
 from spyglass.quant.formats import FakeQuant
 
 _VALUES = 2048  # of a program, where a row is not longer
@@ -32,12 +35,18 @@ def finish(
     tail_bf16: bool,
     pages_ND: torch.Tensor | None,
     write_T: torch.Tensor | None,
+    launch: RowWise | None,
 ) -> None:
     """Write row_finish of x (channels contiguous) into `out_THD` (contiguous), and into rows of `pages_ND`."""
     rows, heads, dim = x_THD.shape
     if out_THD.numel() == 0:
         return
-    HEADS = min(max(_VALUES // dim, 1), triton.next_power_of_2(heads))
+    if launch is None:
+        launch = tuned.find("row_finish", (RowWise,), rows, **shape_key(x_THD, hadamard, quant))
+    if launch is None:
+        at_once = min(max(_VALUES // dim, 1), triton.next_power_of_2(heads))
+        launch = RowWise(at_once=at_once, warps=4 if at_once * dim > 512 else 2)
+    HEADS = launch.at_once
     writes = pages_ND is not None and write_T is not None
     _finish_rows[(rows, triton.cdiv(heads, HEADS))](
         x_THD,
@@ -66,7 +75,7 @@ def finish(
         DIM=dim,
         LOG_DIM=dim.bit_length() - 1,
         PAIRS=cos_TR.shape[1],
-        num_warps=4 if HEADS * dim > 512 else 2,
+        num_warps=launch.warps,
         enable_fp_fusion=False,
         **overlap(x_THD),
     )

@@ -18,7 +18,7 @@ from spyglass.ops.sparse_attention.reference import Turn
 __all__ = ["Launch", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
 
 _LOG2_E = 1.4426950408889634
-_SPLITS = (32, 20, 16, 10, 8, 4, 2, 1)  # few, as each is a kernel of its own
+_SPLITS = (32, 20, 16, 10, 8, 6, 4, 2, 1)  # few, as each is a kernel of its own
 _STREAM_ROWS = 16  # below, shares of a tile each fill the device as well and start sooner
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -129,10 +129,11 @@ def launch_for(
         heads_at_once, keys_at_once, warps, stages = 16, 16, 4, 1
     elif streams and rows >= _STREAM_ROWS:
         heads_at_once, keys_at_once, warps, stages = 64, 64, 8, 2
-    elif rows > 2:
+    elif rows > 2 and 2 * rows * -(-keys // tile[1]) >= num_processors:
         (heads_at_once, keys_at_once, warps), stages = tile, 1
-    else:
+    else:  # small tiles, two programs a processor
         heads_at_once, keys_at_once, warps, stages = 16, 32, 4, 1
+        num_processors *= 2
     stream = streams and rows >= _STREAM_ROWS
     heads_at_once = min(heads_at_once, max(16, 1 << (heads - 1).bit_length()))
     groups, tiles = -(-heads // heads_at_once), max(1, -(-keys // keys_at_once))

@@ -147,6 +147,8 @@ def combine_shares(
     PDL: tl.constexpr,
 ) -> None:
     """One row and head from its SPLITS <= PADDED shares."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     row = (program // NUM_HEADS).to(tl.int64)
     head = program % NUM_HEADS

@@ -6,22 +6,33 @@ import torch
 import triton
 import triton.language as tl
 
+from spyglass.ops import tuned
 from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.ops.gpu import overlap
 from spyglass.ops.overlap import begin
+from spyglass.ops.tuned import RowWise
 from spyglass.quant.formats import FakeQuant
 
 _WIDTH = 512
 
 
 def gate(
-    gate_TF: torch.Tensor, up_TF: torch.Tensor, out_TF: torch.Tensor, limit: float, quant: FakeQuant | None
+    gate_TF: torch.Tensor,
+    up_TF: torch.Tensor,
+    out_TF: torch.Tensor,
+    limit: float,
+    quant: FakeQuant | None,
+    launch: RowWise | None,
 ) -> None:
     """Write swiglu into `out_TF` (contiguous); channels of the inputs contiguous."""
     rows, width = out_TF.shape
     if out_TF.numel() == 0:
         return
-    _swiglu[(rows, triton.cdiv(width, _WIDTH))](
+    if launch is None:
+        launch = tuned.find("swiglu", (RowWise,), rows, width=width)
+    if launch is None:
+        launch = RowWise(at_once=_WIDTH, warps=4)
+    _swiglu[(rows, triton.cdiv(width, launch.at_once))](
         gate_TF,
         up_TF,
         out_TF,
@@ -30,7 +41,8 @@ def gate(
         width,
         limit,
         **rounding(quant),
-        WIDTH=_WIDTH,
+        WIDTH=launch.at_once,
+        num_warps=launch.warps,
         enable_fp_fusion=False,
         **overlap(gate_TF),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from spyglass.engine.request import Structured
 from spyglass.prompt.chat import plain_part
 from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
+from spyglass.server.protocols.called import CALL, answered_call, called
 from spyglass.server.protocols.chat_reply import ChatReply
 from spyglass.server.protocols.conversation import (
     ALLOWED_TOOLS,
@@ -68,18 +68,12 @@ _PARTS = {
     ),
 }
 _OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}  # parts by their names there
-_CALLED = Fields(read=frozenset({"name", "arguments"}))
-_CALL = Fields(
-    read=frozenset({"id", "type", "index", "function"}),
-    ignored=frozenset({"cache_control"}),
-    inner={"function": _CALLED},
-)
 _MESSAGE = Fields(
     read=frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix"})
     | {"function_call"},
     ignored=frozenset({"name", "cache_control", "reasoning_details", "id", "timestamp", "refusal", "annotations"}),
     neutral={"audio": NEVER, "images": ([],), "tools": ([],)},
-    inner={"content": tuple(_PARTS.values()), "tool_calls": (_CALL,)},
+    inner={"content": tuple(_PARTS.values()), "tool_calls": (CALL,)},
 )
 _FUNCTION = Fields(
     read=frozenset({"name", "description", "parameters", "strict"}), ignored=frozenset({"cache_control"})
@@ -239,9 +233,9 @@ def _message(
     if role == "assistant" and not calls and "function_call" in given:
         calls = [{"function": given["function_call"]}]
     if calls:
-        found["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]", reader) for n, call in enumerate(calls)]
+        found["tool_calls"] = [called(call, f"{where}.tool_calls[{n}]", reader) for n, call in enumerate(calls)]
     if role == "tool":
-        found["tool_call_id"] = _call_id(given, where, before)
+        found["tool_call_id"] = answered_call(given, where, before)
     content = given.get("content")
     if isinstance(content, list | tuple):
         parts = enumerate(content)
@@ -264,44 +258,9 @@ def _part(part: object, where: str, role: str, images: Images, reader: FieldRead
             part["image_url"] = {"url": images.source(image.get("url"), f"{where}.image_url.url")}
         elif "image_url" in part:
             part["image_url"] = images.source(part["image_url"], f"{where}.image_url")
-    elif not isinstance(part, Mapping):
-        refuse(where, f"must be an object with a type, not {type(part).__name__}")
-    else:
+    elif isinstance(part, Mapping):
         refuse(where, f"has the unknown type {str(kind)[:100]!r}; parts are text or image_url")
     return plain_part(part, where, role, images.stubs)
-
-
-def _call(call: object, where: str, reader: FieldReader) -> dict[str, Any]:
-    """A call of the history; arguments that are null or an object are what they obviously mean."""
-    given = reader.read(call, _CALL, where)
-    function = reader.read(given.get("function"), _CALLED, f"{where}.function")
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not isinstance(arguments, str):
-        refuse(f"{where}.function.arguments", f"must be a string with JSON, not {type(arguments).__name__}")
-    name = text_field(function, "name", f"{where}.function")
-    return {
-        "id": text_field({"id": where, **given}, "id", where),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def _call_id(given: Mapping[str, Any], where: str, before: Sequence[Mapping[str, Any]]) -> str:
-    """The call that a tool's message answers: the one it names, else the first of the last calls without an answer."""
-    if "tool_call_id" in given:
-        return text_field(given, "tool_call_id", where)
-    answered = set[str]()
-    for message in reversed(before):
-        if message["role"] == "tool":
-            answered.add(message["tool_call_id"])
-            continue
-        for call in message.get("tool_calls", ()):
-            if call["id"] not in answered:
-                return str(call["id"])
-        break
-    refuse(f"{where}.tool_call_id", "is missing, and there is no call before it that has no answer")
 
 
 def chat_tools(given: Mapping[str, Any], reader: FieldReader) -> tuple[Tool, ...]:

@@ -13,6 +13,7 @@ from spyglass.engine.request import Structured
 from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
+from spyglass.server.protocols.called import arguments_text
 from spyglass.server.protocols.conversation import (
     ALLOWED_TOOLS,
     CHOICES,
@@ -266,11 +267,7 @@ def _item(item: object, where: str, images: Images, reader: FieldReader) -> dict
 
 def _function_call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A call of the history; arguments that are missing or an object are what they obviously mean."""
-    arguments = given.get("arguments", "{}")
-    if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not isinstance(arguments, str):
-        refuse(f"{where}.arguments", f"must be a string with JSON, not {type(arguments).__name__}")
+    arguments = arguments_text(given, where)
     name = text_field(given, "name", where)
     if "namespace" in given:
         name = f"{text_field(given, 'namespace', where)}::{name}"

@@ -61,7 +61,7 @@ def test_the_text_says_what_people_ask(flash: Path, capsys: pytest.CaptureFixtur
     assert main(["check", str(flash)]) == 0
     text = capsys.readouterr().out
     for expected in (
-        "deepseek_v4, picture tower of 32 layers",
+        "deepseek_v4, image tower of 32 layers",
         "72,633, 167.81 GB in 48 files",
         "dspark, not loaded",
         "6,880 bytes per token",
@@ -163,7 +163,7 @@ def test_a_truncated_shard_and_a_missing_config_are_faults(tmp_path: Path, capsy
 def test_a_tokenizer_that_the_model_would_refuse_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_small(tmp_path)
     assert main(["check", str(tmp_path)]) == 0
-    assert "takes token ids and pictures, but no text" in capsys.readouterr().out
+    assert "takes token ids and images, but no text" in capsys.readouterr().out
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     assert main(["check", str(tmp_path)]) == 1
     text = capsys.readouterr().out
@@ -177,10 +177,10 @@ def test_a_tokenizer_that_the_model_would_refuse_is_a_fault(tmp_path: Path, caps
     assert code == 1 and "use the tokenizer of the vision checkpoint" in report["faults"][0]
 
 
-def test_a_text_checkpoint_says_that_it_takes_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_checkpoint_says_that_it_takes_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_small(tmp_path, vision_n_layers=0)
     assert main(["check", str(tmp_path)]) == 0
-    assert "text only, no pictures" in capsys.readouterr().out
+    assert "text only, no images" in capsys.readouterr().out
 
 
 def test_transformers_names_are_counted_in_the_same_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,40 @@ def test_i1_health_banner_and_check_name_what_differs(
     assert "WRONG NUMBERS" in banner(llm, config, 80, 1)
     assert main(["check", str(folder), "--numbers"]) == 1
     assert "numbers: WRONG NUMBERS" in capsys.readouterr().out
+
+
+DIVIDED: dict[str, Any] = {**OPTIONS, "tensor_parallel_size": 2}
+ZEROED_ON_RANK_1 = """
+import sys
+if "spyglass.engine.rank" in sys.orig_argv:
+    from spyglass.ops.sparse_attention import cpu
+    sound = cpu.sparse_attention
+    cpu.sparse_attention = lambda *args, **options: 0 * sound(*args, **options)
+"""
+
+
+def test_i1_every_process_of_a_divided_model_compares_its_own_ops_and_one_decision_holds_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = LLM("spyglass-tiny-v41", **DIVIDED, numbers="strict")
+    assert sound.numbers is not None and not sound.numbers.mismatches
+    alone = LLM("spyglass-tiny-v41", **OPTIONS, numbers="strict").numbers
+    assert alone is not None
+    twice = sound.numbers.compared
+    assert set(alone.compared) - set(twice) == {"add_shared"}, "parts of a divided model are added up by their group"
+    assert sum(twice.values()) > sum(alone.compared.values()), "those of both processes"
+    sound.close()
+    (tmp_path / "sitecustomize.py").write_text(ZEROED_ON_RANK_1)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with pytest.raises(DeviceError, match=r"sparse_attention \(cpu\): off by 100% on rank 1"):
+        LLM("spyglass-tiny-v41", **DIVIDED, numbers="strict")
+    llm = LLM("spyglass-tiny-v41", **DIVIDED, numbers="on")
+    assert llm.numbers is not None and [one.op for one in llm.numbers.mismatches] == ["sparse_attention"]
+    assert "WRONG NUMBERS" in caplog.text
+    assert llm.loaded.model.options.build.ops.chosen["sparse_attention"] == "reference"
+    assert llm.ranks is not None and len(llm.ranks.pids) == 1, "those that were compared first have ended"
+    answer(llm)
+    llm.close()
 
 
 def test_i1_kernels_of_experts_in_host_memory_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

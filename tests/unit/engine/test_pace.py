@@ -115,7 +115,7 @@ def test_a_step_has_the_work_that_is_allowed_or_one_piece_and_everybody_ends(
     shapes: list[list[int | tuple[int, int]]], tokens: int, cell: float
 ) -> None:
     scheduler = make_scheduler(128, sequences=4)
-    scheduler._pace = Fixed(tokens, cell)
+    scheduler.pace = Fixed(tokens, cell)
     sequences = [make_sequence(number, parts, limit=20) for number, parts in enumerate(shapes)]
     for sequence in sequences:
         scheduler.add(sequence)

@@ -168,8 +168,7 @@ def test_attention_agrees_stage_by_stage(layer: int, setting: Setting) -> None:
     want = setting.other.attention(layer, theirs, setting.spans)
     attention = setting.layer(layer).attn
     setting.recorded.clear()
-    attention.write_cache(x, setting.step, setting.cache)
-    out = attention.attend(x, setting.step, setting.cache)
+    out = attention(x, setting.step, setting.cache)
     setting.same(stored(setting, "window", "window", layer, count), want.window, "window rows")
     if plan.ratio:
         entries = stored(setting, "pool", f"pool{plan.ratio}", layer, count // plan.ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,12 +21,15 @@ from spyglass.cli.main import main
 from spyglass.config.presets import Preset
 from spyglass.config.shipped import shipped_models
 from spyglass.config.training import TrainConfig
+from spyglass.engine.llm import LLM
+from spyglass.engine.request import SamplingParams
 from spyglass.errors import AdapterError, ConfigError, PromptError
 from spyglass.lora.peft import read_adapter
 from spyglass.model import load_model
 from spyglass.prompt.tokenizer import load_tokenizer
+from spyglass.train.answers import MOST_TOKENS, answers, shown_chats
 from spyglass.train.data import Learner, read_chats
-from spyglass.train.finetune import finetune, open_engram_feed
+from spyglass.train.finetune import duration, finetune, open_engram_feed
 from spyglass.train.log import read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
@@ -139,7 +143,7 @@ def stopped(tiny_folder: Path, data: Path, tmp_path_factory: pytest.TempPathFact
     [
         ({"dtype": "float32"}, "dtype bfloat16, this one has float32"),
         ({"numerics": "plain"}, "numerics reference, this one has plain"),
-        ({"lr": 1e-3}, r"lr 0\.0002, this one has 0\.001"),
+        ({"lr": 1e-3}, r"lr 0\.\d+, this one has 0\.001"),
         ({"dtype": "float32", "rank": 3}, "rank 2, this one has 3; with dtype bfloat16, this one has float32"),
     ],
 )
@@ -185,6 +189,50 @@ def test_a_tower_learns_from_chats_of_which_only_some_have_pictures(config: Trai
     assert sorted(row.images for row in rows) == [0, 0, 1, 1]
     assert all((row.norm > 0) == (row.images > 0) for row in rows)
     assert all(pair.b_OR.any() for name, pair in read_adapter(config.output).modules.items() if "aligner" in name)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_answers_before_and_after_training_and_the_time_it_takes_are_told(config: TrainConfig, full: bool) -> None:
+    rate = {"rank": 16, "lr": 3e-3, "batch_tokens": 300, "clip": 100.0} if full else {"lr": 0.03, "warmup": 0}
+    told: list[str] = []
+    config = replace(config, full=full, steps=30, schedule="constant", **rate)  # type: ignore[arg-type]
+    finetune(config, tell=told.append, progress=False)
+    (table,) = (line for line in told if line.startswith("answers before and after"))
+    rows = [row.split(maxsplit=1) for row in table.splitlines()[1:]]
+    assert rows[0] == ["[image]", "Which colour?"] and rows[4] == ["Name", "a colour."]
+    for right, before, after in (rows[1:4], rows[5:8]):
+        assert right == ["right", "Red."] and after == ["after", "Red."]
+        assert before[0] == "before" and before[1:] != ["Red."]
+    (expected,) = (line for line in told if line.startswith("expected: "))
+    assert re.fullmatch(r"expected: 27 more steps of [\d.e-]+ s, about [\d.]+ (s|min|h) in all", expected)
+
+
+def test_answers_that_are_told_are_those_of_the_engine(config: TrainConfig, data: Path) -> None:
+    """The same greedy tokens through the training pass as through pages, for a chat with an image and one without."""
+    llm = LLM(config.model, device="cpu", dtype="float32", numerics="plain")
+    assert llm.tokenizer is not None
+    learner = Learner(llm.config, llm.tokenizer)
+    chats, _ = read_chats(data, learner, most_tokens=150, progress=False)
+    loaded = load_model(config.model, device="cpu", dtype="float32", numerics="plain", ops="training")
+    shown = shown_chats(chats, learner)
+    said = answers(
+        shown, lambda samples: step_logits(loaded.model, pack(samples, loaded.config, dtype=torch.float32)), learner
+    )
+    params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
+    asked = [chat.messages[:-1] for chat in chats]
+    assert said == [output.text for output in llm.chat(asked, params)]
+
+
+def test_the_default_rate_of_adapters_rises_as_models_get_thinner(config: TrainConfig) -> None:
+    assert config.rate(4096) == 2e-4 and config.rate(512) == pytest.approx(2e-4 * 8**0.8)
+    assert replace(config, full=True, rank=16).rate(512) == 2e-4 and replace(config, lr=0.5).rate(512) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.2, "about 1 s"), (99, "about 99 s"), (150, "about 2 min"), (7200, "about 2.0 h")]
+)
+def test_a_duration_is_told_as_people_say_it(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
 
 
 def test_shipped_models_are_trained_by_name(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

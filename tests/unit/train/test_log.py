@@ -6,12 +6,14 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spyglass.train.log import EVENTS_NAME, Row, TrainLog, read_log
+from spyglass.errors import ConfigError
+from spyglass.train.log import EVENTS_NAME, Row, TrainLog, plot_loss, read_log, require_wandb
 
 
 class Terminal(io.StringIO):
@@ -79,3 +81,44 @@ def test_no_bar_is_shown_where_none_is_wanted_or_nobody_looks(
     monkeypatch.setattr(sys, "stderr", screen)
     write(tmp_path, [row(1, 1.0)], progress=progress)
     assert not screen.getvalue()
+
+
+def test_a_run_is_sent_to_weights_and_biases_only_when_a_project_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+    begun: list[dict[str, str]] = []
+    ended: list[bool] = []
+    run = SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: ended.append(True))
+    module = ModuleType("wandb")
+    module.__dict__.update(init=lambda **options: begun.append(options) or run)
+    module.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # there is one, which is all that is asked
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    write(tmp_path / "silent", [row(1, 1.0)])
+    assert not begun
+    log = TrainLog(tmp_path / "mine" / "training", done=0, steps=2, progress=False, wandb="project")
+    log.add([row(1, 1.0), row(2, 0.5)])
+    log.close()
+    assert begun == [{"project": "project", "dir": str(tmp_path / "mine" / "training"), "name": "mine"}]
+    assert [(step, values["loss"]) for step, values in sent] == [(1, 1.0), (2, 0.5)] and ended
+
+
+def test_a_project_that_could_not_be_reached_for_want_of_the_package_is_told_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("spyglass.train.log.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        require_wandb("project")
+    require_wandb(None)
+
+
+def test_the_running_mean_of_the_plot_begins_at_the_first_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves: dict[str, list[float]] = {}
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.plot", lambda self, x, y, **more: curves.update({str(more.get("label")): list(y)})
+    )
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda self: None)
+    plot_loss([row(step, 4.0) for step in (1, 2, 3)] + [row(4, 0.0)], tmp_path / "loss.png")
+    mean = curves["running mean (0.1)"]
+    assert np.allclose(mean[:3], 4.0) and mean[3] == pytest.approx(4 * (1 - 0.1 / (1 - 0.9**4)))
