@@ -38,6 +38,13 @@ GPU_COUNTS = (1, 2, 4, 8)
 USABLE = 0.92  # of a device's memory: driver, context and fragmentation take the rest
 STEP_TOKENS = 2048
 STEP_SEQUENCES = 64
+CONVERSATION = 8192  # tokens of one conversation, when conversations at once are counted
+TRAINED_TOKENS, TRAINED_RANK = 4096, 16  # of a micro-batch, and of adapters: the defaults of `spyglass finetune`
+TRAINED_GROUPS = ("attention", "shared")  # the same
+TRAINED_NUMBER = 16  # bytes of a trained number: fp32 master, gradient, two moments
+# A layer's backward pass takes so many times the working memory of its step: 65.9 GB at 16,377 tokens (log.md,
+# "Fine-tuning at real layer sizes")
+TRAINED_STEP = 4.2
 MIN_CONTEXT = 4096  # tokens of cache that must fit with the weights for a model to count as fitting
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 CGROUP = Path("/sys/fs/cgroup")
@@ -80,8 +87,9 @@ class Machine:
 class Fit:
     """Whether a model fits into `count` devices: bytes each would hold, and tokens of cache that fit in the rest.
 
-    `weights` counts adapters too. `context` is 0 when it does not fit. `tables` says where its engram tables are,
-    "none" for models without.
+    `weights` counts adapters too. `context` is 0 when it does not fit; else `conversations` of `CONVERSATION` tokens
+    fit at once, or of the longest context where that is shorter. `tables` says where its engram tables are, "none" for
+    models without. That a model fits says nothing about whether it runs there.
     """
 
     name: str
@@ -90,14 +98,16 @@ class Fit:
     usable: int
     context: int
     tables: Tables = "none"
+    conversations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each.
 
-    `gpus` has the engram tables outside the GPUs, `gpus_with_tables` on them (empty for models without engram).
-    `adapter_bytes` is on each.
+    `gpus` has the engram tables outside the GPUs, `gpus_with_tables` on them (empty for models without engram), for
+    those numbers of GPUs that the model divides into. `adapter_bytes` is on each. `processor_bytes` is the least memory
+    of a machine without a GPU, `training_bytes` what fine-tuning an adapter with the defaults takes of one device.
     """
 
     weights: Mapping[Share, Bytes]
@@ -107,6 +117,8 @@ class MemoryPlan:
     gpus: tuple[Fit, ...]
     gpus_with_tables: tuple[Fit, ...] = ()
     adapter_bytes: int = 0
+    processor_bytes: int = 0
+    training_bytes: int = 0
 
     @property
     def total(self) -> Bytes:
@@ -133,8 +145,11 @@ def plan_memory(
         room = usable - held - step - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
         context = min(tokens, config.text.max_position_embeddings)
-        fits = room > 0 and context >= MIN_CONTEXT
-        return Fit(device.name, count, held, usable, context if fits else 0, tables)
+        if room <= 0 or context < MIN_CONTEXT:
+            return Fit(device.name, count, held, usable, 0, tables)
+        longest = min(CONVERSATION, config.text.max_position_embeddings)
+        each = cache[rows].fixed + cache[rows].per_token * longest
+        return Fit(device.name, count, held, usable, context, tables, int((usable - held - step) / each))
 
     here = [fit(machine.ram, 1, "bfloat16")]
     if outside == "files":
@@ -146,10 +161,13 @@ def plan_memory(
         if outside == "files":
             here.append(fit(smallest, count, "bfloat16", "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
-    gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in GPU_COUNTS)
+    counts = [count for count in GPU_COUNTS if count in even_sizes(params)]
+    gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in counts)
     on_gpus: tuple[Fit, ...] = ()
     if outside == "files":
-        on_gpus = tuple(fit(device, count, "bfloat16", "devices") for device in sizes for count in GPU_COUNTS)
+        on_gpus = tuple(fit(device, count, "bfloat16", "devices") for device in sizes for count in counts)
+    rows = cache["bfloat16"]
+    least = _bytes_per_device(divisible, 1, outside) + adapter_bytes + step + rows.fixed + MIN_CONTEXT * rows.per_token
     return MemoryPlan(
         weights=weights,
         cache=cache,
@@ -158,6 +176,8 @@ def plan_memory(
         gpus=gpus,
         gpus_with_tables=on_gpus,
         adapter_bytes=adapter_bytes,
+        processor_bytes=int(least / USABLE),
+        training_bytes=int((_bytes_per_device(divisible, 1, outside) + training_bytes(config, params)) / USABLE),
     )
 
 
@@ -246,6 +266,15 @@ def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = 
     if text.engram is not None:
         per_token += 2 * len(text.engram.layers) * text.engram.row_width
     return tokens * per_token + 4 * sequences * text.vocab_size
+
+
+def training_bytes(config: ModelConfig, params: ParamTable) -> int:
+    """Estimate of what training adapters by the defaults takes beside the weights: the adapters with gradients and
+    moments, the streams of each layer, and one layer's backward pass."""
+    text = config.text
+    trained = sum(TRAINED_RANK * sum(param.shape) for param in params.values() if param.adapter in TRAINED_GROUPS)
+    streams = 2 * text.num_hidden_layers * text.hc_mult * text.hidden_size * TRAINED_TOKENS
+    return trained * TRAINED_NUMBER + streams + int(TRAINED_STEP * step_bytes(config, TRAINED_TOKENS, 0))
 
 
 def weight_bytes(sources: Mapping[str, Source], params: ParamTable) -> dict[Share, Bytes]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.check_experts import expert_lines, hosted_experts
+from spyglass.cli.check_plan import plan_lines, speed_here
 from spyglass.cli.options import add_model, note_bases, required_model
 from spyglass.progress import shown_bytes
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also load the model and compare each op with its reference, on this machine and its default device",
     )
-    parser.add_argument("--plan", action="store_true", help="print only what fits where")
+    parser.add_argument("--plan", action="store_true", help="print only what fits and runs where, and how fast")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,12 +111,13 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     report["faults"] = matched.faults() + unfilled + tokenizer_faults + _engram_faults(Path(directory), config)
     machine = this_machine()
     report["ops"] = _describe_ops(has_gpu=bool(machine.gpus))
-    report["gpu_kernels"] = _standings() if machine.gpus else {}
+    report["gpu_kernels"] = standings() if machine.gpus else {}
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
     report["memory"] = asdict(plan_memory(config, matched.sources, machine, adapter_bytes=beside))
     report["experts"] = hosted_experts(config, matched.sources, machine, beside, measures=measures)
+    report["speed"] = speed_here(config, matched.sources) if measures else {}
     here = [*report["memory"]["here"], *(row for row in report["experts"] if row["here"])]
     report["fits_here"] = any(fit["context"] for fit in here)
 
@@ -186,7 +188,7 @@ def _describe_ops(*, has_gpu: bool) -> dict[str, dict[str, str]]:
     return {f"{device} {dtype}": describe(device, dtype) for device, dtype in devices}
 
 
-def _standings() -> dict[str, str]:
+def standings() -> dict[str, str]:
     """What is known of the Triton kernels on each GPU that torch sees, by its name and compute capability."""
     import torch
 
@@ -222,7 +224,7 @@ def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
             lines.append(f"the fast kernels for processors cannot run: {report['no_cpu_kernels']}")
         lines.append(f"images through CUDA graphs: {'yes' if report['vision_graphs'] else 'no'}")
     if "memory" in report:
-        lines += _memory_lines(report["memory"]) + expert_lines(report["experts"])
+        lines += plan_lines(report) + expert_lines(report["experts"])
     if "numbers" in report:
         lines.append(f"numbers: {report['numbers']['text']}")
     lines += [f"fault: {fault}" for fault in report["faults"]]
@@ -274,70 +276,6 @@ def _ops_lines(ops: dict[str, dict[str, str]]) -> list[str]:
             f"ops on {device}: " + "; ".join(f"{name}: {', '.join(by_name[name])}" for name in sorted(by_name))
         )
     return lines
-
-
-def _memory_lines(memory: dict[str, Any]) -> list[str]:
-    loaded = [share for name, share in memory["weights"].items() if name != "engram"]
-    stored, expanded = sum(share["stored"] for share in loaded), sum(share["expanded"] for share in loaded)
-    tables = memory["weights"]["engram"]["stored"]
-    rows = memory["cache"]["bfloat16"]
-    lines = [
-        f"weights: {shown_bytes(stored)} as stored, {shown_bytes(expanded)} widened to bfloat16; a step of 2,048 "
-        f"tokens about {shown_bytes(memory['step_bytes'])}",
-        f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
-    ]
-    if memory["adapter_bytes"]:
-        lines.append(f"adapters: {shown_bytes(memory['adapter_bytes'])} beside the weights, the same on every device")
-    if tables:
-        lines.append(
-            f"engram tables: {shown_bytes(tables)}, left in their files (--engram mmap), or one copy in a machine's "
-            "memory (host), or beside the weights on its first GPU (device)"
-        )
-    where = {"none": "", "files": ", tables in files", "host": ", tables in memory", "devices": ", tables on the GPUs"}
-    lines += [
-        f"{_times(fit)}{fit['name']}{_ranks(fit)}{where[fit['tables']]}: {_verdict(fit)}" for fit in memory["here"]
-    ]
-    title = "context that fits beside the weights, by GPU memory and count"
-    if not tables:
-        return lines + _gpu_table(memory["gpus"], f"{title}:")
-    lines += _gpu_table(memory["gpus"], f"{title}, engram tables in files or host memory:")
-    return lines + _gpu_table(memory["gpus_with_tables"], f"{title}, engram tables on the GPUs:")
-
-
-def _times(fit: dict[str, Any]) -> str:
-    return f"{fit['count']} x " if fit["count"] > 1 else ""
-
-
-def _ranks(fit: dict[str, Any]) -> str:
-    return f" (--tensor-parallel-size {fit['count']})" if fit["count"] > 1 else ""
-
-
-def _gpu_table(fits: list[dict[str, Any]], title: str) -> list[str]:
-    """Rows = card sizes, columns = how many of them; a cell is the context that fits beside the weights."""
-    contexts = {fit["context"] for fit in fits}
-    if len(contexts) == 1 and 0 not in contexts:
-        return [f"{title} {_tokens(contexts.pop())} tokens everywhere, from one of {fits[0]['name']} on"]
-    counts = sorted({fit["count"] for fit in fits})
-    cells = {(fit["name"], fit["count"]): _tokens(fit["context"]) for fit in fits}
-    lines = [title]
-    lines.append(f"  {'':<8}" + "".join(f"{count:>8} x" for count in counts))
-    for name in dict.fromkeys(fit["name"] for fit in fits):
-        lines.append(f"  {name:<8}" + "".join(f"{cells[name, count]:>10}" for count in counts))
-    return lines
-
-
-def _verdict(fit: dict[str, Any]) -> str:
-    each = " on each" if fit["count"] > 1 else ""
-    sizes = f"{shown_bytes(fit['weights'])} of weights{each}, {shown_bytes(fit['usable'])} usable"
-    return (
-        f"fits, with room for {_tokens(fit['context'])} tokens ({sizes})"
-        if fit["context"]
-        else f"does not fit ({sizes})"
-    )
-
-
-def _tokens(count: int) -> str:
-    return f"{count // 1024}k" if count else "-"
 
 
 def _few(names: list[str], most: int = 5) -> str:

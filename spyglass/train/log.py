@@ -6,7 +6,6 @@ import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,9 @@ class TrainLog:
             self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
         self._run: Any = None
         if wandb is not None:
-            module: Any = import_module("wandb")
-            self._run = module.init(project=wandb, dir=str(folder), name=folder.parent.name)
+            import wandb as service
+
+            self._run = service.init(project=wandb, dir=str(folder), name=folder.parent.name)
         self._bar = Progress(total=steps, initial=done, unit="step", desc="training", show=progress)
 
     def add(self, rows: Sequence[Row]) -> None:

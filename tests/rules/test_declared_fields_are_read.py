@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "spyglass"
 SCRIPTS = PACKAGE.parent / "scripts"
 READ_WHOLE = {
     "MemoryPlan",  # the JSON of `spyglass check --plan`
+    "Fit",  # a part of it
     "Record",  # a line of the server's log
     "EngineStats",  # for users
     "Counters",  # becomes an `EngineStats`

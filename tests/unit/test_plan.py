@@ -14,6 +14,7 @@ from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
+from spyglass.params.shard import even_sizes
 from spyglass.params.table import param_table
 from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, host_memory, plan_memory, this_machine
 
@@ -70,6 +71,40 @@ def test_more_memory_or_more_cards_never_fit_less(flash: MemoryPlan) -> None:
     for count in range(4):
         column = [row[count].context for row in by_size.values()]
         assert column == sorted(column)
+
+
+def test_conversations_at_once_are_what_the_rest_of_the_memory_holds(flash: MemoryPlan) -> None:
+    rows = flash.cache["bfloat16"]
+    for fit in (*flash.here, *flash.gpus):
+        room = fit.usable - fit.weights - flash.step_bytes
+        each = rows.fixed + rows.per_token * plan.CONVERSATION
+        assert fit.conversations == (int(room / each) if fit.context else 0)
+
+
+def test_only_numbers_of_gpus_that_a_model_divides_into_are_planned(tmp_path: Path) -> None:
+    found = planned(tmp_path, "tiny")
+    sizes = even_sizes(param_table(read_model_config(tmp_path)))
+    assert sorted({fit.count for fit in found.gpus}) == [count for count in plan.GPU_COUNTS if count in sizes]
+
+
+def test_the_memory_that_a_processor_needs_is_the_least_that_fits(tmp_path: Path) -> None:
+    first = planned(tmp_path, "tiny")
+    config = read_model_config(tmp_path)
+    sources = match(open_checkpoint(tmp_path), param_table(config)).sources
+    for free, fits in ((first.processor_bytes + 64, True), (first.processor_bytes - 64, False)):
+        found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
+        assert bool(found.here[0].context) == fits
+
+
+def test_fine_tuning_takes_its_adapters_four_times_over_and_the_streams_of_all_layers(flash: MemoryPlan) -> None:
+    """V4-Flash: 157 GB of weights, adapters of rank 16, 43 layers' streams of 4 x 4,096, and a layer backwards."""
+    config = parse_model_config(preset_config("flash-vision", packed=True), "flash")
+    params = param_table(config)
+    taken = plan.training_bytes(config, params)
+    pairs = sum(16 * sum(param.shape) for param in params.values() if param.adapter in ("attention", "shared"))
+    streams = 43 * 4 * 4096 * 2 * 4096
+    assert taken == 16 * pairs + streams + int(4.2 * plan.step_bytes(config, 4096, 0))
+    assert flash.training_bytes == int((flash.total.stored + taken) / plan.USABLE)
 
 
 def test_what_is_free_here_decides(flash: MemoryPlan) -> None:

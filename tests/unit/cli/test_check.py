@@ -86,6 +86,49 @@ def test_a_model_larger_than_this_machine_is_said_to_be(
         assert capsys.readouterr().out.endswith(ending)
 
 
+def test_fits_and_runs_are_two_words_and_speed_is_what_memory_allows(
+    flash: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = tuple(Device("Card", 192 * 2**30, 190 * 2**30) for _ in range(2))
+    monkeypatch.setattr(
+        "spyglass.plan.this_machine", lambda: Machine(Device("this machine's memory", 900 * 10**9, 800 * 10**9), cards)
+    )
+    monkeypatch.setattr("spyglass.cli.check_plan.read_rate", lambda: 460e9)
+    for known in ("measured", "compiles, not run"):
+        monkeypatch.setattr("spyglass.cli.check.standings", lambda known=known: {"Card (9.9)": known})
+        monkeypatch.setattr("spyglass.cli.check.hosted_experts", lambda *args, **options: [])
+        assert main(["check", str(flash), "--plan"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        here = next(place for place, line in enumerate(lines) if line.startswith("this machine's memory: fits"))
+        assert "conversations of 8k at once" in lines[here] and lines[here + 1].startswith("  runs: yes, on ")
+        assert "at 460 GB/s (measured now) at most" in lines[here + 2]
+        two = next(place for place, line in enumerate(lines) if line.startswith("2 x Card (--tensor-parallel-size 2)"))
+        assert "fits" in lines[two] and "have not been run by us" in lines[two + 1]
+        assert any("a machine without a GPU needs 1" in line and "fine-tuning" in line for line in lines)
+    monkeypatch.setattr("spyglass.plan.this_machine", lambda: Machine(Device("m", 9, 9), cards[:1]))
+    for known, word in (
+        ("measured", "runs: yes, on Triton kernels"),
+        ("not known", "runs: not known, kernels not known"),
+    ):
+        monkeypatch.setattr("spyglass.cli.check.standings", lambda known=known: {"Card (9.9)": known})
+        assert main(["check", str(flash), "--plan"]) == 0
+        assert word in capsys.readouterr().out
+
+
+def test_the_speed_that_memory_allows_counts_what_a_token_reads(
+    flash: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of V4-Flash some 13 billion of 284 billion weights: 6 experts of 256, and all that is dense."""
+    assert main(["check", str(flash), "--plan", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    speed, stored = report["speed"], report["memory"]["weights"]
+    dense = stored["divided"]["stored"] + stored["copied"]["stored"]
+    experts = stored["experts"]["stored"] * 6 / 256
+    assert experts < speed["token_bytes"] < experts + dense
+    assert speed["tokens_per_second"] == pytest.approx(speed["bytes_per_second"] / speed["token_bytes"])
+    assert speed["bytes_per_second"] > 1e8
+
+
 def test_what_fits_everywhere_needs_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new_checkpoint(tmp_path / "tiny", "tiny", headers_only=True)
     assert main(["check", str(tmp_path / "tiny")]) == 0
