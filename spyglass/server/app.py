@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -132,9 +132,6 @@ class EndpointRoute:
         service.reading.take(client)
         try:
             data = await read_body(Request(scope, receive), service.config.max_body_bytes, body)
-        except ClientDisconnect:
-            scope["record"].client_left = True
-            return
         finally:
             service.reading.take(client, -1)
         if not service.calls.has_room(client):
@@ -158,8 +155,6 @@ class EndpointRoute:
                 answering.cancel()
                 leaving.cancel()
                 await asyncio.gather(answering, leaving, return_exceptions=True)
-        except ClientDisconnect:
-            scope["record"].client_left = True
         finally:
             service.calls.take(client, -1)
             held.release()

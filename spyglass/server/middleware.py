@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spyglass.errors import is_recoverable
@@ -70,6 +71,8 @@ class RequestMiddleware:
         try:
             self._check(headers, scope, record)
             await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            record.client_left = True
         except BaseException as error:
             if record.status or not is_recoverable(error):  # too late for a body: a stream has its own way to tell
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,27 @@ def test_who_loads_and_unloads_is_written_down(server: Live, root: Path, caplog:
     assert [event for event, _ in lines] == ["adapter loaded", "adapter unloaded"]
     assert all(who["adapter"] == "mine" and who["key"] == "none" and who["client"] == "127.0.0.1" for _, who in lines)
     assert lines[0][1]["folder"] == str(root.resolve() / "one") and lines[0][1]["request_id"]
+
+
+def told_of(caplog: pytest.LogCaptureFixture, path: str) -> list[dict[str, Any]]:
+    """What the log says of requests for a path."""
+    told = [record.__dict__["request"] for record in caplog.records if record.getMessage() == "request"]
+    return [one for one in told if one["path"] == path]
+
+
+@pytest.mark.parametrize("path", [LOAD, "/plain"])
+def test_who_leaves_in_the_middle_of_a_body_is_no_fault_of_ours(
+    server: Live, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.client.base_url
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with caplog.at_level(logging.INFO, "spyglass.server"):
+        with socket.create_connection((url.host, url.port), 60) as client:
+            client.sendall(f"{head}content-length: 100\r\n\r\n{{".encode())
+        wait_for(lambda: told_of(caplog, path))
+    (told,) = told_of(caplog, path)
+    assert told["status"] == 499 and told["client_left"]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_it_is_off_unless_the_server_was_started_so(live: Live, root: Path) -> None:

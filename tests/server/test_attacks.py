@@ -24,10 +24,12 @@ from spyglass.errors import PromptError
 from spyglass.prompt.decode import open_image
 from spyglass.server import body
 from spyglass.server.app import create_app
+from spyglass.server.batch import answered
 from spyglass.server.body import parse_json
 from spyglass.server.errors import error_response
 from spyglass.server.limits import MAX_LOGPROBS, MAX_VALUES, limits_table
 from spyglass.server.memory import MemoryBudget, Reservation
+from spyglass.server.parsing import prepared
 from spyglass.server.protocols.completions import CompletionsEndpoint
 from spyglass.server.stream import send_whole
 from tests.scripted import ScriptedEngine
@@ -200,7 +202,29 @@ def test_h14_a_client_that_closes_its_sending_half_gets_its_answer(stream: bool,
         )
 
 
-def test_h15_at_the_second_signal_every_stream_has_its_last_event_and_every_whole_answer_is_a_503(llm: LLM) -> None:
+def test_h16_a_device_holds_no_earlier_answers() -> None:
+    for device in ("/dev/full", "/dev/zero"):
+        assert answered(Path(device)) == {}
+
+
+def test_naming_which_of_many_parameters_is_at_fault_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = {f"f{n}": {"type": "object", "properties": {f"p{n}": {"type": "string"}}} for n in range(60)}
+    call, tried = call_of("chat", tools=tools, tool_choice="required"), list[Any]()
+
+    def prepare(prompt: Any, params: Any) -> Any:
+        tried.append(params)
+        if len(tried) == 1:
+            raise PromptError("the grammar asked for takes too long")
+        return SimpleNamespace()
+
+    clock = iter(range(1000))
+    monkeypatch.setattr("spyglass.server.parsing.time.monotonic", lambda: 0.1 * next(clock))
+    with pytest.raises(PromptError, match="takes too long"):
+        prepared(call, prepare)
+    assert 1 < len(tried) < 10
+
+
+def test_h15_h17_at_the_second_signal_every_stream_has_its_last_event_and_every_whole_answer_is_a_503(llm: LLM) -> None:
     engine = ScriptedEngine(pause_s=0.01)
     worker = EngineWorker(engine, max_live=100)
     app = create_app(llm, ServerConfig(grace_seconds=600), worker=worker)

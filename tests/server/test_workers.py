@@ -37,6 +37,12 @@ SERVED = served_of()
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(autouse=True)
+def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("spyglass.server.workers.LONG_SECONDS", 600.0)
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     made = Workers(SERVED)
@@ -189,6 +195,22 @@ def test_what_takes_too_much_ends_its_process_and_nothing_else(limits: dict[str,
     for _ in range(2):
         with pytest.raises(PromptError, match=r"image 0 takes too long or too much memory|too much memory to read"):
             workers.unpack(photo(0, 4000, 3000), CHAT_RULES, plan_of(4000, 3000), "image 0")
+    workers.close()
+
+
+def test_what_takes_long_gives_way_more_and_leaves_no_process_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, before = Workers(SERVED), set(children(os.getpid()))
+    assert isinstance(read(workers, CHAT, asking()), Call)
+    (source,) = set(children(os.getpid())) - before
+    (first,) = children(source)
+    assert isinstance(read(workers, CHAT, asking()), Call)
+    assert children(source) == [first], "a process is used again"
+    monkeypatch.setattr("spyglass.server.workers.LONG_SECONDS", 0.0)
+    monkeypatch.setattr("spyglass.server.workers.select.select", lambda *_: ([], [], []))
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "setpriority", lambda kind, pid, nice: seen.append((pid, nice)))
+    assert isinstance(read(workers, CHAT, asking()), Call)
+    assert seen == [(first, 10)] and not children(source)
     workers.close()
 
 

@@ -26,6 +26,7 @@ pytest.importorskip("triton", reason="the development set-up installs Triton")
 META = torch.device("meta")
 # By compression ratio of a V4 layer; the goal is 16
 MOST = {0: 22, 4: 35, 128: 26}
+ALONE = {**MOST, 0: 21}  # one row's window is attended by programs that share nothing (ops/tables/90.json)
 
 
 class OpsOfTorch(TorchDispatchMode):
@@ -42,7 +43,8 @@ class OpsOfTorch(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_a_decoding_layer_launches_no_more_than_it_did(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launches(released("v4"), rows, False, monkeypatch) == {ratio: {count} for ratio, count in MOST.items()}
+    most = ALONE if rows == 1 else MOST
+    assert launches(released("v4"), rows, False, monkeypatch) == {ratio: {count} for ratio, count in most.items()}
 
 
 @pytest.mark.parametrize("rows", [1, 32])
@@ -57,7 +59,7 @@ def test_adapters_of_experts_cost_two_launches_and_no_look_at_the_device(
             for slot, rank in ((1, 16), (4, 3)):
                 module.adapter.put(slot, {name: rank_rows(stack, rank, slot) for name, stack in module.stacks.items()})
     found = launches(loaded, rows, True, monkeypatch)
-    assert found == {ratio: {count + 2} for ratio, count in MOST.items()}
+    assert found == {ratio: {count + 2} for ratio, count in (ALONE if rows == 1 else MOST).items()}
 
 
 def rank_rows(stack: Packed, rank: int, slot: int) -> ExpertRows:
