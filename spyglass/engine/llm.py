@@ -120,8 +120,6 @@ class LLM:
         self.tokenizer: PromptTokenizer | None = load_tokenizer(path)
         read = partial(load_parts, path, options, place, files, progress, hosted)
         parts, self.numbers = load_checked(read, options.numbers)
-        if hosted and place.type == "cuda":  # copies take as long for few tokens as for many: no step is cut short
-            options = replace(options, step_milliseconds=0)
         self.loaded, self.lora, engram_feed, self.ranks = parts.loaded, parts.lora, parts.engram, parts.ranks
         self.config: ModelConfig = self.loaded.config
         self._images = replace(PYTHON_LIMITS, images=options.images or PYTHON_LIMITS.images)
