@@ -163,10 +163,10 @@ def _longest_tokens(full: Tokenizer, parsed: Mapping[str, Any]) -> NDArray[np.fl
     longest: dict[str, int] = {}
     for token in sorted(vocabulary, key=len):
         longest.update(dict.fromkeys(token, len(token)))
-    return np.array([longest[letter] for letter in _letters()], np.float64)
+    return np.array([longest[letter] for letter in byte_letters()], np.float64)
 
 
-def _letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter of each byte in the byte-level alphabet: its own where it can be seen, else one from 256 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(256)

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from spyglass.errors import CapacityError, PromptError
 from spyglass.prompt import PromptTokenizer, load_tokenizer
-from spyglass.prompt.tokenizer import _letters
+from spyglass.prompt.tokenizer import byte_letters
 
 SPECIAL = {
     "<｜begin▁of▁sentence｜>": 0,
@@ -208,10 +208,10 @@ def test_bytes_that_are_in_short_tokens_only_count_as_these(tokenizer: PromptTok
 def test_each_byte_counts_by_its_own_letter(tokenizer: PromptTokenizer) -> None:
     """What the library makes of every byte, seen or not."""
     spelled = {letter for (letter,) in ByteLevel.alphabet()}
-    assert spelled == set(_letters()) and len(_letters()) == 256
+    assert spelled == set(byte_letters()) and len(byte_letters()) == 256
     for character in [*map(chr, range(128)), "\u00e9", "\u6f22", "\U0001f600"]:
         shown = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)[0][0]
-        assert shown == "".join(_letters()[byte] for byte in character.encode())
+        assert shown == "".join(byte_letters()[byte] for byte in character.encode())
 
 
 @pytest.mark.parametrize("changed", [
