@@ -31,6 +31,8 @@ GOLDEN_SPARSE_LOGITS = Tolerance(absolute=2e-3, why="the same with odd constants
 ROUNDED_LOGITS = Tolerance(absolute=1e-3, why="rounded arithmetic, as long as no code flips")
 MERGED_OF_MAX = 5e-5  # an adapter beside its weights = merged into them: every merged weight is rounded once more
 LAW_OF_MAX = 1e-5  # chunked = whole, batched = alone, fp32 plain: the same sums in another order
+# of an op in bf16, of the largest: inputs and what lies between products are rounded to 8 bits, and sums may turn a tie
+ROUNDED_GRADIENT_OF_MAX = 2e-2
 GRADIENT_OF_MAX = 1e-3  # of a whole model in fp32, the same sums in another order, through nine layers
 LOGPROB_LAW = 100 * LAW_OF_MAX  # of log-probabilities, cold or from a cache: logits up to about 10, and their softmax
 FLIPPED_OF_MAX = 0.1  # of logits when a code of a rounded row flips somewhere: one step of FP4 in one row of a layer
@@ -72,6 +74,11 @@ OP_BFLOAT16 = Tolerance(
 
 OP_FLIPPED = Tolerance(
     absolute=3e-2, relative=2e-2, why="two roundings in a row: a sum in another order may turn a tie of the second"
+)
+
+CUT_PRODUCTS = Tolerance(
+    absolute=2e-5,
+    why="sums of 16 products of up to 60 times 3, each without about 2^-26 of it",
 )
 
 # Parts

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
 
 from spyglass.bench.arguments import positive
 from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.op_times import op_times
 from spyglass.bench.vision import matmul_tflops, tower_flops
 from spyglass.checkpoint.random import preset_tensors, random_tensor
 from spyglass.config.model import ModelConfig
@@ -161,7 +160,8 @@ def measure(
         rows = read_log(Path(folder))
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     if profile is not None:
-        profile.write_text(_profiled(lambda: loss(0).loss.backward(), on_gpu=on_gpu), encoding="utf-8")
+        ops = model.options.build.ops
+        profile.write_text(op_times(lambda: loss(0).loss.backward(), ops, on_gpu=on_gpu), encoding="utf-8")
     pack_seconds, step = made[0]
     timed = rows[WARM_UP:]
     return Numbers(
@@ -179,15 +179,6 @@ def measure(
         peak_bytes=peak,
         loss=tuple(row.loss for row in rows),
     )
-
-
-def _profiled(work: Callable[[], object], *, on_gpu: bool) -> str:
-    """Where the time of some work goes, operation by operation."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with torch_profile(activities=kinds) as profiler:
-        work()
-    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    return str(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80))
 
 
 def as_text(machine: dict[str, str], rate: float, numbers: Numbers) -> str:

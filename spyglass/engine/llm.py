@@ -37,7 +37,7 @@ from spyglass.engine.loading import load_checked, load_parts
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
-from spyglass.engine.workspace import with_room
+from spyglass.engine.workspace import with_pace, with_room
 from spyglass.errors import AdapterError, PromptError, SpyglassError
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
@@ -129,7 +129,7 @@ class LLM:
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            with_room(options, self.loaded, engram_feed, self.ranks),
+            with_pace(with_room(options, self.loaded, engram_feed, self.ranks), self.loaded),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self.banned_tokens,

@@ -62,6 +62,14 @@ def with_room(
     return replace(options, cache_bytes=left, prefix_cache_bytes=prefixes)
 
 
+def with_pace(options: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """The options with steps that are not cut by time where a GPU gets copies of experts in host memory: such a step
+    costs the copies, however few its rows are, and with too few rows the host computes them at a fraction of the speed.
+    """
+    host = loaded.model.options.build.host
+    return options if host is None or host.many is None else replace(options, step_milliseconds=0)
+
+
 def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes that a full step works with: the text part (`plan.step_bytes`) and the tower on a step of images."""
     config = loaded.config

@@ -25,7 +25,7 @@ class Adapter(Protocol):
     def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
         """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `slot_T` (int32) is 0.
 
-        None where no row has anything to add.
+        None where no row has anything to add; rank rows that are not multiplied out where the op of the map joins them.
         """
         ...
 

@@ -59,8 +59,9 @@ class MergedLinear:
         adapted = slot_T is not None and any(linear.adapter is not None for linear in self._maps)
         if self._build.ops.merges and not adapted and not torch.is_grad_enabled():
             merged = self.stack()
-            outputs = self._build.ops.linear_merged(x_TI, merged.stacks, rounded_TI=rounded_TI)
-            known = dict(zip(merged.maps, outputs, strict=True))
+            if merged.maps:
+                outputs = self._build.ops.linear_merged(x_TI, merged.stacks, rounded_TI=rounded_TI)
+                known = dict(zip(merged.maps, outputs, strict=True))
         return Projections(x_TI, slot_T, rounded_TI, known)
 
     def stack(self) -> _Merged:

@@ -24,6 +24,7 @@ class SideStreams:
     def branch(self, which: int = 0) -> Iterator[None]:
         """Launches inside go to side stream `which`, behind what the main stream has been given so far."""
         if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._open.clear()  # of a capture that failed
             yield
             return
         if which not in self._streams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import dropout
 
 from spyglass.layers.build import BuildContext
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
+from spyglass.ops.lora_delta.rank_rows import RankRows
 
 MATRICES = ("w1", "w2", "w3")
 
@@ -61,6 +63,7 @@ class LinearBank:
 
     def __init__(self, build: BuildContext, dropout: Dropout, groups: int = 1) -> None:
         self._delta, self._dropout, self._groups = build.ops.lora_delta, dropout, groups
+        self._joins = build.ops.can("linear_block" if groups == 1 else "linear_grouped", "joins_rank_rows")
         self._version = build.version
         self.by_slot: dict[int, Rows] = {}
         self._rows: Rows | None = None
@@ -90,13 +93,22 @@ class LinearBank:
         """All that a step reads."""
         return iter(()) if self._rows is None else iter(self._rows.tensors())
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
-        """See `layers.linear.Adapter`."""
+    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> Any:
+        """See `layers.linear.Adapter`; `RankRows` where the map takes them into its product."""
         rows = self._rows
         if rows is None:
             return None
         x_TGI = self._dropout(x_TI).reshape(len(slot_T), self._groups, -1)
         b_RGO = rows.b_RO.unflatten(1, (self._groups, -1))
+        if self._joins:
+            return RankRows(
+                x_TGI=x_TGI,
+                slot_T=slot_T,
+                a_RI=rows.a_RI,
+                b_RGO=b_RGO,
+                slot_R=rows.slot_R,
+                scale_R=rows.scale_R,
+            )
         delta_TGO: torch.Tensor = self._delta(x_TGI, slot_T, rows.a_RI, b_RGO, rows.slot_R, rows.scale_R)
         return delta_TGO if x_TI.dim() == 3 else delta_TGO.flatten(1)
 

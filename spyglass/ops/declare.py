@@ -8,7 +8,8 @@ say
 
 "capturable": never reads a value of a tensor on the host, so that a graph can hold it. "rounds_apart": a map rounds its
 input in a launch of its own, which whatever makes the input saves by doing it. "saves_logits": the largest output is
-found without writing the others. "merges": maps of one input share a launch.
+found without writing the others. "merges": maps of one input share a launch. "joins_rank_rows": an addend may be
+`RankRows`, which are not multiplied out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from spyglass.ops.vit_attention.reference import vit_attention
 from spyglass.quant.packed import Packed
 
 Backend = Literal["eager", "cpu_graph", "cuda_graph"]
-Capability = Literal["capturable", "rounds_apart", "saves_logits", "merges"]
+Capability = Literal["capturable", "rounds_apart", "saves_logits", "merges", "joins_rank_rows"]
 _DEFAULT: frozenset[Capability] = frozenset({"capturable"})
 
 

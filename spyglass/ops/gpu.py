@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -59,6 +61,19 @@ def interpreted() -> bool:
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether products with packed weights are exact in this dtype: bf16, and fp32 in place of it when interpreted."""
     return dtype == (torch.float32 if interpreted() else torch.bfloat16)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def trains(*tensors: torch.Tensor | None) -> bool:
+    """Whether kernels with a backward of their own take these: on a GPU, or interpreted; fp64 is for references."""
+    given = [x for x in tensors if x is not None]
+    on_gpu = all(x.is_cuda for x in given) and _has_triton()
+    here = on_gpu or ("triton" in sys.modules and interpreted() and all(x.device.type == "cpu" for x in given))
+    return here and all(x.dtype != torch.float64 for x in given)
 
 
 def processors(device: torch.device) -> int:

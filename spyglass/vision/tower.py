@@ -77,10 +77,13 @@ class VisionAttention(nn.Module):
 
     def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         qkv = self.wqkv(x_UY, rows.slot_U).unflatten(-1, (3, self.heads, -1))
-        turned = self._rope(qkv[:, :2].flatten(1, 2), rows.cos_UR, rows.sin_UR)  # q and k in one pass
+        turning, v_U1HD = qkv.split([2, 1], dim=1)  # whose gradients are joined in one pass
+        turned = self._rope(turning.flatten(1, 2), rows.cos_UR, rows.sin_UR)  # q and k in one pass
         q_UHD, k_UHD = turned.chunk(2, dim=1)
         scale = float(q_UHD.shape[-1]) ** -0.5
-        out_UHD = self._attention(q_UHD, k_UHD, qkv[:, 2], rows.cu_seqlens_I1, offsets=rows.offsets, scale=scale)
+        out_UHD = self._attention(
+            q_UHD, k_UHD, v_U1HD.squeeze(1), rows.cu_seqlens_I1, offsets=rows.offsets, scale=scale
+        )
         out: torch.Tensor = self.wo(out_UHD.flatten(1), rows.slot_U)
         return out
 

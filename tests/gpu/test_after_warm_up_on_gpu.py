@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,11 @@ def test_nothing_is_compiled_once_the_model_is_ready(llm: LLM, monkeypatch: pyte
 
     compiled: list[str] = []
 
-    def note(*, fn: Any, **_: Any) -> bool:
-        compiled.append(fn.name)
-        return False
+    def note(*, metadata: Mapping[str, Any], cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:  # else its file was there, and was loaded when the kernel was first launched
+            compiled.append(metadata["name"])
 
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    monkeypatch.setattr(knobs.compilation, "listener", note)
     for seed, count in enumerate((1, 3, 8, 16)):
         ask(llm, count, seed)
     assert not compiled

@@ -37,7 +37,7 @@ def test_captured_steps_equal_steps_op_by_op(family: str, overlaps: bool, monkey
     """A graph holds the calls on the host: the same bits as without, so every call has run before its sum is read."""
     hosted, options = make(family, "cuda", host=HOSTED, overlaps=overlaps)
     got, memory, runner = decode(hosted, **options)
-    eager, replays = dict(runner.capture.eager), runner.capture.replays
+    eager, replays = dict(runner.capture.eager), runner.capture.captures + runner.capture.replays
     monkeypatch.setattr(Capture, "run", op_by_op)
     expected, plain, _ = decode(hosted, **options)
     again, _, _ = decode(hosted, **options)

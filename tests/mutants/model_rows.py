@@ -91,7 +91,7 @@ MODEL_ROWS: list[Mutant] = [
         ("rows run fastest", "np.repeat(np.arange(height), width)", "np.tile(np.arange(height), width)"),
         ("row and column swapped in the cosine", "torch.cat([cos_PR[row_U], cos_PR[column_U]], dim=1)", "torch.cat([cos_PR[column_U], cos_PR[row_U]], dim=1)"),
         ("q not turned", "q_UHD, k_UHD = turned.chunk(2, dim=1)", "q_UHD, k_UHD = qkv[:, 0], turned.chunk(2, dim=1)[1]"),
-        ("q and k swapped", "q_UHD, k_UHD, qkv[:, 2]", "k_UHD, q_UHD, qkv[:, 2]"),
+        ("q and k swapped", "q_UHD, k_UHD, v_U1HD.squeeze(1)", "k_UHD, q_UHD, v_U1HD.squeeze(1)"),
         ("q, k and v interleaved by head", "unflatten(-1, (3, self.heads, -1))", "unflatten(-1, (self.heads, 3, -1)).transpose(1, 2)"),
         ("no residual around attention", "x_UY = x_UY + self.attn(", "x_UY = self.attn("),
         ("the wrong norm before the MLP", "self.mlp(self.norm2(x_UY)", "self.mlp(self.norm1(x_UY)"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import spyglass.ops.experts_grouped.training as experts
-import spyglass.ops.sparse_attention.training as attention
+import spyglass.ops.sparse_attention.blocks as attention
 from spyglass.errors import DeviceError
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters, ExpertRanks
 from spyglass.ops.table import OPS, bind_ops, describe

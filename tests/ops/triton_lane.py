@@ -96,11 +96,16 @@ def compile_op(op: str, generation: int) -> list[Compiled]:
 def launched(op: str, generation: int) -> dict[Kernel, bool]:
     """Kernels that the op's launch file launches, and whether one may spill."""
     function = getattr(importlib.import_module(f"spyglass.ops.{op}.triton"), op)
+    launches = importlib.import_module(f"tests.ops.launches.{op}")
     found: dict[Kernel, bool] = {}
-    for launch in importlib.import_module(f"tests.ops.launches.{op}").launches():
+    for launch in launches.launches():
         with torch.inference_mode(), recorded(generation) as kernels:
             function(*launch.args, **launch.options)
         found |= dict.fromkeys(kernels, generation in launch.may_spill)
+    if hasattr(launches, "train"):
+        with torch.inference_mode(), recorded(generation) as kernels:
+            launches.train()
+        found |= dict.fromkeys(kernels, False)
     return found
 
 

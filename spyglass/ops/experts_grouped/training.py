@@ -7,14 +7,14 @@ experts have a fixed order in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spyglass.ops.experts_grouped import reference
+from spyglass.ops.experts_grouped import batched, reference
 from spyglass.ops.experts_grouped.adapters import ExpertAdapters
 from spyglass.ops.fake_quant.training import fake_quant
 from spyglass.ops.linear_block.training import multiply, values_for
@@ -52,6 +52,10 @@ def experts_grouped(
     layout = lay_out(ids_TK, w1.shape[0], experts_at_once(x_TC.device, w1))
     if not layout.chunks:
         return torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    if not any(pair.dropout for pair in (pairs or {}).values()) and batched.suits(x_TC, (w1, w3, w2), rounding):
+        scales = {name: pair.scale_ER for name, pair in (pairs or {}).items()}
+        frozen = batched.Frozen({"w1": w1, "w3": w3, "w2": w2}, layout, limit, rounding, scales)
+        return batched.experts(x_TC, weights_TK, frozen, pairs or {})
     rows = [chunk.rows for chunk in layout.chunks]
     rounded_TC = x_TC if rounding is None else fake_quant(x_TC, rounding)
     weight_M1 = _Spread.apply(weights_TK.reshape(-1, 1), layout.choice_M, layout.place_N[:, None])  # type: ignore[no-untyped-call]
@@ -130,6 +134,17 @@ class Layout:
     choice_M: torch.Tensor
     place_N: torch.Tensor
     place_TK: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_M)
+
+    def placed(self) -> Iterator[tuple[Chunk, int]]:
+        """Each chunk with its first row."""
+        first = 0
+        for chunk in self.chunks:
+            yield chunk, first
+            first += chunk.rows
 
 
 def lay_out(ids_TK: torch.Tensor, num_experts: int, at_once: int) -> Layout:

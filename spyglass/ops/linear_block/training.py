@@ -1,6 +1,7 @@
 """The same product with a backward that keeps packed weights packed: each pass decodes them for itself.
 
-d out / d x = W, through the rounding as if it were the identity. A plain weight may want a gradient too.
+d out / d x = W, through the rounding as if it were the identity. A plain weight may want a gradient too. On a GPU an
+adapter's rank rows are columns of the one product, and so are its gradients (`paired.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 
 from spyglass.ops.fake_quant.training import fake_quant
+from spyglass.ops.linear_block import paired
+from spyglass.ops.lora_delta.rank_rows import RankRows
 from spyglass.quant.codec import decode
 from spyglass.quant.formats import FakeQuant, Format
 from spyglass.quant.packed import Packed
+
+CAPABILITIES = frozenset({"capturable", "joins_rank_rows"})
 
 
 def linear_block(
@@ -20,19 +25,24 @@ def linear_block(
     weight: Packed,
     *,
     rounding: FakeQuant | None = None,
-    addend_TO: torch.Tensor | None = None,
+    addend_TO: torch.Tensor | RankRows | None = None,
     bias_O: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`."""
+    """See `reference.py`. The addend may be rank rows that are not multiplied out."""
+    dtype = x_TI.dtype if out_dtype is None else out_dtype
+    if dtype == x_TI.dtype and not isinstance(addend_TO, torch.Tensor) and paired.suits(x_TI, weight, rounding):
+        return paired.linear(x_TI, weight, rounding, addend_TO, bias_O)
     x = x_TI if rounding is None else fake_quant(x_TI, rounding)
     out: torch.Tensor = Product.apply(x.reshape(-1, x.shape[-1]), weight.data, weight.scale, weight.format)  # type: ignore[no-untyped-call]
     out = out.view(*x.shape[:-1], -1)
     if bias_O is not None:
         out = out + bias_O.float()
+    if isinstance(addend_TO, RankRows):
+        addend_TO = addend_TO.multiplied().view(out.shape)
     if addend_TO is not None:
         out = out + addend_TO
-    return out.to(x_TI.dtype if out_dtype is None else out_dtype)
+    return out.to(dtype)
 
 
 class Product(torch.autograd.Function):

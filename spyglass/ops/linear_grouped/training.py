@@ -6,14 +6,24 @@ from typing import Any
 
 import torch
 
+from spyglass.ops.linear_block import paired
 from spyglass.ops.linear_block.training import multiply, values_for
+from spyglass.ops.lora_delta.rank_rows import RankRows
 from spyglass.quant.formats import Format
 from spyglass.quant.packed import Packed
 
+CAPABILITIES = frozenset({"capturable", "joins_rank_rows"})
 
-def linear_grouped(x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.py`."""
+
+def linear_grouped(
+    x_TGI: torch.Tensor, weight: Packed, *, addend_TGO: torch.Tensor | RankRows | None = None
+) -> torch.Tensor:
+    """See `reference.py`. The addend may be rank rows that are not multiplied out."""
+    if not isinstance(addend_TGO, torch.Tensor) and paired.suits(x_TGI, weight, None):
+        return paired.grouped(x_TGI, weight, addend_TGO)
     out_TGO: torch.Tensor = _Product.apply(x_TGI, weight.data, weight.scale, weight.format)  # type: ignore[no-untyped-call]
+    if isinstance(addend_TGO, RankRows):
+        addend_TGO = addend_TGO.multiplied()
     if addend_TGO is not None:
         out_TGO = out_TGO + addend_TGO
     return out_TGO.to(x_TGI.dtype)

@@ -43,3 +43,8 @@ def _suits(x_ND: torch.Tensor, quant: FakeQuant | None) -> bool:
     dim = x_ND.shape[-1]
     blocks = quant is None or (quant.block & (quant.block - 1) == 0 and quant.block <= dim)
     return blocks and x_ND.stride(-1) == 1 and x_ND.dtype != torch.float64 and 0 < dim <= _WIDEST
+
+
+def suits(x_ND: torch.Tensor) -> bool:
+    """Whether the kernel takes these rows."""
+    return _suits(x_ND, None)

@@ -83,3 +83,8 @@ def _suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, d
     fits = all(size and size & (size - 1) == 0 for size in powers) and 2 * cos_TR.shape[-1] <= dim <= _WIDEST
     whole = quant is None or (dims % quant.block == 0 and quant.block <= dim)
     return fits and whole and x_THD.stride(-1) == 1 and x_THD.dtype != torch.float64 and x_THD.dim() in (2, 3)
+
+
+def suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:
+    """Whether the kernel takes these rows, tables and roundings."""
+    return _suits(x_THD, cos_TR, quant, dims)

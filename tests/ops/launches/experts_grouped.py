@@ -12,13 +12,14 @@ from spyglass.quant.formats import FP4, FakeQuant
 from spyglass.quant.packed import empty_packed
 from tests.ops.triton_lane import Launch, meta
 
+A8 = FakeQuant(element="e4m3", block=128)
 _HELD_IN = {1: torch.bfloat16, 128: torch.float32, 2048: torch.bfloat16}  # adapters, by rows of a step
 
 
 def launches() -> Iterator[Launch]:
     shapes = ((2048, 4096), (2048, 4096), (4096, 2048))
     stacks = [replace(empty_packed(FP4, (256, *shape), "meta"), tiled=True) for shape in shapes]
-    options = {"limit": 10.0, "rounding": FakeQuant(element="e4m3", block=128)}
+    options = {"limit": 10.0, "rounding": A8}
     for rows in (1, 8, 32, 128, 2048):
         ids, weights = meta(rows, 6, dtype=torch.int32), meta(rows, 6, dtype=torch.float32)
         args = (meta(rows, 4096), ids, weights, *stacks)
@@ -42,3 +43,25 @@ def _adapters(dtype: torch.dtype) -> ExpertAdapters:
             ((16,) * 256,) * 2,
         )
     return ExpertAdapters(meta(2, dtype=torch.int32), matrices)
+
+
+def train() -> None:
+    """What a training step launches around its products."""
+    from spyglass.ops.experts_grouped import triton_training as kernels
+
+    ids, fp32 = torch.int64, torch.float32
+    for rounding in (A8, None):
+        kernels.spread_rows(meta(4096, 4096), meta(9000, dtype=ids), meta(9000, 4096), meta(9000, 4288), rounding)
+        kernels.gate_rows(
+            *(meta(9000, 2048), meta(9000, 2048), meta(24576, dtype=fp32), meta(9000, dtype=ids), 10.0),
+            *(meta(9000, 2048), meta(9000, 2144), rounding),
+        )
+    kernels.spread_rows(meta(4096, 4096), meta(9000, dtype=ids), meta(9000, 4096), None, None)
+    for out in (torch.bfloat16, fp32):
+        kernels.sum_rows(meta(9000, 4096), meta(4096, 6, dtype=ids), meta(4096, 4096, dtype=out))
+    both = meta(9000, 4096)
+    for weight, dweight in ((meta(24576, dtype=fp32), meta(9000, dtype=fp32)), (None, None)):
+        kernels.gate_gradient(
+            *(meta(9000, 2048), meta(9000, 2048), weight, meta(9000, dtype=ids), 10.0, meta(9000, 2048)),
+            *(both[:, :2048], both[:, 2048:], dweight),
+        )

@@ -23,3 +23,15 @@ def launches() -> Iterator[Launch]:
     yield Launch(args=(meta(128, 64, 128), *tables), options=index)
     weight, keys = meta(128, dtype=torch.float32), {"pages_NBD": meta(9, 64, 128), "write_T": pages["write_T"]}
     yield Launch(args=(meta(128, 128), *tables), options={**index, **keys, "weight_D": weight, "eps": 1e-6})
+
+
+def train() -> None:
+    """What a backward launches."""
+    from spyglass.ops.row_finish.triton_training import finish_gradient
+
+    tables = meta(128, 32, dtype=torch.float32), meta(128, 32, dtype=torch.float32)
+    for heads, dim, norm, hadamard in ((64, 512, True, False), (1, 512, True, False), (64, 128, False, True)):
+        x = meta(128, heads, dim)
+        weight = meta(dim, dtype=torch.float32) if heads == 1 else None
+        eps = 1e-6 if norm else None
+        finish_gradient(x, *tables, x, x, weight_D=weight, eps=eps, stepwise=heads == 64, hadamard=hadamard)

@@ -46,3 +46,14 @@ def _pool(rows: int, page: int, picks: int, dtype: torch.dtype = torch.bfloat16)
     if picks:
         options["picks_TX"] = meta(rows, picks, dtype=torch.int32)
     return options
+
+
+def train() -> None:
+    """What a backward launches between its products, for few keys and many."""
+    from spyglass.ops.sparse_attention.triton_training import softmax_gradient
+
+    for keys in (192, 320, 1400, 4000):
+        products = meta(2, 2 * 64 * 64, keys, dtype=torch.float32)
+        softmax_gradient(
+            products, meta(2, 64, keys, dtype=torch.bool), meta(64, dtype=torch.float32), 0.04, meta(*products.shape)
+        )

@@ -77,8 +77,13 @@ def test_stream(tiny_folder: Path, tmp_path: Path) -> None:
         assert found[name]["event loop ms/token"] > 0 and found[name]["tokens/event"] >= 1
 
 
-def test_train() -> None:
-    numbers = train.measure("tiny", torch.device("cpu"), tokens=1, steps=1, rank=2, rate=0.1)
+def test_train(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.txt"
+    numbers = train.measure("tiny", torch.device("cpu"), tokens=1, steps=1, rank=2, rate=0.1, profile=profile)
+    told = profile.read_text().splitlines()
+    for op in ("experts_grouped", "sparse_attention", "linear_block", "hyper_expand"):
+        for name in (f"op {op}", f"backward of op {op}"):
+            assert any(line.endswith(f"  {name}") for line in told), name
     assert numbers.images == 1 and numbers.learnt == 64 and numbers.step_seconds > numbers.pack_seconds > 0
     assert len(numbers.loss) == train.WARM_UP + 1 and numbers.loss[1] < numbers.loss[0]
     told = train.as_text({"commit": "x"}, 0.1, numbers)

@@ -12,7 +12,7 @@ import torch
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.warm_up import largest_images
-from spyglass.engine.workspace import estimated_step, with_room
+from spyglass.engine.workspace import estimated_step, with_pace, with_room
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE
 from spyglass.prompt.build import prompt_from_parts
@@ -107,3 +107,12 @@ def test_the_tower_never_gets_more_than_a_steps_worth_of_pictures_at_once() -> N
         engine.step()
     assert watched.pictures == 6 and sum(calls) == 6 * 25
     assert max(calls) <= 32
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [(None, 100), (SimpleNamespace(many=None), 100), (SimpleNamespace(many=257), 0)]
+)
+def test_steps_that_pay_for_copies_of_experts_are_not_cut_by_time(host: Any, expected: int) -> None:
+    build = SimpleNamespace(host=host)
+    model = SimpleNamespace(options=SimpleNamespace(build=build))
+    assert with_pace(EngineConfig(), SimpleNamespace(model=model)).step_milliseconds == expected

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spyglass.errors import CheckpointError, ConfigError, DeviceError, PromptError
 from spyglass.model import VisionLanguageModel, find_device, load_model
+from spyglass.ops.linear_merged.reference import linear_merged
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, I64
 from spyglass.quant.packed import Packed
@@ -28,6 +29,7 @@ from tests.small_models import (
     small_config,
     small_model,
 )
+from tests.tolerance import assert_law
 
 TEXT_ONLY = {key: value for key, value in SMALL.items() if not key.startswith("vision_")}
 
@@ -154,6 +156,33 @@ def test_inputs_rounded_where_they_are_made_change_nothing(
     monkeypatch.setattr(loaded.model.options.build.ops, "rounds_ahead", True)
     assert loaded.model.text.layers[1].attn.quant is not None
     assert torch.equal(prefill(loaded.model, tokens), expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_maps_of_one_input_multiplied_together_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    write(tmp_path, SMALL, packed=packed)
+    tokens = text_tokens(random_text(20))
+    loaded = load_model(tmp_path, dtype="float32", ops="reference", progress=False)
+    expected = prefill(loaded.model, tokens)
+    ops = loaded.model.options.build.ops
+    calls: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return linear_merged(*args, **options)
+
+    monkeypatch.setattr(ops, "merges", True)
+    monkeypatch.setattr(ops, "linear_merged", counted)
+    for _ in range(2):
+        assert_law(prefill(loaded.model, tokens), expected)
+    if packed:  # these small matrices do not end with blocks of scales, and are multiplied one by one
+        return
+    assert len(calls) == 2 * 2 * len(loaded.config.text.layers), "inputs of attention, and of the shared expert"
+    layer = loaded.model.text.layers[1]
+    weights = [linear.weight for linear in (layer.attn.wkv, layer.attn.wq_a)]
+    assert len({weight.data.untyped_storage().data_ptr() for weight in weights}) == 1, "they lie in one stack"
 
 
 def test_packed_weights_without_rounding_are_the_decoded_weights(tmp_path: Path) -> None:
