@@ -16,6 +16,7 @@ from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.scheduler import Scheduler, StuckError
 from spyglass.engine.sequence import Answer, Chunk, Request, TokenSequence
+from spyglass.engine.shares import Pace
 from spyglass.errors import CapacityError
 from spyglass.prompt.visibility import legal_cuts
 from tests.engine_parts import PAGE_ROWS, engine_config, make_prompt
@@ -23,7 +24,9 @@ from tests.engine_parts import PAGE_ROWS, engine_config, make_prompt
 CONFIG = engine_config()
 
 
-def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None) -> Scheduler:
+def make_scheduler(
+    step: int, sequences: int = 4, cache_bytes: int | None = None, pace: Pace | None = None
+) -> Scheduler:
     blocks = CacheAllocator(
         cache_plans(CONFIG.text),
         dtype=torch.float32,
@@ -34,7 +37,7 @@ def make_scheduler(step: int, sequences: int = 4, cache_bytes: int | None = None
         cache_bytes=cache_bytes,
         page_rows=PAGE_ROWS,
     )
-    return Scheduler(blocks, step, PrefixCache(blocks, 0))
+    return Scheduler(blocks, step, PrefixCache(blocks, 0), pace)
 
 
 def make_sequence(number: int, parts: list[int | tuple[int, int]], limit: int = 5) -> TokenSequence:
