@@ -56,7 +56,7 @@ class EngineConfig:
         default=100,
         metadata=about(
             "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
-            "steps took lately (one that is alone may take 2.5 times as long); 0: no bound",
+            "steps took lately (one that is alone may take 8 times as long); 0: no bound",
             low=0,
         ),
     )

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 _MEMORY = 1024  # steps, after which 1/e of a use is left
 _FIRST = 256  # tokens of prompts, before anything was measured
-_ALONE = 2.5  # targets that a step of one prompt may take
+_ALONE = 8.0  # targets that a step of one prompt may take
 _LEAST = 16  # tokens of prompts that any step may have, so that a slow machine gets on
 _UP, _DOWN = 0.5, 0.1  # how far an estimate goes towards a measurement above it, and below it
 _MOST_UP = 4.0  # of an estimate: what a measurement above it counts at most
