@@ -151,7 +151,7 @@ async def _delays(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def _asked(client: httpx.AsyncClient, question: Question) -> str:
-    answer = await client.post(question.path, json=question.body)
+    answer = await client.post(question.path, json={**question.body, "stream": False})
     assert answer.status_code == 200, answer.text
     return question.read(read(answer.text, stream=False))
 
@@ -166,16 +166,17 @@ async def _behave(
     """Three clients: one reads streams, one whole answers, one asks for the server's health."""
 
     async def streams() -> None:
-        number = 0
+        number, streamed = 0, [number for number, question in enumerate(asked) if question.streams]
         while not over():
-            number = (number + 1) % len(asked)
-            await _stream(client, asked[number], expected[number], noticed)
+            number += 1
+            which = streamed[number % len(streamed)]
+            await _stream(client, asked[which], expected[which], noticed)
 
     async def wholes() -> None:
         number = 0
         while not over():
             number = (number + 4) % len(asked)
-            answer = await client.post(asked[number].path, json=asked[number].body)
+            answer = await client.post(asked[number].path, json={**asked[number].body, "stream": False})
             _note(noticed, asked[number], expected[number], answer.status_code, answer.text, stream=False)
 
     async def health() -> None:
