@@ -39,7 +39,7 @@ _META = torch.device("meta")
 _PAGES = 8
 # Between these numbers of rows, and of tokens before them, other kernels or sizes are chosen
 _LENGTHS = (257, 1024, 2048, 4096)
-_STARTS = (0, 16_384, 65_536, 600_000)
+_STARTS = (0, 4_096, 16_384, 65_536, 150_000, 300_000, 600_000)
 _STARTS_OF_FEW = (0, 16_384)
 _LOG = logging.getLogger(__name__)
 
@@ -181,6 +181,6 @@ def _prompts(most: int, longest: int, sees: bool) -> Iterator[tuple[int, int, bo
     kinds = (False, True) if sees else (False,)
     yield from product(_STARTS_OF_FEW, GPU_ROWS, kinds[1:])  # text of so few rows runs in a graph
     for start, tokens, pictures in product(_STARTS, _LENGTHS, kinds):
-        usual = start == _STARTS[0] or (tokens == _LENGTHS[0] and not pictures)
+        usual = start == _STARTS[0] or (tokens in _LENGTHS[:2] and not pictures)
         if usual and tokens <= most and start + tokens <= longest:
             yield start, tokens, pictures

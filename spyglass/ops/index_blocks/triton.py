@@ -6,7 +6,7 @@ import torch
 
 from spyglass.ops.gpu import usable
 from spyglass.ops.index_blocks import reference
-from spyglass.ops.index_topk.triton import score, select, suits
+from spyglass.ops.index_topk.triton import score, scoring, select, suits
 
 __all__ = ["index_blocks", "usable"]
 
@@ -46,10 +46,10 @@ def index_blocks(
         )
     blocks_TY = torch.empty(len(q_TNI), min(num_blocks, blocks), dtype=torch.int32, device=q_TNI.device)
     step = max(1, _SCORES_AT_ONCE // blocks)
-    few = num_blocks * block_size
+    few, how = num_blocks * block_size, scoring(q_TNI, listed=False)
     for t in range(0, len(q_TNI), step):
         part = slice(t, t + step)
         rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
-        _, best = score(rows, max_visible, stepwise, weight_scale, few, None, 0, block_size, False)
+        _, best = score(rows, max_visible, stepwise, weight_scale, few, None, 0, block_size, False, how)
         select(best, best, visible_T[part], blocks_TY[part], num_blocks, unit=block_size, pinned=True)
     return blocks_TY

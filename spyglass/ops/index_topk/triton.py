@@ -68,6 +68,7 @@ def index_topk(
     candidates = max_visible if blocks_TY is None else blocks_TY.shape[1] * block_size
     group = group_of(candidates)
     step = max(16, _SCORES_AT_ONCE // candidates & -16)  # parts begin at a multiple of 16 bytes, as Triton asks
+    how = how or scoring(q_TNI, blocks_TY is not None)  # one for all parts, however few rows the last has
     for t in range(0, len(q_TNI), step):
         part = slice(t, t + step)
         blocks = None if blocks_TY is None else blocks_TY[part]
@@ -103,7 +104,7 @@ def score(
     block_size: int,
     group: int,
     all_scores: bool,
-    how: Scoring | None = None,
+    how: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch with scores [T, candidates] and the best of every `group` of them; what was not asked for is empty."""
     from spyglass.ops.index_topk.triton_kernel import score_entries
@@ -115,7 +116,6 @@ def score(
     scores = torch.empty(num_rows, padded if all_scores else 0, dtype=dtype, device=q_TNI.device)
     groups = torch.empty(num_rows, -(-padded // group) if group else 0, dtype=dtype, device=q_TNI.device)
     heads_padded = max(16, 1 << (heads - 1).bit_length())
-    how = how or scoring(q_TNI, blocks_TY is not None)
     keys = max(how.keys, group)
     tiles, programs = -(-candidates // keys), -(-num_rows // how.rows)
     shares = max(1, min(tiles, -(-how.programs * processors(q_TNI.device) // programs)))
