@@ -53,7 +53,7 @@ class EngineConfig:
     )
     max_step_tokens: int = field(default=2048, metadata=about("max tokens of all sequences in one step", high=1 << 20))
     step_milliseconds: int = field(
-        default=100,
+        default=1000,
         metadata=about(
             "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
             "steps took lately (one that is alone may take 8 times as long); 0: no bound",
