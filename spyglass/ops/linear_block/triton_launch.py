@@ -107,9 +107,8 @@ def multiply_merged(
     x8, block = x, (1, 1)
     if first is not None:
         block = first.weight.format.block or block
-        x8 = (
-            rounded_x if rounded_x is not None else rounded(x, 0 if first.rounding is None else first.rounding.block, 0)
-        )
+        if first.rounding is not None:
+            x8 = rounded(x, first.rounding.block, 0) if rounded_x is None else rounded_x
     data = [x if i >= len(bf16) else bf16[i].weight.data.view(torch.int16) for i in range(2)]
     scale = data[0] if first is None or first.weight.scale is None else first.weight.scale.view(torch.int16)
     totals = [sum(stack.sizes) for stack in [*fp8, *bf16]]
