@@ -118,10 +118,9 @@ def test_numbers_and_logs_have_the_names_of_keys_and_never_a_key(
         return [request.get("key") for request in told if request is not None]
 
     with caplog.at_level(logging.INFO, "spyglass.server"):
-        ask(shared, "sk-a", ids=[0, 5, 6])
-        ask(shared, "sk-b", ids=[0, 5])
-        ask(shared, "sk-c")
-        wait_for(lambda: len(names()) == 3)  # a line comes behind the last byte
+        for count, (key, ids) in enumerate([("sk-a", [0, 5, 6]), ("sk-b", [0, 5]), ("sk-c", [0])], start=1):
+            ask(shared, key, ids=ids)
+            wait_for(lambda lines=count: len(names()) == lines)  # a line comes behind the last byte of its answer
     text = shared.client.get("/metrics", headers={"x-api-key": "sk-b"}).text
     assert 'spyglass:key_requests_total{key="alice",status="200"} 1.0' in text
     assert 'spyglass:key_prompt_tokens_total{key="bob"} 2.0' in text
