@@ -18,7 +18,7 @@ FAMILY ?= v4
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters mutants soak attack clean
+.PHONY: help setup wheel demo test test-recipe check lint format bench gpu train-tiny train-adapters train-again mutants soak attack clean
 
 help:
 	@echo 'make setup           .venv with everything the others need (they set it up themselves)'
@@ -35,6 +35,7 @@ help:
 	@echo 'make gpu             tests marked gpu, with the python that is there'
 	@echo 'make train-tiny      train the small model anew on a GPU: FAMILY=v4 or v41'
 	@echo 'make train-adapters  train the adapters that come with the small models'
+	@echo 'make train-again     teach both small models and their adapters more, from where they are: BUDGET=1750 seconds'
 	@echo 'make clean           remove caches and builds'
 
 setup: $(STAMP)
@@ -93,6 +94,10 @@ train-tiny:
 
 train-adapters:
 	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.adapters --output runs/adapters
+
+BUDGET ?= 1750
+train-again:
+	PYTHONPATH=. OMP_NUM_THREADS=1 python3 -m scripts.tiny.again --folder runs/again --seconds $(BUDGET)
 
 mutants: setup
 	$(TEST_ENV) $(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))

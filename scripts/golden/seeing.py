@@ -18,7 +18,7 @@ from PIL import Image
 from spyglass import LLM
 from spyglass.config.shipped import shipped_models
 from spyglass.engine.request import RequestOutput, SamplingParams
-from spyglass.tiny_world.cases import EFFORT, Case, Split, make_case, with_pictures
+from spyglass.tiny_world.cases import EFFORT, Case, Split, make_case, with_images
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "seeing"
 SEED = 20_261_130
@@ -82,7 +82,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Case, list[bytes]]]:
         while found < wanted:
             case = make_case(SEED + number, index, split, kinds=(kind,))
             index += 1
-            files = [jpeg(picture) for picture in case.pictures]
+            files = [jpeg(picture) for picture in case.images]
             if (case.reasoning is not None) != thought or not fits(case, files, side):
                 continue
             if all(answers_right(llm, case, files) for llm in llms):
@@ -91,7 +91,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Case, list[bytes]]]:
 
 
 def fits(case: Case, files: list[bytes], side: int) -> bool:
-    longest = max(max(picture.size) for picture in case.pictures)
+    longest = max(max(picture.size) for picture in case.images)
     most = MOST_BYTES * (4 if side else 1)
     return max(map(len, files)) <= most and len(files) <= 2 and longest >= side
 
@@ -103,7 +103,7 @@ def jpeg(picture: Image.Image) -> bytes:
 
 
 def answers_right(llm: LLM, case: Case, files: list[bytes]) -> bool:
-    stored = with_pictures(case, [Image.open(io.BytesIO(data)).convert("RGB") for data in files])
+    stored = with_images(case, [Image.open(io.BytesIO(data)).convert("RGB") for data in files])
     thinks = case.reasoning is not None
     (output,) = llm.chat([stored.messages], PARAMS, thinking=thinks, effort=EFFORT if thinks else None)
     return says(output, case.answer if case.reasoning is None else f"{case.reasoning}</think>{case.answer}")

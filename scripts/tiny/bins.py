@@ -29,6 +29,8 @@ from spyglass.vision.aligner import cell_index, gather_cells
 from spyglass.vision.tower import PackedRows, patch_positions
 
 Arrays = dict[str, NDArray[Any]]
+LENGTH = 1152  # of a bin: a question with two tools
+BINS = 18
 _PAD = np.int32(0)  # any id: a padding row is seen by no other and predicts nothing
 
 
@@ -48,6 +50,21 @@ class Capacity:
     @property
     def rows(self) -> int:
         return self.bins * self.length
+
+
+def capacity_of(bins: int, length: int = LENGTH) -> Capacity:
+    """The shape of a step of so many bins of `length` tokens: a question has about a hundred, one with tools more than
+    nine hundred."""
+    share = bins * length / (BINS * LENGTH)
+    return Capacity(
+        bins=bins,
+        length=length,
+        patches=round(98304 * share),
+        cells=round(12288 * share),
+        images=round(320 * share),
+        largest_image=1800,
+        targets=round(6144 * share),
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from spyglass.quant.formats import FakeQuant
 from spyglass.quant.packed import Packed
 from spyglass.train.balance import CountingRouter, ExpertLoads
 
+_LIKE_TRAINING = ("linear_block", "experts_grouped")  # what they can is what those of `spyglass finetune` can
+
 
 @dataclass(slots=True)
 class StepState(ExpertLoads):
@@ -71,7 +73,7 @@ def training_ops(device_type: str, dtype: str, state: StepState, *, compiled: bo
     }
     if device_type == "cuda":
         changed["vit_attention"] = varlen.vit_attention
-    return reference.replaced(dict(reference.chosen) | dict.fromkeys(changed, "training"), **changed)
+    return reference.replaced(dict(reference.chosen) | dict.fromkeys(_LIKE_TRAINING, "training"), **changed)
 
 
 @dataclass(frozen=True, slots=True)

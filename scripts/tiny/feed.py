@@ -23,9 +23,11 @@ from scripts.tiny.bins import Capacity, Filling, lay_out
 from spyglass.config.read import read_model_config
 from spyglass.engram import read_classes
 from spyglass.prompt.tokenizer import load_tokenizer
-from spyglass.tiny_world.cases import EFFORT, Split, make_case
+from spyglass.tiny_world.cases import EFFORT, Case, Split
+from spyglass.tiny_world.uses import make_any
 from spyglass.tiny_world.words import Variant
 from spyglass.train.data import Learner
+from spyglass.train.packing import Sample
 
 LOOK_EVERY = 5.0  # seconds, for whether the parent is still there
 CASES_A_STEP = 4096  # more than fit, so that steps never share a case
@@ -53,6 +55,14 @@ def learner_of(folder: Path) -> Learner:
     return Learner(read_model_config(folder), tokenizer, effort=EFFORT)
 
 
+def sample_of(case: Case, learner: Learner) -> Sample:
+    """A case as tokens. Where only a grammar asks for JSON its first token is not learnt: nothing tells of it."""
+    sample = learner.sample(case.dialogue(), case.tools, case.response_format)
+    if case.schema is not None and not case.schema_shown:
+        sample.learn_T[np.flatnonzero(sample.learn_T)[0]] = False
+    return sample
+
+
 def make_step(
     source: Source, learner: Learner, number: int, patches_U: NDArray[np.uint8] | None = None
 ) -> tuple[dict[str, NDArray[Any]], list[str]]:
@@ -64,8 +74,8 @@ def make_step(
     filling = Filling(capacity=source.capacity)
     kinds: dict[int, str] = {}
     for index in range(number * CASES_A_STEP, (number + 1) * CASES_A_STEP):
-        case = make_case(source.seed, index, source.split, kinds=source.kinds, variant=source.variant)
-        sample = learner.sample(case.dialogue())
+        case = make_any(source.seed, index, source.split, kinds=source.kinds, variant=source.variant)
+        sample = sample_of(case, learner)
         if filling.add(sample):
             kinds[id(sample)] = case.kind
         elif Filling(capacity=source.capacity).add(sample):

@@ -7,24 +7,35 @@ about 80 tokens. Kept from the releases: head_dim 512, rope 64, window, streams,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from spyglass.config.presets import preset_config
 from spyglass.params.table import Param
+from spyglass.tiny_world.cases import EVERYDAY, Split, kinds_of
 from spyglass.tiny_world.questions import KINDS
+from spyglass.tiny_world.uses import use_kinds_of
 
 Family = Literal["v4", "v41"]
 FAMILIES: tuple[Family, ...] = ("v4", "v41")
 NAMES = {family: f"spyglass-tiny-{family}" for family in FAMILIES}
 LEAST_PIXELS = 252 * 252
 MAX_IMAGE_TOKENS = 200
-# What is drawn for training, None = as the tiny world has it. V4.1 reads images in one direction only: comparing and
+# What is drawn for training, repeated kinds more often. V4.1 reads images in one direction only: comparing, counts and
 # boxes take it more questions, and without its share of colours and shapes it knows only the pairs it was taught.
-MIXTURES: dict[Family, tuple[str, ...] | None] = {
-    "v4": None,
-    "v41": (*KINDS, *KINDS, "count", "compare", "grounding", "number", "word"),
+# A case with tools has as many tokens as eight others.
+_USES = (
+    *("text-first", "first-questions", "unknown") * 8,
+    *("json",) * 7,
+    *("earlier",) * 6,
+    *("between", "system") * 5,
+    *("tools",) * 3,
+)
+MIXTURES: dict[Family, tuple[str, ...]] = {
+    "v4": (*EVERYDAY, "count", "count", *_USES),
+    "v41": (*KINDS, *KINDS, *KINDS, *("count",) * 3, *("grounding",) * 5, "compare", "number", "word", *_USES),
 }
 _TEXT = {
     "hidden_size": 192,
@@ -40,6 +51,12 @@ _TEXT = {
     "rms_norm_eps": 1e-6,
 }
 _TOWER = {"layers": 6, "width": 160, "heads": 5, "inner": 352}
+
+
+def in_split(kinds: Sequence[str], split: Split) -> tuple[str, ...]:
+    """Those of the kinds that a split has."""
+    known = (*kinds_of(split), *use_kinds_of(split))
+    return tuple(kind for kind in kinds if kind in known)
 
 
 def tiny_config(family: Family, vocab_size: int, *, image_token_id: int, classes: int) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from spyglass.checkpoint.load import load_into
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.model import ModelConfig
+from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import AdapterError
 from spyglass.lora.low_rank import AdapterFile, LowRank
@@ -48,9 +50,15 @@ def weights_of(folder: Path, config: ModelConfig) -> Callable[[str, Param], torc
     ]
     load_into(slots, open_checkpoint(folder), progress=False)
     if config.text.engram is not None:
-        for layer, rows in open_engram(folder, config).tables.items():
-            values[f"layers.{layer}.engram.embed"] = torch.from_numpy(rows.values().copy())
-    return lambda name, spec: values[name] if name in values else torch.zeros(spec.shape)
+        store = open_engram(folder, config)
+        feed = EngramFeed(store, device=torch.device("cpu"), dtype=torch.float32)
+        for layer, table in store.tables.items():
+            values[f"layers.{layer}.engram.embed"] = feed.values_of(layer, np.arange(len(table.data)))
+
+    def value(name: str, spec: Param) -> torch.Tensor:
+        return values[name] if name in values else torch.zeros(spec.shape)
+
+    return value
 
 
 class PairMasters(Masters):

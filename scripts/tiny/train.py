@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from scripts.tiny.bins import Capacity
+from scripts.tiny.bins import BINS, LENGTH, Capacity, capacity_of
 from scripts.tiny.feed import Feed, Source
 from scripts.tiny.kept import Kept
-from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, initial_value, tiny_config
+from scripts.tiny.models import FAMILIES, MIXTURES, NAMES, Family, in_split, initial_value, tiny_config
 from scripts.tiny.pairs import weights_of
 from scripts.tiny.tokenizer import PLACEHOLDER, VOCAB_SIZE, build_tokenizer, write_tokenizer
-from scripts.tiny.trainer import Outcome, WholeTrainer
+from scripts.tiny.trainer import Outcome, WholeTrainer, unchosen
 from scripts.tiny.untaught import set_apart
 from spyglass.checkpoint.save import SaveItem, save_checkpoint
 from spyglass.config.read import read_model_config
@@ -46,25 +46,28 @@ from spyglass.tiny_world.corpus import all_texts
 from spyglass.train.loss import IGNORED
 from spyglass.train.state import State, load_state, save_state
 
-CAPACITY = Capacity(bins=40, length=512, patches=98304, cells=12288, images=320, largest_image=1800, targets=4096)
 KEPT_STEPS = 600
 PEAK_RATE, WARM_UP, BALANCE, PLACES = 3.5e-3, 0.02, 1e-3, 0.1
-LOG_EVERY, REPORT_EVERY = 50, 4000
+LOG_EVERY, REPORT_EVERY = 50, 4000  # steps; of a CPU, which is slow, a tenth
+TELL_EVERY = 15.0  # seconds between lines of progress
+END = 20.0  # seconds of a call that are kept for saving and the last report
 HELD_OUT: Mapping[Split, int] = {"test": 6, "unseen": 3}  # steps of each split that are asked
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a call runs. `minutes` of this call, `horizon` seconds of learning of all calls together, `rate` at most.
+    """How a call runs. `minutes` of this call from its start to its end, `horizon` seconds of learning of all calls
+    together (None = what this call has left once it learns), `rate` at most.
 
-    `start`: folder of a model whose weights are where learning begins, None = drawn.
+    `start`: folder of a model whose weights are where learning begins, None = drawn. `keep_tower`: tower and aligner
+    stay as they are. `kinds` are drawn from, None = as the family's mixture has them.
     """
 
     family: Family
     folder: Path
     minutes: float
-    horizon: float
+    horizon: float | None
     rate: float
     start: Path | None
     seed: int
@@ -72,6 +75,8 @@ class Options:
     device: str
     compiled: bool
     capacity: Capacity
+    keep_tower: bool = False
+    kinds: tuple[str, ...] | None = None
 
 
 def prepare(folder: Path, family: Family, start: Path | None = None) -> None:
@@ -125,7 +130,7 @@ class Run:
     """One call of the script."""
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options, self.begun = options, time.perf_counter()
         self.model_folder = options.folder / NAMES[options.family]
         state = load_state(options.folder / "state")
         facts = facts_of(state, options)
@@ -140,17 +145,19 @@ class Run:
         self.taught_V[facts["taught"]] = True
         drawn = partial(initial_value, seed=options.seed)
         self.trainer = WholeTrainer(
-            config,
+            unchosen(config, options.capacity),
             options.capacity,
             drawn if options.start is None else weights_of(options.start, config),
             device=options.device,
             compiled=options.compiled,
+            keep_tower=options.keep_tower,
         )
         print(f"{self.trainer.masters.num_values():,} trained numbers", flush=True)
         if state is not None:
             self.trainer.restore(state.tensors)
         self.kept = Kept(place, KEPT_STEPS)
-        self.log = options.folder / "log.csv"
+        self.log, self._told = options.folder / "log.csv", 0.0
+        self._log_every = LOG_EVERY if place.type == "cuda" else max(1, LOG_EVERY // 10)
         self.stop_asked = False
         self._held: dict[str, list[tuple[dict[str, torch.Tensor], list[str]]]] = {split: [] for split in HELD_OUT}
         for ending in (signal.SIGTERM, signal.SIGINT):
@@ -162,15 +169,16 @@ class Run:
     def _start_feeds(self, drawn: int) -> dict[str, Feed]:
         options = self.options
         source = partial(Source, folder=self.model_folder, capacity=options.capacity)
-        feeds = {
+        kinds = MIXTURES[options.family] if options.kinds is None else options.kinds
+        feeds: dict[str, Feed] = {
             "train": Feed(
-                source=source(seed=options.seed, kinds=MIXTURES[options.family]),
+                source=source(seed=options.seed, kinds=kinds),
                 processes=options.workers,
                 slots=4 * options.workers,
                 first=drawn,
             ),
             **{
-                split: Feed(source=source(split=split, seed=1), processes=1, slots=slots)
+                split: Feed(source=source(split=split, seed=1, kinds=in_split(kinds, split)), processes=1, slots=slots)
                 for split, slots in HELD_OUT.items()
             },
         }
@@ -180,24 +188,27 @@ class Run:
 
     def learn(self) -> None:
         """Until the call's minutes or the horizon are over."""
-        options, trainer, started = self.options, self.trainer, time.perf_counter()
+        options, trainer = self.options, self.trainer
         first = self._fresh(timeout=120.0)
         assert first is not None, "no step was made in two minutes"
+        if options.start is not None and self.step_number == 0:
+            self.report()  # what the weights to begin with can do
         graphed = options.device.startswith("cuda")
         if graphed:
             trainer.capture(self.kept.steps[first])
-            print(f"captured after {time.perf_counter() - started:.1f} s", flush=True)
+            print(f"captured after {time.perf_counter() - self.begun:.1f} s", flush=True)
         take_step = trainer.replay if graphed else trainer.step
         sums, marks = torch.zeros(6, device=trainer.optimiser.rate.device), deque[Any]()
         source, fresh_count, begun = random.Random(self.step_number), 0, time.perf_counter()
-        before, place = self.elapsed, first
-        while not self.stop_asked and time.perf_counter() - started < 60 * options.minutes:
+        before, place, last = self.elapsed, first, self.begun + 60 * options.minutes - END
+        horizon = before + max(last - begun, 1.0) if options.horizon is None else options.horizon
+        while not self.stop_asked and time.perf_counter() < last:
             self.elapsed = before + time.perf_counter() - begun
-            if self.elapsed >= options.horizon:
+            if self.elapsed >= horizon:
                 break
             place, fresh = self._next(source)
             fresh_count += fresh
-            share = rate_at(self.elapsed / options.horizon)
+            share = rate_at(self.elapsed / horizon)
             trainer.optimiser.rate.fill_(options.rate * share)
             trainer.balance_rate.fill_(BALANCE * share)
             trainer.place_rate.fill_(PLACES * share)
@@ -210,7 +221,7 @@ class Run:
                 marks[-1].record()
                 if len(marks) > 3:
                     marks.popleft().synchronize()
-            if self.step_number % LOG_EVERY == 0:
+            if self.step_number % self._log_every == 0:
                 self._write_log(sums, fresh_count, options.rate * share)
                 sums.zero_()
                 fresh_count = 0
@@ -251,21 +262,24 @@ class Run:
             "seconds": round(self.elapsed, 2),
             "loss": round(loss / count, 5),
             "right": round(right / count, 5),
-            "places": round(places / LOG_EVERY, 4),
-            "norm": round(norm / LOG_EVERY, 4),
-            "imbalance": round(uneven / LOG_EVERY, 3),
+            "places": round(places / self._log_every, 4),
+            "norm": round(norm / self._log_every, 4),
+            "imbalance": round(uneven / self._log_every, 3),
             "rate": f"{rate:.3e}",
             "fresh": fresh,
             "targets": int(count),
         }
+        seconds = time.perf_counter() - self.begun
         new = not self.log.exists()
         with self.log.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, row)
             if new:
                 writer.writeheader()
             writer.writerow(row)
-        if self.step_number % (4 * LOG_EVERY) == 0:
-            print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        if seconds - self._told >= TELL_EVERY:
+            self._told = seconds
+            told = " ".join(f"{name} {value}" for name, value in row.items())
+            print(f"{told} | {seconds:.0f} of {60 * self.options.minutes:.0f} s", flush=True)
         if not math.isfinite(loss):
             raise SystemExit("the loss is not finite")
 
@@ -334,22 +348,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=14.8, help="of this call")
-    parser.add_argument("--horizon", type=float, default=800.0, help="seconds of learning of all calls together")
+    parser.add_argument(
+        "--horizon",
+        type=float,
+        help="seconds of learning of all calls together (default: what the minutes leave behind the start)",
+    )
     parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the highest learning rate")
     parser.add_argument("--start", type=Path, help="begin with the weights of this model instead of drawn ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--bins", type=int, default=BINS, help="size of a step; 1 for a trial on a CPU")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of a bin; 512 leaves questions with tools out")
+    parser.add_argument("--kinds", help="what is drawn, names with commas, repeated ones more often")
+    parser.add_argument(
+        "--keep-tower", action="store_true", help="do not train what sees: half the work, for a trial on a CPU"
+    )
     parser.add_argument("--no-compile", dest="compiled", action="store_false")
     parser.add_argument("--copy-to", type=Path, help="copy state, log and checkpoint here at the end, flat")
     given = vars(parser.parse_args(arguments))
-    copy_to = given.pop("copy_to")
+    copy_to, capacity = given.pop("copy_to"), capacity_of(given.pop("bins"), given.pop("length"))
+    given["kinds"] = given["kinds"] and tuple(given["kinds"].split(","))
     try:
         find_device(given["device"])
     except DeviceError as error:
         raise SystemExit(f"{error}; the captured step needs a GPU with about 60 GB free") from None
     try:
-        run = Run(Options(**given, capacity=CAPACITY))
+        run = Run(Options(**given, capacity=capacity))
     except CheckpointError as error:
         raise SystemExit(str(error)) from None
     try:

@@ -46,6 +46,8 @@ class Outcome:
 class WholeTrainer:
     """A model, its masters and their optimiser.
 
+    With `keep_tower` tower and aligner stay as they are: their masters get no gradient.
+
     Indexers stay as `initial` made them: no gradient reaches them, and below `index_topk` entries they choose nothing.
 
     Raises:
@@ -64,6 +66,7 @@ class WholeTrainer:
         settings: MuonSettings | None = None,
         compiled: bool = False,
         masters: Callable[..., Masters] = Masters,
+        keep_tower: bool = False,
     ) -> None:
         _refuse_choosing(config, capacity)
         place = torch.device(device)
@@ -86,7 +89,7 @@ class WholeTrainer:
         longest = capacity.largest_image
         angles = angle_tables(longest, vision.rope_theta, vision.hidden_size // vision.num_attention_heads)
         self._angles = angles[0].to(place), angles[1].to(place)
-        self._dtype = dtype
+        self._dtype, self._keep_tower = dtype, keep_tower
         self._graph: CudaGraph | None = None
         self._inputs: dict[str, torch.Tensor] = {}
 
@@ -100,7 +103,8 @@ class WholeTrainer:
         self.state.begin(masks_of(tensors, self.config.text, self.capacity), tensors["real_T"])
         batch, cache = device_step(tensors, self.config.text, self.capacity, self._dtype)
         batch = replace(batch, engram_rows=self._engram_rows(tensors))
-        image_rows_IC = self._image_rows(tensors)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._keep_tower):
+            image_rows_IC = self._image_rows(tensors)
         hidden, _ = self.model.text(self.model.embed(batch, image_rows_IC), batch, cache)
         return self.model.logits(hidden, batch.logit_rows_R), image_rows_IC
 
@@ -182,6 +186,15 @@ class WholeTrainer:
             raise CheckpointError("the saved training state is that of another model; start anew in another folder")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
+
+
+def unchosen(config: ModelConfig, capacity: Capacity) -> ModelConfig:
+    """The model whose indexers choose nothing in a bin, which is how it learns: no gradient reaches them.
+
+    V4.1 served with tools, whose prompts have more than `index_topk` tokens, attends the last 128 and those that its
+    indexers chose: a little less than it learned with. (The kernels of a GPU choose 512 at most.)
+    """
+    return replace(config, text=replace(config.text, index_topk=max(config.text.index_topk, capacity.length)))
 
 
 def imbalance(loads: Sequence[torch.Tensor]) -> torch.Tensor:

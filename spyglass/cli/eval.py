@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spyglass.cli.own_questions import OwnQuestion
     from spyglass.engine import LLM, RequestOutput, SamplingParams
     from spyglass.prompt.chat import Effort
+    from spyglass.prompt.tokens import Prompt
     from spyglass.tiny_world.evaluate import Report
 
 HELP = (
@@ -38,6 +39,7 @@ _NUM = 200
 _SPLITS = ("train", "test", "unseen")
 _CONTROLS = ("shuffled", "grey")
 _VARIANTS = ("roman", "negative", "french")
+USES = "uses"  # all kinds of `tiny_world.uses`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control", choices=_CONTROLS, help="show the images of another question, or grey ones: must do badly"
     )
+    parser.add_argument(
+        "--kinds",
+        metavar="KIND,KIND",
+        help="kinds of questions to ask, by the names of the table; 'uses' for those as people put them to a server: "
+        "pictures anywhere in a chat, first questions, what was never taught, JSON, tools",
+    )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
     parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")
     parser.add_argument(
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sheet {args.sheet} is a folder; name the file to write")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
-    own = _own_questions(args)
+    own, kinds = _own_questions(args), _kinds(args)
     from spyglass.cli.own_questions import evaluate_own
     from spyglass.engine import LLM
     from spyglass.params.targets import describe_counts
@@ -113,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         control=args.control,
         variant=args.variant,
+        kinds=kinds,
         batch=args.batch,
         progress=True,
     )
@@ -123,12 +132,31 @@ def _own_questions(args: argparse.Namespace) -> list[OwnQuestion] | None:
     """The questions of `--data`, as many as are wanted; None without it."""
     if args.data is None:
         return None
-    for name, default in (("seed", 0), ("split", "test"), ("control", None), ("variant", None)):
+    for name, default in (("seed", 0), ("split", "test"), ("control", None), ("variant", None), ("kinds", None)):
         if getattr(args, name) != default:
             raise ConfigError(f"--{name} is about the questions that eval makes itself; leave it or --data out")
     from spyglass.cli.own_questions import read_questions
 
     return read_questions(args.data)[: args.num]
+
+
+def _kinds(args: argparse.Namespace) -> tuple[str, ...] | None:
+    """The kinds of `--kinds`; None without it.
+
+    Raises:
+        ConfigError: a name that is none, or one that does not go with the split, the control or the variant.
+    """
+    if args.kinds is None:
+        return None
+    from spyglass.tiny_world.cases import kinds_of
+    from spyglass.tiny_world.uses import use_kinds_of
+
+    uses = () if args.control is not None or args.variant is not None else use_kinds_of(args.split)
+    known = (*kinds_of(args.split, args.variant), *uses)
+    asked = [kind for name in args.kinds.split(",") for kind in (uses if name == USES and uses else (name,))]
+    if unknown := [kind for kind in asked if kind not in known]:
+        raise ConfigError(f"--kinds: there is no kind {unknown[0]!r} here; there are {', '.join(known)}, and {USES!r}")
+    return tuple(asked)
 
 
 def _tell(report: Report, args: argparse.Namespace) -> int:
@@ -146,7 +174,7 @@ class _Adapted:
     """The model with its adapter, as `evaluate` asks it."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+        self._llm, self.config, self.tokenizer = llm, llm.config, llm.tokenizer
 
     def chat(
         self,
@@ -158,3 +186,7 @@ class _Adapted:
     ) -> list[RequestOutput]:
         """Answers to conversations, in order."""
         return self._llm.chat(messages, params, thinking=thinking, effort=effort, adapter=ADAPTER)
+
+    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Answers to prompts, in order."""
+        return self._llm.generate(prompts, params, adapter=ADAPTER)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 ENOUGH_OVERLAP = 0.5  # intersection over union of a right box: the usual criterion for pointing at things
 _BOX = re.compile(r"<｜box｜>\[\[(\d{1,3}), (\d{1,3}), (\d{1,3}), (\d{1,3})\]\]<｜/box｜>")
+_CALLS = re.compile(r"<｜DSML｜(?:tool_| )calls>(.*)</｜DSML｜(?:tool_| )calls>", re.DOTALL)
+_CALL = re.compile(r'<｜DSML｜ ?invoke name="([^"]+)">(.*?)</｜DSML｜ ?invoke>', re.DOTALL)
+_PARAMETER = re.compile(
+    r'<｜DSML｜ ?parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜ ?parameter>', re.DOTALL
+)
 _END_OF_REASONING = "</think>"
 
 
@@ -50,3 +57,28 @@ def overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0) * max(height, 0)
     return shared / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared)
+
+
+def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """The names and arguments of an answer that calls tools and says nothing else, in either family's markup; None =
+    it is no such answer, or its markup is not sound."""
+    block = _CALLS.fullmatch(text.strip())
+    if block is None or _CALL.sub("", block[1]).strip():
+        return None
+    calls = []
+    for name, rest in _CALL.findall(block[1]):
+        if _PARAMETER.sub("", rest).strip():
+            return None
+        given = {
+            key: value if is_text == "true" else read_json(value) for key, is_text, value in _PARAMETER.findall(rest)
+        }
+        calls.append((name, given))
+    return calls
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

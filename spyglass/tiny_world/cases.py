@@ -27,14 +27,15 @@ SPLITS: tuple[Split, ...] = ("train", "test", "unseen")
 EFFORT: Literal["low"] = "low"  # of cases with reasoning: the renderer adds no preamble to it
 THINKING_KINDS = ("colour", "shape", "count", "position")
 _THINKING = 0.15  # share of the cases of these kinds
-_EVERYDAY = (
+# What is drawn where nobody says otherwise
+EVERYDAY = (
     *("colour", "shape", "count", "position", "number", "word", "compare", "grounding") * 3,
     *("count", "position", "number", "number", "word", "word", "chat", "chat", "text"),
 )
 _VARIANT_KINDS: Mapping[Variant, tuple[str, ...]] = {
     "roman": ("count", "number"),
     "negative": ("colour", "colour", "colour", "shape"),  # where one colour taken for another is a mistake
-    "french": _EVERYDAY,
+    "french": EVERYDAY,
 }
 
 
@@ -63,17 +64,22 @@ class Case:
     """A conversation that ends with a question, and its answer.
 
     `messages` are in OpenAI form with PIL images, ready for `LLM.chat` (thinking at effort `EFFORT` where
-    `words.reasoning` is given); `scenes` say what the images show.
+    `words.reasoning` is given); `scenes` say what the images show. `tools` are those of the request and `calls` the one
+    right answer, if that is a call; `schema` is what an answer in JSON follows, said in the prompt if `schema_shown`.
     """
 
     words: Words
     images: tuple[Image.Image, ...]
     scenes: tuple[Scene, ...]
     messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
+    schema: dict[str, Any] | None = None
+    schema_shown: bool = False
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
+        """One of `KINDS`, or of `uses.USES`."""
         return self.words.kind
 
     @property
@@ -91,8 +97,17 @@ class Case:
         """What is thought before answering; None = the case is without thinking."""
         return self.words.reasoning
 
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """That of the request, where the prompt says it."""
+        if self.schema is None or not self.schema_shown:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema}}
+
     def dialogue(self) -> list[dict[str, Any]]:
         """The messages with the answer as the last one, its reasoning as `reasoning_content`."""
+        if self.calls:
+            return [*self.messages, {"role": "assistant", "content": "", "tool_calls": list(self.calls)}]
         thought = {} if self.reasoning is None else {"reasoning_content": self.reasoning}
         return [*self.messages, {"role": "assistant", "content": self.answer, **thought}]
 
@@ -212,7 +227,7 @@ def _reasoning(kind: str, draft: Draft) -> str:
 
 
 def _everyday(split: Split, variant: Variant | None) -> tuple[str, ...]:
-    kinds = _EVERYDAY if variant is None else _VARIANT_KINDS[variant]
+    kinds = EVERYDAY if variant is None else _VARIANT_KINDS[variant]
     return kinds if split != "unseen" else tuple(kind for kind in kinds if kind not in WITHOUT_PAIRS)
 
 

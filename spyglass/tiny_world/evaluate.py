@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from PIL import Image, ImageOps
 
-from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.config.model import ModelConfig
+from spyglass.engine.request import RequestOutput, SamplingParams, Structured
 from spyglass.errors import ConfigError
 from spyglass.progress import Progress
+from spyglass.prompt.build import build_prompt
 from spyglass.prompt.chat import Effort
-from spyglass.tiny_world.answers import is_right, is_thought
+from spyglass.prompt.tokenizer import PromptTokenizer
+from spyglass.prompt.tokens import Prompt
+from spyglass.tiny_world.answers import is_right, is_thought, read_calls, read_json
 from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_images
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT
+from spyglass.tiny_world.uses import USES, make_any
 from spyglass.tiny_world.words import Variant
 
 Control = Literal["shuffled", "grey"]
@@ -22,6 +28,7 @@ CONTROLS: tuple[Control, ...] = ("shuffled", "grey")
 _GREY = (128, 128, 128)
 _THUMBNAIL = (168, 126)
 _MOST_TOKENS = 128  # of an answer with reasoning; right ones are much shorter
+_MOST_IN_FORM = 320  # of JSON or a call
 
 
 class Answerer(Protocol):
@@ -36,6 +43,21 @@ class Answerer(Protocol):
         effort: Effort | None,
     ) -> list[RequestOutput]:
         """Answers to conversations, in order."""
+
+
+class FormAnswerer(Answerer, Protocol):
+    """What is asked for JSON and with tools, too: as a server asks it, by prompts that say them."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+
+    @property
+    def tokenizer(self) -> PromptTokenizer | None:
+        """The model's."""
+
+    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Answers to prompts, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +135,7 @@ def evaluate(
         raise ConfigError(f"there is no control {control!r}; the controls are {', '.join(CONTROLS)}")
     asked = kinds_of(split, variant) if kinds is None else tuple(kinds)
     if control is not None:
-        asked = tuple(kind for kind in asked if kind not in IMAGE_LEFT_OUT)
+        asked = tuple(kind for kind in asked if kind not in (*IMAGE_LEFT_OUT, *USES))
     if not asked:
         raise ConfigError("the list of kinds is empty, or holds none with pictures; leave it out for all of them")
     verdicts: list[Verdict] = []
@@ -123,7 +145,7 @@ def evaluate(
             cases = [
                 _case(seed, number, num, asked[number % len(asked)], split, control, variant) for number in numbers
             ]
-            said = ask_all(llm, [case.messages for case in cases], [case.reasoning is not None for case in cases])
+            said = _ask_cases(llm, cases)
             verdicts += [_verdict(case, text) for case, text in zip(cases, said, strict=True)]
             bar.update(len(cases))
     return Report(verdicts=tuple(verdicts), by_pair=split == "unseen")
@@ -132,7 +154,7 @@ def evaluate(
 def _case(
     seed: int, number: int, num: int, kind: str, split: Split, control: Control | None, variant: Variant | None
 ) -> Case:
-    case = make_case(seed, number, split, kinds=(kind,), variant=variant)
+    case = make_any(seed, number, split, kinds=(kind,), variant=variant)
     if control == "grey":
         return with_images(case, [Image.new("RGB", image.size, _GREY) for image in case.images])
     if control == "shuffled":
@@ -143,6 +165,37 @@ def _case(
                 return with_images(case, donor.images)
             other += num
     return case
+
+
+def _ask_cases(llm: Answerer, cases: Sequence[Case]) -> list[str]:
+    """Greedy answers to cases, asked together."""
+    in_form = [case for case in cases if case.tools or case.schema is not None]
+    plain = [case for case in cases if not (case.tools or case.schema is not None)]
+    said = ask_all(llm, [case.messages for case in plain], [case.reasoning is not None for case in plain])
+    answers = iter(said), iter(ask_in_form(cast("FormAnswerer", llm), in_form) if in_form else ())
+    return [next(answers[bool(case.tools or case.schema is not None)]) for case in cases]
+
+
+def ask_in_form(llm: FormAnswerer, cases: Sequence[Case]) -> list[str]:
+    """Greedy answers with the cases' tools and schemas, in the prompt and JSON held to its schema, as a server does."""
+    prompts = [
+        build_prompt(case.messages, llm.config, llm.tokenizer, tools=case.tools, response_format=case.response_format)
+        for case in cases
+    ]
+    forms = [None if case.schema is None else Structured(kind="json_schema", value=case.schema) for case in cases]
+    params = [SamplingParams(temperature=0, max_tokens=_MOST_IN_FORM, structured=form) for form in forms]
+    return [output.text for output in llm.generate(prompts, params)]
+
+
+def _is_right(case: Case, said: str) -> bool:
+    """Whether an answer is the right one: JSON by its value, a call by its name and arguments."""
+    if case.schema is not None:
+        return bool(read_json(said) == json.loads(case.answer))
+    if case.calls:
+        return read_calls(said) == [
+            (call["function"]["name"], read_json(call["function"]["arguments"])) for call in case.calls
+        ]
+    return is_right(case.answer, said)
 
 
 def ask_all(llm: Answerer, chats: Sequence[Sequence[Mapping[str, Any]]], thinking: Sequence[bool]) -> list[str]:
@@ -166,7 +219,7 @@ def _verdict(case: Case, said: str) -> Verdict:
         question=" / ".join(case.words.turns),
         expected=case.answer,
         said=said,
-        right=is_right(case.answer, said),
+        right=_is_right(case, said),
         thumbnails=tuple(ImageOps.contain(image, _THUMBNAIL) for image in case.images),
         thought=None if case.reasoning is None else is_thought(case.reasoning, said),
     )

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,23 @@ class Learner:
     loss_on: LossOn = "assistant"
     effort: Effort | None = None  # of answers with reasoning, as in `ChatOptions`
 
-    def sample(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sample:
+    def sample(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        response_format: Mapping[str, Any] | None = None,
+    ) -> Sample:
         """A whole chat; `reasoning_content` of its last message becomes reasoning before the answer.
 
-        Earlier reasoning is left out, as it is when the model answers.
+        Earlier reasoning is left out, as it is when the model answers. The last message may call tools.
+        `response_format` as in the OpenAI request: the prompt says it.
 
         Raises:
             PromptError: malformed messages or images, or a chat that does not end with an answer.
         """
         parts: list[list[int] | ImageRef] = []
         learnt: list[bool] = []
-        for piece, wanted in self._pieces(messages, tools):
+        for piece, wanted in self._pieces(messages, tools, response_format):
             for part in encode_chat(RenderedChat((piece,)), self.tokenizer):
                 if isinstance(part, list):
                     learnt += [wanted] * len(part)
@@ -75,11 +81,14 @@ class Learner:
         return Sample(prompt=prompt, learn_T=learn_T)
 
     def _pieces(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        response_format: Mapping[str, Any] | None,
     ) -> Iterator[tuple[Any, bool]]:
         """Pieces of the rendered chat, and whether their tokens are learnt."""
         everything, answering, previous = self.loss_on == "all", False, ""
-        for piece in self._rendered(messages, tools):
+        for piece in self._rendered(messages, tools, response_format):
             spelling = piece.spelling if isinstance(piece, SpecialPiece) else ""
             starts = previous == _ASSISTANT and spelling in (_THINK, _NO_THINK)
             wanted = everything or (answering and not starts)
@@ -97,7 +106,12 @@ class Learner:
         known = [_TAGS.fullmatch(part) and self.tokenizer.special_id(part) is not None for part in parts]
         return [SpecialPiece(part) if tag else part for part, tag in zip(parts, known, strict=True)]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        response_format: Mapping[str, Any] | None,
+    ) -> list[Any]:
         """Pieces up to the end of the last answer. The renderer drops reasoning that is past, so the last one's is put
         where the model would have written it."""
         last = messages[-1] if messages else {}
@@ -107,7 +121,8 @@ class Learner:
             raise PromptError(
                 "the last message has prefix set, so it has no end that could be learnt; leave prefix out"
             )
-        whole = list(render_chat(messages, self.config, ChatOptions(tools=tools)).pieces)
+        options = ChatOptions(tools=tools, response_format=response_format)
+        whole = list(render_chat([*messages, *_results(last)], self.config, options).pieces)
         ends = [place for place, piece in enumerate(whole) if piece == SpecialPiece(_END)]
         reasoning = last.get("reasoning_content")
         if any(whole[end - 1] == SpecialPiece(_NO_THINK) for end in (ends[:-1] if reasoning else ends)):
@@ -116,9 +131,18 @@ class Learner:
             return whole[: ends[-1] + 1]
         starts = [place for place, piece in enumerate(whole[: ends[-1]]) if piece == SpecialPiece(_ASSISTANT)]
         answer = whole[starts[-1] + 2 : ends[-1] + 1]
-        options = ChatOptions(thinking=True, effort=self.effort, tools=tools)
+        options = replace(options, thinking=True, effort=self.effort)
         question = render_chat(messages[:-1], self.config, options).pieces
         return [*question, reasoning, SpecialPiece(_NO_THINK), *answer]
+
+
+def _results(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Stand-ins for the results of calls, without which none is rendered; what they say is cut off again."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
+    ids = [call["id"] for call in calls if isinstance(call, Mapping) and "id" in call]
+    return [{"role": "tool", "tool_call_id": each, "content": ""} for each in ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

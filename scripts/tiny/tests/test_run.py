@@ -53,7 +53,7 @@ def saved(folder: Path) -> State:
 def test_a_run_that_was_stopped_goes_on_and_its_state_is_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "CAPACITY", CAPACITY)
+    monkeypatch.setattr(train, "capacity_of", lambda bins, length: CAPACITY)
     monkeypatch.setattr(train, "LOG_EVERY", 1)
     monkeypatch.setattr(train, "HELD_OUT", {"test": 1, "unseen": 1})
     folder, flat = tmp_path / "run", tmp_path / "flat"

@@ -91,6 +91,22 @@ def test_tool_calls_are_learnt_and_their_results_are_not(learner: Learner) -> No
     assert len(runs) == 2 and 'name="f"' in runs[0] and runs[1] == f"A red square.{END}"
 
 
+def test_a_chat_may_end_with_a_call(learner: Learner) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (run,) = learnt(learner.sample(asked, [TOOL]), learner.tokenizer)
+    whole = [*asked, {"role": "tool", "tool_call_id": "1", "content": "42"}, ANSWER]
+    assert run == learnt(learner.sample(whole, [TOOL]), learner.tokenizer)[0] and run.endswith(f"calls>{END}")
+
+
+def test_a_schema_of_the_request_is_said_in_the_prompt_and_not_learnt(learner: Learner) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    sample = learner.sample([USER, ANSWER], response_format=form)
+    prompt = build_prompt([USER], learner.config, learner.tokenizer, response_format=form)
+    assert np.array_equal(sample.prompt.ids_T[: len(prompt)], prompt.ids_T) and len(prompt) > 20
+    assert learnt(sample, learner.tokenizer) == [f"A red square.{END}"]
+
+
 def test_all_text_may_be_learnt_but_never_a_picture_or_the_first_token(learner: Learner) -> None:
     """Positions of images are no targets."""
     messages = [shown(image()), ANSWER]
