@@ -1,9 +1,9 @@
 """Teach the shipped models what is new in the tiny world, from the weights they have: both models, then their adapters.
 
-`python -m scripts.tiny.again --folder /tmp/again --seconds 1750` on one GPU does all of it; what comes out lies in
+`python -m scripts.tiny.again --folder runs/again --seconds 1750` on one GPU does all of it; what comes out lies in
 `FOLDER/models`, laid out as `spyglass/models`. Where a command may not take so long, the parts run one by one with
---only v4, --only v41 and --only adapters: each takes its share of the same seconds, and a part that was stopped goes on
-from its last state. `python -m scripts.tiny.judge FOLDER/models` on a CPU then says whether they may be shipped.
+--only v4, --only v41 and --only adapters: each takes its share of the same seconds, and a model that was stopped goes
+on from its last state. `python -m scripts.tiny.judge FOLDER/models` on a CPU then says whether they may be shipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def adapter_command(key: str, args: argparse.Namespace) -> list[str]:
     minutes = RECIPES[key].minutes / sum(recipe.minutes for recipe in RECIPES.values())
     options = {
         "models": args.folder / "models",
-        "output": args.folder / "models",
+        "output": args.folder / "adapters",
         "start": args.start,
         "only": key,
         "minutes": f"{SHARES['adapters'] * args.seconds / 60 * minutes:.3f}",
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="states, logs and the models that come out")
     parser.add_argument("--seconds", type=float, default=1750.0, help="for all parts together")
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    parser.add_argument(
+        "--only", choices=(*PARTS, *RECIPES), action="append", help="a part, or one adapter; may be repeated"
+    )
     parser.add_argument("--start", type=Path, default=SHIPPED, help="where the models to begin with lie")
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate of the models")
     parser.add_argument("--device", default="cuda")
@@ -98,8 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if size > MOST_BYTES:
                 raise SystemExit(f"{NAMES[part]} is larger than {MOST_BYTES:,} bytes")
             continue
-        for key in RECIPES:
+        for key in RECIPES if part == "adapters" else [part]:
             _run(adapter_command(key, args), begun)
+            place = RECIPES[key].place
+            shutil.copytree(args.folder / "adapters" / place, args.folder / "models" / place, dirs_exist_ok=True)
 
 
 def _run(command: Sequence[str], begun: float) -> None:

@@ -59,11 +59,11 @@ def capacity_of(bins: int, length: int = LENGTH) -> Capacity:
     return Capacity(
         bins=bins,
         length=length,
-        patches=round(98304 * share),
-        cells=round(12288 * share),
-        images=round(320 * share),
+        patches=round(77824 * share),
+        cells=round(9728 * share),
+        images=round(240 * share),
         largest_image=1800,
-        targets=round(6144 * share),
+        targets=round(4096 * share),
     )
 
 
