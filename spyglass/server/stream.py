@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
 from spyglass.engine.request import Delta
@@ -17,7 +16,6 @@ from spyglass.errors import is_recoverable
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import error_body, error_response
 from spyglass.server.exchange import Call, Endpoint
-from spyglass.server.limits import UNREAD_SECONDS
 from spyglass.server.log import Record
 from spyglass.server.memory import Reservation
 from spyglass.server.writing import json_bytes
@@ -30,19 +28,19 @@ _LOG = logging.getLogger(__name__)
 class RequestTimer:
     """Notes in the log's record what comes of a call; `began` is when its request came, by `time.monotonic`.
 
-    `prompts` one per answer; one that has several answers counts once.
+    `prompts` one per answer; one that has several answers counts once. `heard` is when deltas last came.
     """
 
     def __init__(self, record: Record, began: float, prompts: Sequence[Prompt]) -> None:
         self._record, self._began, self._prompts = record, began, prompts
         self._cached: dict[int, int] = {}  # tokens of each prompt that has an answer
-        self._drawn = 0
+        self._drawn, self.heard = 0, 0.0
 
     def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
         """Deltas that came."""
-        record = self._record
+        record, self.heard = self._record, time.monotonic()
         if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
-            record.first_token_s = time.monotonic() - self._began
+            record.first_token_s = self.heard - self._began
         for index, delta in mail:
             self._drawn += len(delta.token_ids)
             if delta.output is not None:
@@ -70,7 +68,6 @@ async def send_whole(
     Raises:
         PromptError, CapacityError: the engine refuses the call; nothing has been sent.
         OverloadedError: what others hold leaves no room for the answers.
-        ClientDisconnect: the client has not read for minutes.
     """
     await responses.accepted()
     while mail := await responses.deltas():
@@ -94,25 +91,25 @@ async def send_events(
 
     Raises:
         PromptError, CapacityError: the engine refuses the call; nothing has been sent.
-        ClientDisconnect: the client has not read for minutes.
     """
     await submission.accepted()
     first = call.reply.begin(request_id)
     kind = (b"content-type", call.form.media_type.encode())
     await send({"type": "http.response.start", "status": 200, "headers": [kind, *_UNBUFFERED]})
+    alive = asyncio.create_task(_fill_silence(timer, call.form.alive, send))
     try:
         await _send_body(first, send)
-        while mail := await _next(submission, call.form.alive, send):
+        while mail := await submission.deltas():
             timer.see(mail)
             await _send_body(b"".join([call.reply.push(index, delta) for index, delta in mail]), send)
         last = call.reply.end()
-    except ClientDisconnect:
-        raise
     except BaseException as error:
         if not is_recoverable(error):
             raise
         _LOG.exception("a stream failed: request %s", request_id)
         last = call.form.error(error_body(endpoint, error_response(error)))
+    finally:
+        alive.cancel()
     await _send_body(last, send, more=False)
 
 
@@ -130,21 +127,19 @@ async def send_content(status: int, content: bytes, send: Send, headers: Mapping
     await _send_body(b"", send, more=False)  # waits until the client has read most of it
 
 
-async def _next(submission: ResponseStream, alive: bytes, send: Send) -> list[tuple[int, Delta]]:
+async def _fill_silence(timer: RequestTimer, alive: bytes, send: Send) -> None:
+    """One clock for a whole stream: setting one for each event costs as much as the event."""
+    heard = time.monotonic()
     while True:
-        try:
-            async with asyncio.timeout(QUIET_S):
-                return await submission.deltas()
-        except TimeoutError:
+        await asyncio.sleep(heard + QUIET_S - time.monotonic())
+        if timer.heard > heard:
+            heard = timer.heard
+        else:
             await _send_body(alive, send)
+            heard = time.monotonic()
 
 
 async def _send_body(chunk: bytes, send: Send, *, more: bool = True) -> None:
-    """Raises ClientDisconnect: nobody reads what was sent before."""
-    if not chunk and more:
-        return
-    try:
-        async with asyncio.timeout(UNREAD_SECONDS):
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
-    except TimeoutError:
-        raise ClientDisconnect from None
+    """Waits for a client that reads slowly; one that does not read at all is the connection's to give up."""
+    if chunk or not more:
+        await send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -16,7 +16,6 @@ import pytest
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
 from spyglass.engine.worker import EngineWorker
-from spyglass.server import stream
 from spyglass.server.app import create_app, served_by
 from spyglass.server.run import bind
 from tests.scripted import ScriptedEngine
@@ -127,7 +126,7 @@ def test_a_reader_who_does_not_read_holds_nobody(llm: LLM) -> None:
 
 
 def test_a_reader_who_never_reads_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr("spyglass.server.connection.UNREAD_SECONDS", 0.3)
     engine = ScriptedEngine(lambda prompt, params: ["x" * 1000] * (params.max_tokens or 0))
     with scripted(llm, engine) as server:
         raw = ask(server, {"max_tokens": 8000, "stream": True})
