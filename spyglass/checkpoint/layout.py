@@ -66,7 +66,6 @@ class Layout:
         return sum(shard.size - len(shard.prefix) for shard in self.shards)
 
     def index(self) -> str:
-        """Text of the index file."""
         weight_map = {name: shard.file for shard in self.shards for name in shard.starts}
         content = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         return json.dumps(content, indent=2) + "\n"

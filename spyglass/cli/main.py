@@ -78,7 +78,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that asks "did you mean" of an option it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        """End with the message."""
         unknown = _UNKNOWN_OPTION.match(message)
         super().error(message + (did_you_mean(unknown[1], self._option_string_actions) if unknown else ""))
 

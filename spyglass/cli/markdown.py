@@ -35,7 +35,6 @@ class MarkdownScreen:
         self._begun, self._plain, self._block = False, PlainScreen(), ""
 
     def push(self, text: str) -> None:
-        """Show a piece."""
         from rich.text import Text
 
         if not self._begun and (self._reasoned or text.startswith(REASONING)):
@@ -54,7 +53,6 @@ class MarkdownScreen:
             self._live.update(Text(self._block), refresh=True)
 
     def end(self) -> None:
-        """Set what is left."""
         self._live.stop()
         if self._block.strip():
             self._set(self._block)

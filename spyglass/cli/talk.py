@@ -34,7 +34,6 @@ class PlainScreen:
     """Standard output, as it comes."""
 
     def push(self, text: str) -> None:
-        """Print a piece."""
         print(text, end="", flush=True)
 
     def end(self) -> None:

@@ -131,7 +131,6 @@ class Fields:
             raise self.error(name, f"{value!r}; nothing else is implemented")
 
     def section(self, name: str, *, written: Mapping[str, str] | None = None) -> Fields:
-        """A nested object; required."""
         value = self.get(name)
         if not isinstance(value, dict):
             raise self.error(name, "an object")

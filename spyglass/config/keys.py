@@ -34,7 +34,6 @@ class ApiKey:
     images: int | None = None
 
     def __str__(self) -> str:
-        """As it may be given."""
         settings = (f"{item.name}={getattr(self, item.name)}" for item in fields(self)[2:] if getattr(self, item.name))
         return " ".join([f"{self.name}=sha256:{self.digest}", *settings])
 

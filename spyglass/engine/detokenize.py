@@ -58,7 +58,6 @@ class Detokenizer:
 
     @property
     def state(self) -> DetokenizerState:
-        """Everything that later text depends on."""
         return self._decoder.getstate(), self._held, self._after, self._seen
 
     @state.setter

@@ -40,7 +40,6 @@ class TokenCounts:
         self._counts = np.zeros(len(self._ids), np.float32)
 
     def add(self, token: int) -> None:
-        """Count one answer token."""
         index = self._index.setdefault(token, len(self._index))
         if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

@@ -79,7 +79,6 @@ class EngramStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables."""
         return sum(
             int(table.data.nbytes) + (0 if table.scale is None else int(table.scale.nbytes))
             for table in self.tables.values()

@@ -35,7 +35,6 @@ class WeightsVersion:
     number: int = 0
 
     def bump(self) -> None:
-        """Say that they did."""
         self.number += 1
 
 

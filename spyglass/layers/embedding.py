@@ -68,6 +68,5 @@ class PlainTensor(nn.Module):
         self.value = plain.to(self._device, self._dtype)
 
     def tensor(self) -> torch.Tensor:
-        """The loaded tensor."""
         assert self.value is not None, f"{self.name} was never loaded"
         return self.value

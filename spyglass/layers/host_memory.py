@@ -37,7 +37,6 @@ class HostPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
         return sum(tensor.nbytes for _, tensor in self._held)
 
     def packed(self, format: Format, shape: tuple[int, ...]) -> Packed:

@@ -90,7 +90,6 @@ class LinearBank:
         self._version.bump()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that a step reads."""
         return iter(()) if self._rows is None else iter(self._rows.tensors())
 
     def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> Any:
@@ -148,7 +147,6 @@ class ExpertsBank:
         self._take({number: parts for number, parts in self.by_slot.items() if number != slot})
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that a step reads."""
         if self._joined is not None:
             yield self._joined.slot_S
             for ranks in self._joined.matrices.values():

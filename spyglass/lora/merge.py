@@ -83,7 +83,6 @@ class MergeReport:
 
     @property
     def unchanged_share(self) -> float:
-        """Over all groups."""
         values = sum(loss.values for loss in self.groups.values())
         return sum(loss.unchanged for loss in self.groups.values()) / max(values, 1)
 

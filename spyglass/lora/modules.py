@@ -27,7 +27,6 @@ class LoraTargets:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer."""
         return max((experts.num_experts for experts in self.experts.values()), default=0)
 
     def device(self, name: str) -> torch.device:

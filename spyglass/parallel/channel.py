@@ -82,7 +82,6 @@ class Ring:
             time.sleep(_FULL_S)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._map.close()
         os.close(self.descriptor)
 

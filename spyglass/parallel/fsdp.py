@@ -59,7 +59,6 @@ class Processes:
         return torch.stack([parts, *whole]).sum().sqrt()
 
     def scale(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply gradients, in place."""
         torch._foreach_mul_([_local(grad) for grad in grads], factor)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:

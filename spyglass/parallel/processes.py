@@ -39,7 +39,6 @@ class ProcessGroup(Group):
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Group`."""
         if self.size == 2 or part.numel() <= _ONE_SHOT:
             return _in_order(self._gather(part))
         flat = torch.nn.functional.pad(part.reshape(-1), (0, -part.numel() % self.size))
@@ -51,24 +50,20 @@ class ProcessGroup(Group):
     def total(
         self, routed_TC: torch.Tensor, shared_TC: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Group`."""
         return self.sum(routed_TC + shared_TC).to(dtype), None
 
     def join(self, part_RO: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """See `Group`."""
         widest = max(widths)
         parts = self._gather(torch.nn.functional.pad(part_RO, (0, widest - part_RO.shape[1])))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def largest(self, ids_R: torch.Tensor, values_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Group`."""
         parts = self._gather(torch.stack([values_R.double(), ids_R.double()]))  # both are exact in fp64
         best_R = parts[:, 0].argmax(0)  # the first of equals, which has the lowest ids
         values_R, ids_R = parts[best_R, :, torch.arange(len(best_R), device=best_R.device)].T
         return ids_R.long(), values_R.float()
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Group`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([tensor], options).wait()

@@ -169,7 +169,6 @@ class _Opened:
     file: bytes | None = None
 
     def unpack(self, elsewhere: Unpack | None) -> Pixels:
-        """Its patches."""
         if not isinstance(self.source, Image.Image):
             return self.source
         if elsewhere is not None and self.file is not None:

@@ -52,7 +52,6 @@ class AdapterRoutes:
         self._turn = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """The two paths."""
         return [
             Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),

@@ -104,7 +104,6 @@ class KeyRing:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """Who shares the engine."""
         return tuple(caller.client for _, caller in self._callers)
 
     def find(self, headers: Mapping[str, str]) -> Caller | None:

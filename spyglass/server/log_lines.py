@@ -21,7 +21,6 @@ class JsonLines(logging.Formatter):
     """Every record as one line of JSON; a request's own fields beside the usual ones."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         fields = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

@@ -33,7 +33,6 @@ class MemoryBudget:
 
     @property
     def total(self) -> int:
-        """Bytes that are taken."""
         return self.places.num_taken
 
 
@@ -60,7 +59,6 @@ class Reservation:
             self._mine += nbytes
 
     def release(self) -> None:
-        """Give everything back."""
         with self._all.lock:
             self._all.places.take(self._client, -self._mine)
             self._all.give_back(self._mine)

@@ -109,7 +109,6 @@ class Metrics:
             self._delay.observe(loop.time() - due)
 
     def text(self) -> bytes:
-        """The exposition format."""
         return generate_latest(self._registry)
 
 
@@ -120,7 +119,6 @@ class _EngineNumbers(Collector):
         self._model, self._read = model, read
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry asks for."""
         stats = self._read()
         engine = stats.engine
         for name, about, value in (

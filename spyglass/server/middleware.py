@@ -44,7 +44,6 @@ class RequestMiddleware:
         self._endpoint_of, self._metrics, self._stopping = endpoint_of, metrics, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -118,7 +118,6 @@ class Parsers:
         return waiting
 
     def shutdown(self) -> None:
-        """Begin nothing more."""
         for pool in (self._pool, self._fetchers, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 

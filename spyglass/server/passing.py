@@ -72,7 +72,6 @@ class Refusal:
         return cls(RuntimeError, ("".join(traceback.format_exception(error)),), {})
 
     def error(self) -> Exception:
-        """The error, to be raised."""
         made = self.kind.__new__(self.kind)
         made.args = self.args
         made.__dict__.update(self.state)

@@ -74,7 +74,6 @@ class Server(uvicorn.Server):
     certificate: Certificate | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
         if not self.should_exit:
             super().handle_exit(sig, frame)
         elif not self.hurry:

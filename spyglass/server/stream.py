@@ -37,7 +37,6 @@ class RequestTimer:
         self._drawn, self.heard = 0, 0.0
 
     def see(self, mail: Sequence[tuple[int, Delta]]) -> None:
-        """Deltas that came."""
         record, self.heard = self._record, time.monotonic()
         if record.first_token_s is None and any(delta.token_ids for _, delta in mail):
             record.first_token_s = self.heard - self._began

@@ -35,7 +35,6 @@ class HeldOut:
 
     @torch.no_grad()
     def measure(self) -> float:
-        """Nats per target token."""
         parts = [self._loss(number) for number in range(self._count)]
         targets = sum(float(part.targets) for part in parts)
         return sum(float(part.loss) for part in parts) / max(targets, 1.0)
@@ -65,6 +64,5 @@ class HeldOut:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the best leaves back."""
         for name, leaf in self._kept.items():
             self._leaves[name].copy_(leaf)

@@ -77,7 +77,6 @@ class TrainLog:
         self._bar = Progress(total=steps, initial=done, unit="step", desc="training", show=progress)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Some steps, in order."""
         with _writing(self._folder):
             for row in rows:
                 self._csv.writerow(astuple(row))

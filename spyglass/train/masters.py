@@ -150,7 +150,6 @@ class Masters:
         return out
 
     def num_values(self) -> int:
-        """Trained numbers."""
         return sum(math.prod(stack.value.shape) for stack in self.stacks)
 
 

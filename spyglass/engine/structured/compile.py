@@ -69,7 +69,6 @@ class Words:
     encode: Callable[[str], Sequence[int]] | None = None
 
     def vocabulary(self) -> llguidance.LLTokenizer:
-        """For the library."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Wrapped(self)), n_vocab=len(self.tokens), eos_token=list(self.ends)
         )

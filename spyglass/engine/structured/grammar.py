@@ -125,7 +125,6 @@ class MinLength:
         return found
 
     def push(self, token: int) -> None:
-        """Take one drawn token."""
         self._left -= 1
 
     def rollback(self, tokens: int) -> None:

@@ -45,7 +45,6 @@ class _Parts:
         self._read: dict[int, _Part] = {}  # by the identity of a schema, which one reference may find inside another's
 
     def end(self) -> bool:
-        """Whether the whole does."""
         whole = self._reference("#")
         while self._unread:
             pointer = self._unread.pop()

@@ -28,14 +28,7 @@ def add(routed_TC: torch.Tensor, shared_TC: torch.Tensor, out_TC: torch.Tensor) 
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add(
-    routed_ptr: tl.tensor,
-    shared_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    count: tl.tensor,
-    VALUES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+def _add(routed_ptr, shared_ptr, out_ptr, count, VALUES: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     begin(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     there = at < count

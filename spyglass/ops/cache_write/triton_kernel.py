@@ -10,13 +10,7 @@ from spyglass.ops.overlap import begin
 
 @triton.jit(do_not_specialize=("row_stride",))
 def write_row(
-    pages_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    write_ptr: tl.tensor,
-    row_stride: tl.int64,
-    DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    pages_ptr, rows_ptr, write_ptr, row_stride: tl.int64, DIM: tl.constexpr, DIMS: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:
     """One row to its place, if it has one."""
     begin(OVERLAPS)

@@ -10,17 +10,10 @@ from spyglass.ops.overlap import begin
 
 @triton.jit
 def pool_channels(
-    rows_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    sources_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    SOURCES: tl.constexpr,
-    DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    rows_ptr, state_ptr, sources_ptr, out_ptr,
+    SOURCES: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A share of the channels of one entry: a softmax over its sources, a few of them at a time, channel by channel."""
     begin(OVERLAPS)
     entry = tl.program_id(0).to(tl.int64)

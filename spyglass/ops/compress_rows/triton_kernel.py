@@ -10,18 +10,9 @@ from spyglass.ops.overlap import begin
 
 @triton.jit
 def put_together(
-    kv_ptr: tl.tensor,
-    gate_ptr: tl.tensor,
-    kv_stride: tl.int32,
-    gate_stride: tl.int32,
-    ape_ptr: tl.tensor,
-    phase_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    WIDTH: tl.constexpr,
-    BIASED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    kv_ptr, gate_ptr, kv_stride: tl.int32, gate_stride: tl.int32, ape_ptr, phase_ptr, out_ptr,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """A share of the channels of one row."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)

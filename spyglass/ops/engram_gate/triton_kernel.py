@@ -44,20 +44,9 @@ def gate(
 
 @triton.jit
 def _gate(
-    streams_ptr: tl.tensor,
-    both_ptr: tl.tensor,
-    q_weight_ptr: tl.tensor,
-    k_weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    picture_ptr: tl.tensor,
-    width: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
-    IMAGES: tl.constexpr,
-    STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    streams_ptr, both_ptr, q_weight_ptr, k_weight_ptr, out_ptr, picture_ptr, width, scale, eps,
+    IMAGES: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     there = channel < width

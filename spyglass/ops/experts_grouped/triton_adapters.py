@@ -7,17 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def choice_of(
-    ids: tl.tensor,
-    listed: tl.tensor,
-    first: tl.tensor,
-    size: tl.tensor,
-    slot: tl.tensor,
-    expert: tl.tensor,
-    rows: tl.tensor,
-    KC: tl.constexpr,
-    SORT: tl.constexpr,
-) -> tl.tensor:
+def choice_of(ids, listed, first, size, slot, expert, rows, KC: tl.constexpr, SORT: tl.constexpr) -> tl.tensor:
     """The choice in each slot, -1 where there is none. Without SORT slot t is row t."""
     if SORT:
         return tl.load(listed + first + slot, mask=slot < size, other=-1)
@@ -30,9 +20,7 @@ def choice_of(
 
 
 @triton.jit
-def bank_of(
-    slot_T: tl.tensor, slot_S: tl.tensor, choice: tl.tensor, slots: tl.tensor, KC: tl.constexpr, SP: tl.constexpr
-) -> tl.tensor:
+def bank_of(slot_T, slot_S, choice, slots, KC: tl.constexpr, SP: tl.constexpr) -> tl.tensor:
     """Which of the adapters the row of each choice takes, -1 for none."""
     s = tl.arange(0, SP)
     own = tl.load(slot_T + choice // KC, mask=choice >= 0, other=0)
@@ -42,38 +30,11 @@ def bank_of(
 
 @triton.jit(do_not_specialize=["choices", "rows", "slots", "room"])
 def shrink(
-    x: tl.tensor,
-    ids: tl.tensor,
-    listed: tl.tensor,
-    block_expert: tl.tensor,
-    block_first: tl.tensor,
-    block_size: tl.tensor,
-    slot_T: tl.tensor,
-    slot_S: tl.tensor,
-    a0: tl.tensor,
-    scale0: tl.tensor,
-    start0: tl.tensor,
-    a1: tl.tensor,
-    scale1: tl.tensor,
-    start1: tl.tensor,
-    u: tl.tensor,
-    choices: tl.tensor,
-    rows: tl.tensor,
-    slots: tl.tensor,
-    room: tl.tensor,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    KC: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    SORT: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    NS: tl.constexpr,
-    SP: tl.constexpr,
-    CP: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x, ids, listed, block_expert, block_first, block_size, slot_T, slot_S, a0, scale0, start0, a1, scale1, start1, u,
+    choices, rows, slots, room,
+    K: tl.constexpr, E: tl.constexpr, KC: tl.constexpr, BY_ROW: tl.constexpr, SORT: tl.constexpr, BT: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, NS: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """u[m, c, r] (fp32) = scale_r a_r x: rank rows, of each choice's own adapter and expert, of matrix m.
 
     `room` rank rows lie in u for each choice; those that an adapter lacks are not written. x is read by row or, without
@@ -129,18 +90,7 @@ def shrink(
 
 @triton.jit
 def expand(
-    acc: tl.tensor,
-    n: tl.tensor,
-    choice: tl.tensor,
-    bank: tl.tensor,
-    expert: tl.tensor,
-    u: tl.tensor,
-    b: tl.tensor,
-    start: tl.tensor,
-    room: tl.tensor,
-    N: tl.constexpr,
-    E: tl.constexpr,
-    BR: tl.constexpr,
+    acc, n, choice, bank, expert, u, b, start, room, N: tl.constexpr, E: tl.constexpr, BR: tl.constexpr
 ) -> tl.tensor:
     """acc [outputs n, choices] + b u, rank rows of each choice's own adapter."""
     r = tl.arange(0, BR)

@@ -27,30 +27,11 @@ from spyglass.ops.linear_block.triton_decode import (
 
 @triton.jit(do_not_specialize=["choices", "rows"])
 def begin_few(
-    x: tl.tensor,
-    ids: tl.tensor,
-    rounded: tl.tensor,
-    counters: tl.tensor,
-    order: tl.tensor,
-    listed: tl.tensor,
-    block_expert: tl.tensor,
-    block_first: tl.tensor,
-    block_size: tl.tensor,
-    choices: tl.tensor,
-    rows: tl.tensor,
-    C: tl.constexpr,
-    KC: tl.constexpr,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    CP: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ORDER: tl.constexpr,
-    SORT: tl.constexpr,
-    SLICE: tl.constexpr,
-    COUNTERS: tl.constexpr,
+    x, ids, rounded, counters, order, listed, block_expert, block_first, block_size, choices, rows,
+    C: tl.constexpr, KC: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr, ORDER: tl.constexpr, SORT: tl.constexpr, SLICE: tl.constexpr, COUNTERS: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Round 1,024 values of x a program; then, SLICE choices a program, what `few` needs to know of them.
 
     `order` [T, K]: a row's choices in ascending order of experts, -1 last. With SORT also `listed` (choices by expert)
@@ -102,30 +83,10 @@ def begin_few(
 
 @triton.jit
 def _chunk(
-    acc: tl.tensor,
-    bcc: tl.tensor,
-    ga: tl.tensor,
-    gb: tl.tensor,
-    c: tl.tensor,
-    xp: tl.tensor,
-    there: tl.tensor,
-    sga: tl.tensor,
-    sgb: tl.tensor,
-    n: tl.tensor,
-    begin: tl.tensor,
-    lane: tl.tensor,
-    K: tl.constexpr,
-    UP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS: tl.constexpr,
-    TILED: tl.constexpr,
-    ASM: tl.constexpr,
-) -> tl.tensor:
+    acc, bcc, ga, gb, c, xp, there, sga, sgb, n, begin, lane,
+    K: tl.constexpr, UP: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STEPS: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     P: tl.constexpr = 16 // FORMAT
     za = scale_words(sga, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS, TILED)
     if UP:
@@ -141,58 +102,14 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["choices", "rows", "slots", "room"])
 def few(
-    x: tl.tensor,
-    wa: tl.tensor,
-    sa: tl.tensor,
-    wb: tl.tensor,
-    sb: tl.tensor,
-    weights: tl.tensor,
-    ids: tl.tensor,
-    listed: tl.tensor,
-    block_expert: tl.tensor,
-    block_first: tl.tensor,
-    block_size: tl.tensor,
-    counters: tl.tensor,
-    out: tl.tensor,
-    slot_T: tl.tensor,
-    slot_S: tl.tensor,
-    u: tl.tensor,
-    ra: tl.tensor,
-    starta: tl.tensor,
-    rb: tl.tensor,
-    startb: tl.tensor,
-    plain: tl.tensor,
-    choices: tl.tensor,
-    rows: tl.tensor,
-    slots: tl.tensor,
-    room: tl.tensor,
-    limit: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    UP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROUND: tl.constexpr,
-    ORDER: tl.constexpr,
-    SORT: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    TILED: tl.constexpr,
-    CP: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    SP: tl.constexpr,
-    KEEP: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x, wa, sa, wb, sb, weights, ids, listed, block_expert, block_first, block_size, counters, out, slot_T, slot_S, u,
+    ra, starta, rb, startb, plain, choices, rows, slots, room, limit,
+    N: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, UP: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, ROUND: tl.constexpr, ORDER: tl.constexpr, SORT: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, NW: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, CP: tl.constexpr,
+    COUNTERS: tl.constexpr, E: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SP: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     """UP: h[c] = round(bf16(silu(min(g, limit)) clamp(u) w_c)), g and u by `wa` and `wb`; else y[c] = wa h[c].
 
     The last program of a block of ROUND channels of h rounds it and stores it in the order in which the next product
@@ -329,15 +246,7 @@ def few(
 
 
 @triton.jit
-def combine(
-    y: tl.tensor,
-    order: tl.tensor,
-    out: tl.tensor,
-    C: tl.constexpr,
-    KC: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+def combine(y, order, out, C: tl.constexpr, KC: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
     """out[t] = Σ_k y[order[t, k]] in fp32, in that order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -352,7 +261,7 @@ def combine(
 
 
 @triton.jit(do_not_specialize=["choices"])
-def count_choices(ids: tl.tensor, counts: tl.tensor, choices: tl.tensor, EP: tl.constexpr, SIZE: tl.constexpr) -> None:
+def count_choices(ids, counts, choices, EP: tl.constexpr, SIZE: tl.constexpr) -> None:
     """counts[part, e] of the SIZE choices of a part."""
     c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     e = tl.load(ids + c, mask=c < choices, other=-1)
@@ -362,25 +271,10 @@ def count_choices(ids: tl.tensor, counts: tl.tensor, choices: tl.tensor, EP: tl.
 
 @triton.jit(do_not_specialize=["choices", "parts", "blocks"])
 def begin_many(
-    ids: tl.tensor,
-    counts: tl.tensor,
-    order: tl.tensor,
-    listed: tl.tensor,
-    block_expert: tl.tensor,
-    block_first: tl.tensor,
-    block_size: tl.tensor,
-    counters: tl.tensor,
-    choices: tl.tensor,
-    parts: tl.tensor,
-    blocks: tl.tensor,
-    KC: tl.constexpr,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    PP: tl.constexpr,
-    BT: tl.constexpr,
-    SIZE: tl.constexpr,
+    ids, counts, order, listed, block_expert, block_first, block_size, counters, choices, parts, blocks,
+    KC: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr, SIZE: tl.constexpr,
     COUNTERS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """`listed`, `order` and blocks as in `begin_few`, from the counts of all parts; a program lists its own part."""
     part = tl.program_id(0)
     bins = tl.arange(0, EP)
@@ -430,35 +324,11 @@ def begin_many(
 
 @triton.jit
 def _tile(
-    x: tl.tensor,
-    wp: tl.tensor,
-    sp: tl.tensor,
-    out: tl.tensor,
-    weights: tl.tensor,
-    listed: tl.tensor,
-    start: tl.tensor,
-    size: tl.tensor,
-    n0: tl.tensor,
-    expert: tl.tensor,
-    lane: tl.tensor,
-    limit: tl.tensor,
-    adapters: tl.tuple,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    UP: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    SP: tl.constexpr,
-    BM: tl.constexpr,
-    BT: tl.constexpr,
-    NW: tl.constexpr,
-    NS: tl.constexpr,
-    U: tl.constexpr,
-    TILED: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x, wp, sp, out, weights, listed, start, size, n0, expert, lane, limit, adapters: tl.tuple,
+    N: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, UP: tl.constexpr, E: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, NW: tl.constexpr, NS: tl.constexpr,
+    U: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     R: tl.constexpr = BM // (16 * NW)
     B2: tl.constexpr = BM // 2 if UP else BM
     slot = tl.arange(0, BT)
@@ -507,44 +377,12 @@ def _tile(
 
 @triton.jit(do_not_specialize=["choices", "slots", "room"])
 def many(
-    x: tl.tensor,
-    wa: tl.tensor,
-    sa: tl.tensor,
-    wb: tl.tensor,
-    sb: tl.tensor,
-    weights: tl.tensor,
-    listed: tl.tensor,
-    block_expert: tl.tensor,
-    block_first: tl.tensor,
-    block_size: tl.tensor,
-    out: tl.tensor,
-    slot_T: tl.tensor,
-    slot_S: tl.tensor,
-    u: tl.tensor,
-    ra: tl.tensor,
-    starta: tl.tensor,
-    rb: tl.tensor,
-    startb: tl.tensor,
-    choices: tl.tensor,
-    slots: tl.tensor,
-    room: tl.tensor,
-    limit: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    KC: tl.constexpr,
-    UP: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    SP: tl.constexpr,
-    BM: tl.constexpr,
-    BT: tl.constexpr,
-    NW: tl.constexpr,
-    NS: tl.constexpr,
-    U: tl.constexpr,
-    TILED: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x, wa, sa, wb, sb, weights, listed, block_expert, block_first, block_size, out, slot_T, slot_S, u, ra, starta, rb,
+    startb, choices, slots, room, limit,
+    N: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, UP: tl.constexpr, E: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, NW: tl.constexpr, NS: tl.constexpr,
+    U: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     """As `few`, FP4 weights, x in the order of `round_rows` with ORDER 40; h is not rounded here.
 
     UP: every 16 rows of a tile are 8 of `wa` and 8 of `wb`, so gate and up of an output lie in one thread. Blocks of at

@@ -44,22 +44,10 @@ def spread_rows(
 
 @triton.jit
 def _spread_rows(
-    x_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    plain_ptr: tl.tensor,
-    again_ptr: tl.tensor,
-    plain_stride: tl.tensor,
-    again_stride: tl.tensor,
-    tokens: tl.tensor,
-    width: tl.tensor,
-    PLAIN: tl.constexpr,
-    AGAIN: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
+    x_ptr, source_ptr, plain_ptr, again_ptr, plain_stride, again_stride, tokens, width,
+    PLAIN: tl.constexpr, AGAIN: tl.constexpr, ROUNDS: tl.constexpr, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     source = tl.load(source_ptr + row)
@@ -82,15 +70,7 @@ def sum_rows(y_MC: torch.Tensor, place_TK: torch.Tensor, out_TC: torch.Tensor) -
 
 
 @triton.jit
-def _sum_rows(
-    y_ptr: tl.tensor,
-    place_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
+def _sum_rows(y_ptr, place_ptr, out_ptr, rows, width, CHOSEN: tl.constexpr, SIZE: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
@@ -144,26 +124,11 @@ def gate_rows(
 
 @triton.jit
 def _gate_rows(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    choice_ptr: tl.tensor,
-    z_ptr: tl.tensor,
-    again_ptr: tl.tensor,
-    gate_stride: tl.tensor,
-    up_stride: tl.tensor,
-    z_stride: tl.tensor,
-    again_stride: tl.tensor,
-    choices: tl.tensor,
-    width: tl.tensor,
-    limit: tl.tensor,
-    AGAIN: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, weight_ptr, choice_ptr, z_ptr, again_ptr, gate_stride, up_stride, z_stride, again_stride, choices,
+    width, limit,
+    AGAIN: tl.constexpr, ROUNDS: tl.constexpr, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     there = channel < width
@@ -221,26 +186,10 @@ def gate_gradient(
 
 @triton.jit
 def _gate_gradient(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    choice_ptr: tl.tensor,
-    dz_ptr: tl.tensor,
-    dgate_ptr: tl.tensor,
-    dup_ptr: tl.tensor,
-    dweight_ptr: tl.tensor,
-    gate_stride: tl.tensor,
-    up_stride: tl.tensor,
-    dz_stride: tl.tensor,
-    dgate_stride: tl.tensor,
-    dup_stride: tl.tensor,
-    choices: tl.tensor,
-    width: tl.tensor,
-    limit: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    OF_WEIGHT: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
+    gate_ptr, up_ptr, weight_ptr, choice_ptr, dz_ptr, dgate_ptr, dup_ptr, dweight_ptr, gate_stride, up_stride,
+    dz_stride, dgate_stride, dup_stride, choices, width, limit,
+    WEIGHTED: tl.constexpr, OF_WEIGHT: tl.constexpr, SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
     if WEIGHTED:

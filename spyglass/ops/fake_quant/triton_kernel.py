@@ -50,22 +50,10 @@ def quantise_rows(x_ND: torch.Tensor, out_ND: torch.Tensor, spec: FakeQuant, dim
 
 @triton.jit(do_not_specialize=["count"])
 def _quantise(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    count: tl.tensor,
-    row_stride: tl.tensor,
-    width: tl.tensor,
-    dims: tl.tensor,
-    rounded: tl.tensor,
-    blocks: tl.tensor,
-    block: tl.tensor,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    TAIL_BF16: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    x_ptr, out_ptr, count, row_stride, width, dims, rounded, blocks, block,
+    E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, TAIL_BF16: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A row is `rounded` blocks of the first `dims` channels, then blocks that pass, `blocks` in all."""
     begin(OVERLAPS)
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
@@ -90,13 +78,13 @@ def rounding(quant: FakeQuant | None) -> dict[str, Any]:
 
 
 @triton.jit
-def round_blocks(x: tl.tensor, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.tensor:
+def round_blocks(x, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.tensor:
     """Rows of x [N, BLOCK], fp32, each a block."""
     return round_block(x, tl.max(tl.abs(x), axis=1)[:, None], E4M3, E4M3_SCALE)
 
 
 @triton.jit
-def round_block(x: tl.tensor, amax: tl.tensor, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.tensor:
+def round_block(x, amax, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.tensor:
     """fp32 values to what they are stored as, in blocks whose largest magnitude is `amax` (it broadcasts against x)."""
     TOP: tl.constexpr = 448.0 if E4M3 else 6.0
     LOW: tl.constexpr = 0.015625 if E4M3 else 1.0  # smallest normal number
@@ -112,7 +100,7 @@ def round_block(x: tl.tensor, amax: tl.tensor, E4M3: tl.constexpr, E4M3_SCALE: t
 
 
 @triton.jit
-def power_scale(amax: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+def power_scale(amax, E4M3: tl.constexpr) -> tl.tensor:
     """2^⌈log2(max(amax, floor) · fp32(1 / top))⌉, from the bits."""
     if E4M3:
         product = tl.maximum(amax, 1e-4) * (1.0 / 448.0)
@@ -123,7 +111,7 @@ def power_scale(amax: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def to_grid(x: tl.tensor, low: tl.tensor, FRACTION: tl.constexpr) -> tl.tensor:
+def to_grid(x, low, FRACTION: tl.constexpr) -> tl.tensor:
     """x to `FRACTION` bits behind its leading one, but no finer than a number of the size of `low` has; |x| < 2^100."""
     bits = x.to(tl.int32, bitcast=True)
     power = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), low)
@@ -134,7 +122,7 @@ def to_grid(x: tl.tensor, low: tl.tensor, FRACTION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def to_bf16(x: tl.tensor) -> tl.tensor:
+def to_bf16(x) -> tl.tensor:
     """fp32 values rounded to the nearest bf16 number, ties to even, from the bits (the interpreter's cast cuts off)."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536

@@ -32,13 +32,7 @@ def rotate(x_ND: torch.Tensor, out_ND: torch.Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x_ptr, out_ptr, rows, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:
     begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -48,7 +42,7 @@ def _rotate(
 
 
 @triton.jit
-def rotate_rows(x: tl.tensor, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr) -> tl.tensor:
+def rotate_rows(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr) -> tl.tensor:
     """H x · DIM^-1/2 of each row of x [ROWS, DIM], fp32."""
     for stage in tl.static_range(LOG_DIM):
         halves = tl.reshape(x, (ROWS, DIM >> (stage + 1), 2, 1 << stage))

@@ -29,13 +29,7 @@ def collapse(streams_TMC: torch.Tensor, pre_TM: torch.Tensor, out_TC: torch.Tens
 
 @triton.jit
 def _collapse(
-    streams_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    streams_ptr, pre_ptr, out_ptr, width, STREAMS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)

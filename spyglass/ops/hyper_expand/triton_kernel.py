@@ -40,18 +40,9 @@ def expand(
 
 @triton.jit
 def _expand(
-    z_ptr: tl.tensor,
-    shared_ptr: tl.tensor,
-    streams_ptr: tl.tensor,
-    post_ptr: tl.tensor,
-    comb_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    SHARED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    z_ptr, shared_ptr, streams_ptr, post_ptr, comb_ptr, out_ptr, width,
+    SHARED: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

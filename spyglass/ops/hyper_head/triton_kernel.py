@@ -41,20 +41,9 @@ def finish_head(
 
 @triton.jit
 def _finish_head(
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    norm_eps: tl.tensor,
-    hc_eps: tl.tensor,
-    STREAMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    products_ptr, squares_ptr, scale_ptr, base_ptr, out_ptr, width, splits, norm_eps, hc_eps,
+    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)

@@ -134,28 +134,11 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
 
 @triton.jit(do_not_specialize=["rows"])
 def _project_single(
-    streams_ptr: tl.tensor,
-    fn_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    z_ptr: tl.tensor,
-    shared_ptr: tl.tensor,
-    post_ptr: tl.tensor,
-    comb_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    outputs: tl.tensor,
-    splits: tl.tensor,
-    WRITES: tl.constexpr,
-    SHARED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    STREAMS_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    streams_ptr, fn_ptr, products_ptr, squares_ptr, z_ptr, shared_ptr, post_ptr, comb_ptr, out_ptr, rows, width,
+    outputs, splits,
+    WRITES: tl.constexpr, SHARED: tl.constexpr, STREAMS: tl.constexpr, STREAMS_2: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Some channels of all streams of ROWS rows, multiplied and added up without tensor cores."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     split = tl.program_id(1)
@@ -201,28 +184,11 @@ def _project_single(
 
 @triton.jit(do_not_specialize=["rows"])
 def _write_and_project(
-    streams_ptr: tl.tensor,
-    fn_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    z_ptr: tl.tensor,
-    shared_ptr: tl.tensor,
-    post_ptr: tl.tensor,
-    comb_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    outputs: tl.tensor,
-    splits: tl.tensor,
-    WRITES: tl.constexpr,
-    SHARED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    STREAMS_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    streams_ptr, fn_ptr, products_ptr, squares_ptr, z_ptr, shared_ptr, post_ptr, comb_ptr, out_ptr, rows, width,
+    outputs, splits,
+    WRITES: tl.constexpr, SHARED: tl.constexpr, STREAMS: tl.constexpr, STREAMS_2: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Some channels of all streams of ROWS rows: written, rounded and multiplied."""
     begin(OVERLAPS)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -266,20 +232,9 @@ def _write_and_project(
 
 @triton.jit(do_not_specialize=["rows"])
 def _project_rows(
-    x_ptr: tl.tensor,
-    fn_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    outputs: tl.tensor,
-    splits: tl.tensor,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, fn_ptr, products_ptr, squares_ptr, rows, width, outputs, splits,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Rows of all streams side by side, `width` channels in all, against a share of the matrix."""
     begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -302,7 +257,7 @@ def _project_rows(
 
 
 @triton.jit
-def multiply(x: tl.tensor, weight: tl.tensor, total: tl.tensor) -> tl.tensor:
+def multiply(x, weight, total) -> tl.tensor:
     """total + x · weight for fp32 weights, no bit of them lost."""
     if x.dtype == tl.bfloat16:
         high = weight.to(tl.bfloat16)
@@ -370,36 +325,12 @@ def finish(
 
 @triton.jit
 def _finish(
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    post_ptr: tl.tensor,
-    comb_ptr: tl.tensor,
-    streams_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    given_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    rounded_ptr: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    norm_eps: tl.tensor,
-    hc_eps: tl.tensor,
-    rms_eps: tl.tensor,
-    ROUNDS: tl.constexpr,
-    COLLAPSES: tl.constexpr,
-    GIVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    STREAMS: tl.constexpr,
-    STREAMS_2: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    products_ptr, squares_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, streams_ptr, weight_ptr, given_ptr,
+    x_ptr, rounded_ptr, width, splits, norm_eps, hc_eps, rms_eps,
+    ROUNDS: tl.constexpr, COLLAPSES: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr,
+    E4M3_SCALE: tl.constexpr, STREAMS: tl.constexpr, STREAMS_2: tl.constexpr, OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Two programs a row: one reads the streams by pre, one finds how they are written."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -467,9 +398,7 @@ def _finish(
 
 
 @triton.jit
-def _balance_four(
-    logits: tl.tensor, place: tl.tensor, comb_ptr: tl.tensor, eps: tl.tensor, ROUNDS: tl.constexpr
-) -> None:
+def _balance_four(logits, place, comb_ptr, eps, ROUNDS: tl.constexpr) -> None:
     """The softmax of the rows of a 4 x 4 matrix, whose first logit is element 8, and Sinkhorn rounds: all in the
     registers of one thread, since each step waits for the one before.
     """
@@ -494,9 +423,7 @@ def _balance_four(
 
 
 @triton.jit
-def _softmax_of_four(
-    logits: tl.tensor, place: tl.tensor, first: tl.constexpr, eps: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _softmax_of_four(logits, place, first: tl.constexpr, eps) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """softmax + eps of elements `first` to `first` + 3."""
     a, b = _element(logits, place, first), _element(logits, place, first + 1)
     c, d = _element(logits, place, first + 2), _element(logits, place, first + 3)
@@ -507,20 +434,18 @@ def _softmax_of_four(
 
 
 @triton.jit
-def _element(values: tl.tensor, place: tl.tensor, which: tl.constexpr) -> tl.tensor:
+def _element(values, place, which: tl.constexpr) -> tl.tensor:
     return tl.sum(tl.where(place == which, values, 0.0), axis=0)
 
 
 @triton.jit
-def _share(
-    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, eps: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _share(a, b, c, d, eps) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     factor = 1 / ((a + b) + (c + d) + eps)
     return a * factor, b * factor, c * factor, d * factor
 
 
 @triton.jit
-def _store_four(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> None:
+def _store_four(to, a, b, c, d) -> None:
     tl.store(to, a)
     tl.store(to + 1, b)
     tl.store(to + 2, c)
@@ -528,6 +453,6 @@ def _store_four(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.t
 
 
 @triton.jit
-def sigmoid(x: tl.tensor) -> tl.tensor:
+def sigmoid(x) -> tl.tensor:
     """1 / (1 + e^-x), fp32."""
     return 1 / (1 + tl.exp(-x))

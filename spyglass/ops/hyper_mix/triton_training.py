@@ -70,18 +70,9 @@ def read_gradient(
 
 @triton.jit
 def _read_gradient(
-    streams_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    alpha_ptr: tl.tensor,
-    beta_ptr: tl.tensor,
-    dpre_ptr: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    streams_ptr, pre_ptr, weight_ptr, grad_ptr, alpha_ptr, beta_ptr, dpre_ptr, width, eps,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, STREAMS)[:, None]
     pre = tl.load(pre_ptr + row * STREAMS + m)
@@ -155,26 +146,10 @@ def mix_gradient(
 
 @triton.jit(do_not_specialize=["rows"])
 def _mix_gradient(
-    products_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    dpre_ptr: tl.tensor,
-    dpost_ptr: tl.tensor,
-    dcomb_ptr: tl.tensor,
-    scratch_ptr: tl.tensor,
-    dp_ptr: tl.tensor,
-    kappa_ptr: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
-    width: tl.tensor,
-    norm_eps: tl.tensor,
-    hc_eps: tl.tensor,
-    ROUNDS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    products_ptr, squares_ptr, scale_ptr, base_ptr, dpre_ptr, dpost_ptr, dcomb_ptr, scratch_ptr, dp_ptr, kappa_ptr,
+    rows, splits, width, norm_eps, hc_eps,
+    ROUNDS: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     M: tl.constexpr = STREAMS
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     here = row < rows
@@ -323,35 +298,11 @@ def streams_gradient(
 
 @triton.jit(do_not_specialize=["rows"])
 def _streams_gradient(
-    streams_ptr: tl.tensor,
-    above_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    alpha_ptr: tl.tensor,
-    beta_ptr: tl.tensor,
-    dp_ptr: tl.tensor,
-    kappa_ptr: tl.tensor,
-    fn_ptr: tl.tensor,
-    z_ptr: tl.tensor,
-    shared_ptr: tl.tensor,
-    old_ptr: tl.tensor,
-    post_ptr: tl.tensor,
-    comb_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    dz_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    tiles: tl.tensor,
-    ABOVE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    SHARED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    streams_ptr, above_ptr, pre_ptr, weight_ptr, grad_ptr, alpha_ptr, beta_ptr, dp_ptr, kappa_ptr, fn_ptr, z_ptr,
+    shared_ptr, old_ptr, post_ptr, comb_ptr, out_ptr, dz_ptr, numbers_ptr, rows, width, tiles,
+    ABOVE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, SHARED: tl.constexpr, STREAMS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     M: tl.constexpr = STREAMS
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spyglass.ops.build import usable
@@ -31,16 +33,8 @@ def hyper_read(
     kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See `reference.py`. Raises DeviceError as its parts do."""
-    pre, post, comb = hyper_mix(
-        streams_TMC,
-        fn_JE,
-        scale_3,
-        base_J,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        rounds=rounds,
-        kernels=kernels,
-    )
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "rounds": rounds}
+    pre, post, comb = hyper_mix(streams_TMC, fn_JE, scale_3, base_J, **numbers, kernels=kernels)
     x_TC = hyper_collapse(streams_TMC, pre if pre_TM is None else pre_TM, kernels=kernels)
     x_TC = rms_norm(x_TC, weight_C, eps=eps, kernels=kernels)
     return (x_TC, pre, post, comb, *(() if quant is None else (fake_quant(x_TC, quant, kernels=kernels),)))

@@ -28,10 +28,7 @@ def hyper_read(
     """See `reference.py`, which also serves weights that are trained."""
     frozen = Frozen(fn_JE, scale_3, base_J, weight_C, norm_eps, hc_eps, rounds, eps)
     if quant is not None or not frozen.suits(streams_TMC):
-        return reference.hyper_read(
-            streams_TMC, *frozen.weights, pre_TM=pre_TM, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, eps=eps,
-            quant=quant,
-        )  # fmt: skip
+        return reference.hyper_read(streams_TMC, *frozen.weights, pre_TM=pre_TM, quant=quant, **frozen.options)
     out: tuple[torch.Tensor, ...] = _Read.apply(streams_TMC.contiguous(), pre_TM, frozen)  # type: ignore[no-untyped-call]
     return out
 

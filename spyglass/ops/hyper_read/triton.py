@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spyglass.ops.gpu import learns, usable
@@ -27,21 +29,10 @@ def hyper_read(
     quant: FakeQuant | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See `reference.py`, which also serves gradients, float64 and very wide streams."""
-    wide = not suits(streams_TMC, quant)
-    if wide or learns(streams_TMC, fn_JE, scale_3, base_J, weight_C, pre_TM):
-        return reference.hyper_read(
-            streams_TMC,
-            fn_JE,
-            scale_3,
-            base_J,
-            weight_C,
-            pre_TM=pre_TM,
-            norm_eps=norm_eps,
-            hc_eps=hc_eps,
-            rounds=rounds,
-            eps=eps,
-            quant=quant,
-        )
+    given = streams_TMC, fn_JE, scale_3, base_J, weight_C
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "rounds": rounds}
+    if not suits(streams_TMC, quant) or learns(*given, pre_TM):
+        return reference.hyper_read(*given, pre_TM=pre_TM, eps=eps, quant=quant, **numbers)
     from spyglass.ops.hyper_mix.triton_kernel import Read, finish, project
 
     streams_TMC = streams_TMC.contiguous()
@@ -55,7 +46,7 @@ def hyper_read(
         quant=quant,
         rounded_TC=None if quant is None else torch.empty_like(x_TC),
     )
-    found = finish(sums, streams_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, read=read)
+    found = finish(sums, streams_TMC, scale_3, base_J, read=read, **numbers)
     return (x_TC, *found, *(() if read.rounded_TC is None else (read.rounded_TC,)))
 
 

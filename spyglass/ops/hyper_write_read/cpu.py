@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spyglass.ops.add_shared.cpu import add_shared
@@ -37,18 +39,6 @@ def hyper_write_read(
     if shared_TC is not None:
         z_TC = add_shared(z_TC, shared_TC, kernels=kernels)
     streams_TMC = hyper_expand(z_TC, streams_TMC, post_TM, comb_TMM, kernels=kernels)
-    found = hyper_read(
-        streams_TMC,
-        fn_JE,
-        scale_3,
-        base_J,
-        weight_C,
-        pre_TM=pre_TM,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        rounds=rounds,
-        eps=eps,
-        quant=quant,
-        kernels=kernels,
-    )
-    return streams_TMC, *found
+    weights = fn_JE, scale_3, base_J, weight_C
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "rounds": rounds, "eps": eps}
+    return streams_TMC, *hyper_read(streams_TMC, *weights, pre_TM=pre_TM, quant=quant, **numbers, kernels=kernels)

@@ -33,26 +33,11 @@ def hyper_write_read(
 ) -> tuple[torch.Tensor, ...]:
     """See `reference.py`, which also serves weights that are trained."""
     frozen = Frozen(fn_JE, scale_3, base_J, weight_C, norm_eps, hc_eps, rounds, eps)
+    given = z_TC, shared_TC, streams_TMC, post_TM, comb_TMM
     if quant is not None or not frozen.suits(streams_TMC):
-        return reference.hyper_write_read(
-            z_TC,
-            shared_TC,
-            streams_TMC,
-            post_TM,
-            comb_TMM,
-            fn_JE,
-            scale_3,
-            base_J,
-            weight_C,
-            pre_TM=pre_TM,
-            norm_eps=norm_eps,
-            hc_eps=hc_eps,
-            rounds=rounds,
-            eps=eps,
-            quant=quant,
-        )
-    given = (z_TC, shared_TC, streams_TMC, post_TM, comb_TMM, pre_TM)
-    out: tuple[torch.Tensor, ...] = _WriteRead.apply(*given, frozen)  # type: ignore[no-untyped-call]
+        options: dict[str, Any] = {"pre_TM": pre_TM, "quant": quant, **frozen.options}
+        return reference.hyper_write_read(*given, *frozen.weights, **options)
+    out: tuple[torch.Tensor, ...] = _WriteRead.apply(*given, pre_TM, frozen)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spyglass.ops.gpu import learns, usable
@@ -31,25 +33,10 @@ def hyper_write_read(
     quant: FakeQuant | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See `reference.py`, which also serves gradients, float64 and very wide streams."""
-    wide = not suits(streams_TMC, quant)
-    if wide or learns(z_TC, shared_TC, streams_TMC, post_TM, comb_TMM, fn_JE, scale_3, base_J, weight_C, pre_TM):
-        return reference.hyper_write_read(
-            z_TC,
-            shared_TC,
-            streams_TMC,
-            post_TM,
-            comb_TMM,
-            fn_JE,
-            scale_3,
-            base_J,
-            weight_C,
-            pre_TM=pre_TM,
-            norm_eps=norm_eps,
-            hc_eps=hc_eps,
-            rounds=rounds,
-            eps=eps,
-            quant=quant,
-        )
+    given = z_TC, shared_TC, streams_TMC, post_TM, comb_TMM, fn_JE, scale_3, base_J, weight_C
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "rounds": rounds}
+    if not suits(streams_TMC, quant) or learns(*given, pre_TM):
+        return reference.hyper_write_read(*given, pre_TM=pre_TM, eps=eps, quant=quant, **numbers)
     from spyglass.ops.hyper_mix.triton_kernel import Read, Write, finish, project
 
     write = Write(
@@ -70,5 +57,5 @@ def hyper_write_read(
         if quant is None
         else z_TC.new_empty((streams_TMC.shape[0], streams_TMC.shape[2]), dtype=streams_TMC.dtype),
     )
-    found = finish(sums, write.out_TMC, scale_3, base_J, norm_eps=norm_eps, hc_eps=hc_eps, rounds=rounds, read=read)
+    found = finish(sums, write.out_TMC, scale_3, base_J, read=read, **numbers)
     return (write.out_TMC, read.x_TC, *found, *(() if read.rounded_TC is None else (read.rounded_TC,)))

@@ -13,13 +13,13 @@ import triton.language as tl
 
 
 @triton.jit
-def power_pair(byte: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+def power_pair(byte, BIAS: tl.constexpr) -> tl.tensor:
     """An e8m0 byte as 2^(byte + BIAS - 127) in bf16, twice in 32 bits; `byte + BIAS` must lie in 1..254."""
     return (byte.to(tl.int32) + BIAS) * 0x00800080
 
 
 @triton.jit
-def scale_pair(s: tl.tensor, place: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+def scale_pair(s, place, BIAS: tl.constexpr) -> tl.tensor:
     """`power_pair` of byte `place` of scales given as int16: an operand that comes from single bytes would get another
     tensor-core layout than weights that come from 16-bit elements.
     """
@@ -28,7 +28,7 @@ def scale_pair(s: tl.tensor, place: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def decode_fp4(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+def decode_fp4(w, s, ASM: tl.constexpr) -> tl.tensor:
     """int16 [.., 8] of four e2m1 codes and `power_pair(u, 94)`: four bf16 [.., 8], value p of element r is input
     4 r + p.
 
@@ -58,12 +58,12 @@ def decode_fp4(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _e2m1(h: tl.tensor, f: tl.tensor) -> tl.tensor:
+def _e2m1(h, f) -> tl.tensor:
     return (((h & 8) << 28) | ((h & 7) << 22)).to(tl.float32, bitcast=True) * f
 
 
 @triton.jit
-def decode_fp4_tiled(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+def decode_fp4_tiled(w, s, ASM: tl.constexpr) -> tl.tensor:
     """The same for tiled weights (`experts_grouped.triton.tile`): value p of element r is input 8 p + r.
 
     The codes of a 32-bit word lie so that nine operations bring all eight to the bits 15, 8..6 of their half.
@@ -95,14 +95,14 @@ def decode_fp4_tiled(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def _halves(word: tl.tensor, f: tl.tensor) -> tl.tensor:
+def _halves(word, f) -> tl.tensor:
     low = ((word & 0x81C0) << 16).to(tl.float32, bitcast=True)
     high = (word & 0x81C00000).to(tl.float32, bitcast=True)
     return tl.reshape(tl.join(low, high), (word.shape[0], 8)) * f
 
 
 @triton.jit
-def decode_fp8(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+def decode_fp8(w, s, ASM: tl.constexpr) -> tl.tensor:
     """int16 [.., 8] of two e4m3 codes and `power_pair(u, 104)`: two bf16 [.., 8], inputs 0 to 7 and 8 to 15.
 
     Values are 2^-16 of the true ones; scale bytes 19 to 150 are exact.
@@ -141,12 +141,12 @@ def decode_fp8(w: tl.tensor, s: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _e4m3(h: tl.tensor, f: tl.tensor) -> tl.tensor:
+def _e4m3(h, f) -> tl.tensor:
     return (((h & 128) << 24) | ((h & 127) << 20)).to(tl.float32, bitcast=True) * f
 
 
 @triton.jit
-def weight_words(wp: tl.tensor, c: tl.tensor, STEPS: tl.constexpr, STRIDE: tl.constexpr) -> tl.tensor:
+def weight_words(wp, c, STEPS: tl.constexpr, STRIDE: tl.constexpr) -> tl.tensor:
     """The 16-byte words of the steps of chunk c, all asked for before any is used."""
     words: tl.tensor = ()
     for j in tl.static_range(STEPS):
@@ -156,18 +156,9 @@ def weight_words(wp: tl.tensor, c: tl.tensor, STEPS: tl.constexpr, STRIDE: tl.co
 
 @triton.jit
 def scale_words(
-    s: tl.tensor,
-    n: tl.tensor,
-    begin: tl.tensor,
-    lane: tl.tensor,
-    c: tl.tensor,
-    K: tl.tensor,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr,
-    TILED: tl.constexpr,
-) -> tl.tensor:
+    s, n, begin, lane, c, K,
+    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, TILED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Scales [L] of the steps of chunk c, as `pair_of` takes them: rows n, sums that begin at `begin`.
 
     FP4: a 32-bit word of four bytes, one a lane or, TILED, one a step (`s` as int32); FP8: the byte (`s` as int16).
@@ -203,9 +194,7 @@ def scale_words(
 
 
 @triton.jit
-def weight_fields(
-    words: tl.tensor, scale: tl.tensor, shift: tl.tensor, FORMAT: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr
-) -> tl.tensor:
+def weight_fields(words, scale, shift, FORMAT: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
     """The P tensors [L, 8] of 16-byte words [L, 8] and what `scale_words` gave for them; `shift` of a byte of FP4."""
     if TILED:
         return decode_fp4_tiled(words, power_pair((scale >> shift) & 255, 94)[:, None], ASM)
@@ -218,9 +207,7 @@ def weight_fields(
 
 
 @triton.jit
-def input_fields(
-    xp: tl.tensor, there: tl.tensor, FORMAT: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr
-) -> tl.tensor:
+def input_fields(xp, there, FORMAT: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
     """The right fragments that belong to `weight_fields`."""
     found: tl.tensor = ()
     for p in tl.static_range(16 // FORMAT):
@@ -229,9 +216,7 @@ def input_fields(
 
 
 @triton.jit
-def add_fields(
-    acc: tl.tensor, fields: tl.tensor, inputs: tl.tensor, P: tl.constexpr, BN: tl.constexpr, NW: tl.constexpr
-) -> tl.tensor:
+def add_fields(acc, fields, inputs, P: tl.constexpr, BN: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
     """acc + fields · inputs."""
     for p in tl.static_range(P):
         acc = tl.dot(left_fragment(fields[p], BN, NW).to(inputs[p].dtype), inputs[p], acc)
@@ -239,21 +224,21 @@ def add_fields(
 
 
 @triton.jit
-def left_fragment(v: tl.tensor, BN: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
+def left_fragment(v, BN: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
     """Rows [BN / 8, NW warps, 8 rows, 4 lanes] times 8 to [NW, BN, 32]: the warps are apart along the sum."""
     v = tl.permute(tl.reshape(v, (BN // 16, 2, NW, 8, 4, 2, 2, 2)), (2, 0, 1, 3, 5, 6, 4, 7))
     return tl.reshape(v, (BN, 32) if NW == 1 else (NW, BN, 32))
 
 
 @triton.jit
-def right_fragment(v: tl.tensor, BM: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
+def right_fragment(v, BM: tl.constexpr, NW: tl.constexpr) -> tl.tensor:
     """Tokens [BM / 8, NW, 8 tokens, 4 lanes] times 8 to [NW, 32, BM]."""
     v = tl.permute(tl.reshape(v, (BM // 8, NW, 8, 4, 2, 2, 2)), (1, 4, 5, 3, 6, 0, 2))
     return tl.reshape(v, (32, BM) if NW == 1 else (NW, 32, BM))
 
 
 @triton.jit
-def round_e4m3(x: tl.tensor, amax: tl.tensor) -> tl.tensor:
+def round_e4m3(x, amax) -> tl.tensor:
     """`fake_quant` of fp32 values whose blocks have the largest magnitudes `amax` (shapes that broadcast)."""
     product = (tl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = (product >> 23) + ((product & 0x7FFFFF) != 0).to(tl.int32)
@@ -267,7 +252,7 @@ def round_e4m3(x: tl.tensor, amax: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def settled(acc: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+def settled(acc, ASM: tl.constexpr) -> tl.tensor:
     """acc, once the products that wgmma still adds to it are done.
 
     Triton lets products of one step of a loop run while the next step decodes weights into the registers they read.

@@ -21,7 +21,7 @@ LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))  # below every key
 
 
 @triton.jit
-def _key(v: tl.tensor, place: tl.tensor) -> tl.tensor:
+def _key(v, place) -> tl.tensor:
     """A number that is the larger, the larger v is, NaN the largest, and among equals the smaller its place."""
     bits = (v + 0.0).to(tl.int32, bitcast=True)
     high = tl.where(v != v, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -29,15 +29,7 @@ def _key(v: tl.tensor, place: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["values"])
-def round_rows(
-    x: tl.tensor,
-    out: tl.tensor,
-    values: tl.tensor,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    ORDER: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+def round_rows(x, out, values, BLOCK: tl.constexpr, SIZE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr) -> None:
     """`fake_quant` of rows whose width is a multiple of 128, SIZE values a program, stored in the order of a product.
 
     ORDER 0: as they come; 4: for `decode_fp4`, eight inputs of each of its four values; 40, 41, 80: for the
@@ -73,25 +65,10 @@ def round_rows(
 
 @triton.jit
 def _chunk(
-    acc: tl.tensor,
-    words: tl.tensor,
-    c: tl.tensor,
-    xp: tl.tensor,
-    there: tl.tensor,
-    s: tl.tensor,
-    n: tl.tensor,
-    begin: tl.tensor,
-    lane: tl.tensor,
-    K: tl.tensor,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS: tl.constexpr,
-    ASM: tl.constexpr,
-) -> tl.tensor:
+    acc, words, c, xp, there, s, n, begin, lane, K,
+    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    NW: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     scales = scale_words(s, n, begin, lane, c, K, FORMAT, BLOCK_N, BLOCK_K, STEPS, False)
     for j in tl.static_range(STEPS):
         inputs = input_fields(xp + (c * STEPS + j) * (512 // FORMAT), there, FORMAT, BM, NW)
@@ -103,26 +80,10 @@ def _chunk(
 
 @triton.jit
 def _few_sums(
-    x: tl.tensor,
-    w: tl.tensor,
-    s: tl.tensor,
-    rows: tl.tensor,
-    first: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    group: tl.tensor,
-    groups: tl.tensor,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-) -> tl.tensor:
+    x, w, s, rows, first, N, K, group, groups,
+    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    NW: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """[BN, BM]: weight rows from `first` on times at most BM rows of x [rows, groups, K]; they read `group`."""
     P: tl.constexpr = 16 // FORMAT
     chunks = K // (32 * P * STEPS * NW)
@@ -167,30 +128,11 @@ def _few_sums(
 
 @triton.jit(do_not_specialize=["rows", "N", "K", "GROUP"])
 def few_rows(
-    x: tl.tensor,
-    w: tl.tensor,
-    s: tl.tensor,
-    addend: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    GROUP: tl.tensor,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ADDEND: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x, w, s, addend, bias, out, rows, N, K, GROUP,
+    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADDEND: tl.constexpr, BIAS: tl.constexpr,
+    LARGEST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STEPS: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     """out [rows, N] = x Wᵀ for at most BM rows; one program a BN weight rows, its NW warps apart along the sum.
 
     x [rows, N / GROUP, K]: weight row n reads group n // GROUP. FORMAT 8: e4m3 with e8m0 scales of BLOCK_N x BLOCK_K,
@@ -219,16 +161,7 @@ def few_rows(
 
 
 @triton.jit
-def _store_map(
-    out: tl.tensor,
-    values: tl.tensor,
-    first: tl.tensor,
-    rows: tl.tensor,
-    N: tl.tensor,
-    n1: tl.tensor,
-    n2: tl.tensor,
-    n3: tl.tensor,
-) -> None:
+def _store_map(out, values, first, rows, N, n1, n2, n3) -> None:
     """values [BN, BM] of the maps of a stack that end before n1, n2, n3 and N, each with [rows, its outputs] of out."""
     start = tl.where(first >= n1, n1, 0)
     end = tl.where(first >= n1, n2, n1)
@@ -246,40 +179,10 @@ def _store_map(
     do_not_specialize=["rows", "K", "N0", "a1", "a2", "a3", "N1", "b1", "b2", "b3", "N2", "c1", "c2", "c3"],
 )
 def few_rows_merged(
-    x0: tl.tensor,
-    w0: tl.tensor,
-    s0: tl.tensor,
-    out0: tl.tensor,
-    x1: tl.tensor,
-    w1: tl.tensor,
-    out1: tl.tensor,
-    w2: tl.tensor,
-    out2: tl.tensor,
-    rows: tl.tensor,
-    K: tl.tensor,
-    N0: tl.tensor,
-    a1: tl.tensor,
-    a2: tl.tensor,
-    a3: tl.tensor,
-    N1: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    b3: tl.tensor,
-    N2: tl.tensor,
-    c1: tl.tensor,
-    c2: tl.tensor,
-    c3: tl.tensor,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    NW: tl.constexpr,
-    STEPS_8: tl.constexpr,
-    STEPS_16: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x0, w0, s0, out0, x1, w1, out1, w2, out2, rows, K, N0, a1, a2, a3, N1, b1, b2, b3, N2, c1, c2, c3,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr,
+    STEPS_8: tl.constexpr, STEPS_16: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     """`few_rows` for up to three stacks of maps of one input: N0 rows of FP8 weights (x0 is the input as they want it),
     N1 and N2 of bf16 ones. Sums are those of `few_rows`.
     """
@@ -304,7 +207,7 @@ def few_rows_merged(
 
 
 @triton.jit
-def largest_of_rows(y: tl.tensor, skip: tl.tensor, keys: tl.tensor, N: tl.constexpr, SIZE: tl.constexpr) -> None:
+def largest_of_rows(y, skip, keys, N: tl.constexpr, SIZE: tl.constexpr) -> None:
     """The key of SIZE outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -315,7 +218,7 @@ def largest_of_rows(y: tl.tensor, skip: tl.tensor, keys: tl.tensor, N: tl.conste
 
 
 @triton.jit
-def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl.constexpr, SIZE: tl.constexpr) -> None:
+def largest_of_keys(keys, places, values, P: tl.constexpr, SIZE: tl.constexpr) -> None:
     """Place and value of the largest of a row's P keys."""
     row = tl.program_id(0)
     best = tl.full((SIZE,), LOWEST, tl.int64)
@@ -330,31 +233,10 @@ def largest_of_keys(keys: tl.tensor, places: tl.tensor, values: tl.tensor, P: tl
 
 @triton.jit(do_not_specialize=["rows", "N", "K", "GROUP", "n1", "n2", "n3"])
 def many_rows(
-    x: tl.tensor,
-    w: tl.tensor,
-    s: tl.tensor,
-    addend: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    GROUP: tl.tensor,
-    n1: tl.tensor,
-    n2: tl.tensor,
-    n3: tl.tensor,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ADDEND: tl.constexpr,
-    BIAS: tl.constexpr,
-    MERGED: tl.constexpr,
-    BM: tl.constexpr,
-    BT: tl.constexpr,
-    NW: tl.constexpr,
-    NS: tl.constexpr,
-    U: tl.constexpr,
-    ASM: tl.constexpr,
-) -> None:
+    x, w, s, addend, bias, out, rows, N, K, GROUP, n1, n2, n3,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADDEND: tl.constexpr, BIAS: tl.constexpr, MERGED: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, NW: tl.constexpr, NS: tl.constexpr, U: tl.constexpr, ASM: tl.constexpr,
+) -> None:  # fmt: skip
     """The same for FP8 weights and tiles of BM weight rows times BT tokens; x comes from `round_rows` with ORDER 80.
 
     MERGED: outputs as `_store_map` places them, maps begin at n1, n2 and n3.
@@ -410,14 +292,7 @@ def many_rows(
 
 @triton.jit(do_not_specialize=["K"])
 def expand_fp8(
-    w: tl.tensor,
-    s: tl.tensor,
-    out: tl.tensor,
-    K: tl.tensor,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    ASM: tl.constexpr,
+    w, s, out, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr, ASM: tl.constexpr
 ) -> None:
     """E4m3 codes as bf16 numbers, 16 SIZE of them a program; rows of K (a multiple of 16) contiguous."""
     chunk = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

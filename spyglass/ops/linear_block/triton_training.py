@@ -47,17 +47,9 @@ def round_into(x_NI: torch.Tensor, out_NI: torch.Tensor, rounding: FakeQuant | N
 
 @triton.jit
 def _round_into(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    width: tl.tensor,
-    ROUNDS: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
+    x_ptr, out_ptr, x_stride, out_stride, width,
+    ROUNDS: tl.constexpr, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     x = tl.load(x_ptr + row * x_stride + channel, mask=channel < width, other=0.0)
@@ -107,24 +99,10 @@ def decode_into(
 
 @triton.jit
 def _decode_into(
-    data_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    chosen_ptr: tl.tensor,
-    outputs: tl.tensor,
-    inputs: tl.tensor,
-    data_batch: tl.tensor,
-    scale_batch: tl.tensor,
-    scales: tl.tensor,
-    out_batch: tl.tensor,
-    out_stride: tl.tensor,
-    CHOSEN: tl.constexpr,
-    FP4: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    ROWS: tl.constexpr,
+    data_ptr, scale_ptr, out_ptr, chosen_ptr, outputs, inputs, data_batch, scale_batch, scales, out_batch, out_stride,
+    CHOSEN: tl.constexpr, FP4: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     columns = tl.cdiv(inputs, SIZE)
     row = (tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     first = tl.program_id(0) % columns * SIZE
@@ -203,30 +181,11 @@ def place_parts(
 
 @triton.jit
 def _place_parts(
-    source_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    slot_n_ptr: tl.tensor,
-    slot_r_ptr: tl.tensor,
-    rows: tl.tensor,
-    ranks: tl.tensor,
-    source_g: tl.tensor,
-    source_n: tl.tensor,
-    source_r: tl.tensor,
-    out_g: tl.tensor,
-    out_n: tl.tensor,
-    out_r: tl.tensor,
-    out_t: tl.tensor,
-    SUMS: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    KIND: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
+    source_ptr, out_ptr, value_ptr, scale_ptr, slot_n_ptr, slot_r_ptr, rows, ranks, source_g, source_n, source_r, out_g,
+    out_n, out_r, out_t,
+    SUMS: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+) -> None:  # fmt: skip
     n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     r = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, :].to(tl.int64)
     g = tl.program_id(2).to(tl.int64)

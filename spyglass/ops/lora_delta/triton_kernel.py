@@ -8,21 +8,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "ranks"])
 def shrink(
-    x: tl.tensor,
-    slot_T: tl.tensor,
-    a: tl.tensor,
-    slot_R: tl.tensor,
-    scale_R: tl.tensor,
-    u: tl.tensor,
-    rows: tl.tensor,
-    ranks: tl.tensor,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    NS: tl.constexpr,
-) -> None:
+    x, slot_T, a, slot_R, scale_R, u, rows, ranks,
+    G: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NS: tl.constexpr,
+) -> None:  # fmt: skip
     """u [T, G, R] fp32: what each adapter's rank rows make of its own rows, 0 for those of others."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     r = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -47,19 +35,9 @@ def shrink(
 
 @triton.jit(do_not_specialize=["rows", "ranks"])
 def expand(
-    u: tl.tensor,
-    slot_T: tl.tensor,
-    b: tl.tensor,
-    slot_R: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    ranks: tl.tensor,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
+    u, slot_T, b, slot_R, out, rows, ranks,
+    G: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+) -> None:  # fmt: skip
     """out [T, G, N] fp32 = u · b; rank rows that belong to no row of the tile are not read."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)

@@ -57,22 +57,10 @@ def normalise(
 
 @triton.jit(do_not_specialize=["rows"])
 def _normalise_rows(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    row_stride: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, weight_ptr, out_ptr, rows, row_stride, dim, eps,
+    WEIGHTED: tl.constexpr, STEPWISE: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     channel = tl.arange(0, DIM)[None, :]
@@ -88,9 +76,7 @@ def _normalise_rows(
 
 
 @triton.jit
-def inverse_size(
-    x: tl.tensor, dim: tl.tensor, eps: tl.tensor, STEPWISE: tl.constexpr, DTYPE: tl.constexpr
-) -> tl.tensor:
+def inverse_size(x, dim, eps, STEPWISE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """rsqrt(mean x² + eps) of each row of x [R, D] fp32, zeros behind `dim`; `STEPWISE` rounds each step to DTYPE."""
     if STEPWISE:
         mean = (tl.sum((x * x).to(DTYPE).to(tl.float32), axis=1) / dim).to(DTYPE).to(tl.float32)

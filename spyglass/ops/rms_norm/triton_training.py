@@ -45,19 +45,9 @@ def norm_gradient(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    dx_ptr: tl.tensor,
-    rows: tl.tensor,
-    row_stride: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-) -> None:
+    x_ptr, weight_ptr, grad_ptr, dx_ptr, rows, row_stride, dim, eps,
+    WEIGHTED: tl.constexpr, STEPWISE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+) -> None:  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     channel = tl.arange(0, DIM)[None, :]
     there = (row < rows) & (channel < dim)
@@ -70,9 +60,7 @@ def _norm_gradient(
 
 
 @triton.jit
-def through_norm(
-    x: tl.tensor, grad: tl.tensor, dim: tl.tensor, eps: tl.tensor, STEPWISE: tl.constexpr, DTYPE: tl.constexpr
-) -> tl.tensor:
+def through_norm(x, grad, dim, eps, STEPWISE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """The gradient of x [R, D] fp32 from that of x · rsqrt(mean x² + eps)."""
     size = inverse_size(x, dim, eps, STEPWISE, DTYPE)[:, None]
     share = tl.sum(x * grad, axis=1)[:, None] / dim

@@ -30,16 +30,7 @@ def turn(x_UHD: torch.Tensor, cos_UR: torch.Tensor, sin_UR: torch.Tensor, out_UH
 
 @triton.jit
 def _turn_row(
-    x_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    head_stride: tl.tensor,
-    heads: tl.tensor,
-    half: tl.tensor,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, head_stride, heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]

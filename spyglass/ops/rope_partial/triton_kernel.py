@@ -40,20 +40,9 @@ def turn(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, out_TH
 
 @triton.jit
 def _turn_heads(
-    x_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    head_stride: tl.tensor,
-    heads: tl.tensor,
-    dim: tl.tensor,
-    INVERSE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PAIRS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, head_stride, heads, dim,
+    INVERSE: tl.constexpr, HEADS: tl.constexpr, PLAIN: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -72,7 +61,7 @@ def _turn_heads(
 
 
 @triton.jit
-def turn_pairs(x: tl.tensor, cos: tl.tensor, sin: tl.tensor, ROWS: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+def turn_pairs(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
     """(a, b) -> (a cos - b sin, a sin + b cos) for pairs (2i, 2i + 1) of x [ROWS, 2 PAIRS]; cos, sin [.., PAIRS]."""
     a, b = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
     return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (ROWS, 2 * PAIRS))

@@ -64,17 +64,9 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _project_single(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    experts: tl.tensor,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, weight_ptr, out_ptr, rows, width, experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """All channels of some experts, multiplied and added up without tensor cores."""
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     channel = tl.arange(0, WIDTH)
@@ -91,19 +83,9 @@ def _project_single(
 
 @triton.jit(do_not_specialize=["rows"])
 def _project(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    experts: tl.tensor,
-    splits: tl.tensor,
-    steps: tl.tensor,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, weight_ptr, out_ptr, rows, width, experts, splits, steps,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -173,29 +155,11 @@ def choose(
 
 @triton.jit
 def _choose(
-    logits_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    picture_bias_ptr: tl.tensor,
-    picture_ptr: tl.tensor,
-    forced_ptr: tl.tensor,
-    forced_row_ptr: tl.tensor,
-    position_ptr: tl.tensor,
-    experts: tl.tensor,
-    splits: tl.tensor,
-    scale: tl.tensor,
-    BIASED: tl.constexpr,
-    PICTURES: tl.constexpr,
-    FORCED: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    PADDED: tl.constexpr,
-    K: tl.constexpr,
-    K_2: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, picture_bias_ptr, picture_ptr, forced_ptr, forced_row_ptr, position_ptr,
+    experts, splits, scale,
+    BIASED: tl.constexpr, PICTURES: tl.constexpr, FORCED: tl.constexpr, BY_ROW: tl.constexpr, PADDED: tl.constexpr,
+    K: tl.constexpr, K_2: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -233,7 +197,7 @@ def _choose(
 
 
 @triton.jit
-def _root_of_softplus(x: tl.tensor) -> tl.tensor:
+def _root_of_softplus(x) -> tl.tensor:
     """sqrt(ln(1 + e^x)) = sqrt(max(x, 0) + ln(1 + u)), u = e^-|x|; ln(1 + u) = 2 artanh(u / (2 + u)) as a series."""
     u = tl.exp(-tl.abs(x))
     s = u / (2 + u)

@@ -83,34 +83,11 @@ def finish(
 
 @triton.jit
 def _finish_rows(
-    x_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    write_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    head_stride: tl.tensor,
-    heads: tl.tensor,
-    eps: tl.tensor,
-    dims: tl.tensor,
-    NORMS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    TAIL_BF16: tl.constexpr,
-    WRITES: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    x_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, pages_ptr, write_ptr, row_stride, head_stride, heads, eps, dims,
+    NORMS: tl.constexpr, WEIGHTED: tl.constexpr, STEPWISE: tl.constexpr, HADAMARD: tl.constexpr, BLOCK: tl.constexpr,
+    E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, ROUNDS: tl.constexpr, TAIL_BF16: tl.constexpr, WRITES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

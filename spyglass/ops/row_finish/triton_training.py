@@ -56,25 +56,10 @@ def finish_gradient(
 
 @triton.jit
 def _finish_gradient(
-    x_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    dx_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    head_stride: tl.tensor,
-    heads: tl.tensor,
-    eps: tl.tensor,
-    NORMS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
+    x_ptr, cos_ptr, sin_ptr, grad_ptr, dx_ptr, weight_ptr, row_stride, head_stride, heads, eps,
+    NORMS: tl.constexpr, WEIGHTED: tl.constexpr, STEPWISE: tl.constexpr, HADAMARD: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, LOG_DIM: tl.constexpr, PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -18,7 +18,7 @@ def gate(x_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
 
 
 @triton.jit
-def _gate(x_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr) -> None:
+def _gate(x_ptr, out_ptr, width, WIDTH: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width

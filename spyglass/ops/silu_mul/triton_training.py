@@ -17,9 +17,7 @@ def gate_gradient(x_NF: torch.Tensor, grad_NF: torch.Tensor, dx_NF: torch.Tensor
 
 
 @triton.jit
-def _gate_gradient(
-    x_ptr: tl.tensor, grad_ptr: tl.tensor, dx_ptr: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr
-) -> None:
+def _gate_gradient(x_ptr, grad_ptr, dx_ptr, width, WIDTH: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = channel < width

@@ -50,19 +50,9 @@ def gate(
 
 @triton.jit
 def _swiglu(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    gate_stride: tl.tensor,
-    up_stride: tl.tensor,
-    width: tl.tensor,
-    limit: tl.tensor,
-    BLOCK: tl.constexpr,
-    E4M3: tl.constexpr,
-    E4M3_SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, limit,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -77,7 +67,7 @@ def _swiglu(
 
 
 @triton.jit
-def clamped_unit(gate: tl.tensor, up: tl.tensor, limit: tl.tensor) -> tl.tensor:
+def clamped_unit(gate, up, limit) -> tl.tensor:
     """silu(min(gate, limit)) · clamp(up, ±limit), all fp32."""
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.maximum(tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL), -limit, propagate_nan=tl.PropagateNan.ALL)

@@ -60,24 +60,9 @@ def attend(
 
 @triton.jit
 def _attend(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor,
-    scale: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    out_row: tl.tensor,
-    out_head: tl.tensor,
-    DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> None:
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, scale, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
+    DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2)).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + tl.program_id(2) + 1).to(tl.int64) - start).to(tl.int32)
@@ -113,16 +98,7 @@ def _attend(
 
 @triton.jit
 def _step(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    scale: tl.tensor,
-    left: tl.tensor,
-    LAST: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, k, v, top, total, mixed, scale, left, LAST: tl.constexpr, KEYS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One tile of keys, the last one only `left` long; weights are relative to `top`, the largest logit so far."""
     logit = tl.dot(q, k)

@@ -10,7 +10,6 @@ import deepseek_recipe
 
 from spyglass.engine.request import Structured
 from spyglass.prompt.chat import plain_part
-from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.called import CALL, answered_call, called
 from spyglass.server.protocols.chat_reply import ChatReply
@@ -19,15 +18,17 @@ from spyglass.server.protocols.conversation import (
     CHOICES,
     EFFORTS,
     Images,
+    ModelEndpoint,
     ParsedRequest,
     Tool,
+    call_of,
     choose_model,
     leave_out_tool,
     parse_conversation,
     parse_tool,
+    read_role,
     require_room,
     structured_output,
-    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -51,7 +52,6 @@ from spyglass.server.protocols.sampling import (
     NEUTRAL,
     STREAM_OPTIONS,
     answers,
-    asked_format,
     limit_field,
     sampling,
     schema_at,
@@ -111,29 +111,19 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "lates
 
 
 @dataclass(frozen=True, slots=True)
-class ChatEndpoint:
+class ChatEndpoint(ModelEndpoint):
     """Chat Completions of one model."""
 
-    served: Served
     path: str = "/v1/chat/completions"
     fields: Fields = CHAT_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         parsed, own_format = parse_chat(self.served, given, reader, fetch)
-        own_format = text_format(parsed, own_format, reader, "response_format")
-        output = structured_output(
-            self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
-        )
+        output = structured_output(self.served, parsed, given, own_format, reader, "response_format")
         with_logprobs = flag_field(given, "logprobs")
         if given.get("top_logprobs") and not with_logprobs:
             refuse("top_logprobs", "needs logprobs: logprobs must be set to true")
@@ -160,21 +150,7 @@ class ChatEndpoint:
             include_usage=flag_field(stream_options, "include_usage", "stream_options"),
             usage_in_each=flag_field(stream_options, "continuous_usage_stats", "stream_options"),
         )
-        return Call(
-            model=model,
-            adapter=adapter,
-            prompts=[parsed.prompt] * len(each),
-            params=each,
-            stream=stream,
-            reply=reply,
-            images=len(parsed.prompt.plans),
-            ignored=reader.ignored,
-            tools=parsed.expected.tools,
-        )
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)
+        return call_of(parsed, (model, adapter), reader, reply, each, stream=stream)
 
 
 def parse_chat(
@@ -219,9 +195,7 @@ def _message(
 ) -> dict[str, Any]:
     """One message for the library: known fields only, images as stubs, what is left out as what it means."""
     given = reader.read(message, _MESSAGE, where)
-    role = choice_field(given, "role", _ROLES, where) or refuse(
-        f"{where}.role", f"is missing; roles are {', '.join(_ROLES)}"
-    )
+    role = read_role(given, _ROLES, where)
     role = {"developer": "system", "function": "tool"}.get(role, role)  # functions are what tools were first called
     found: dict[str, Any] = {"role": role}
     reasoning = given.get("reasoning_content", given.get("reasoning"))  # the latter is what some servers call it

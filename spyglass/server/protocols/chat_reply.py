@@ -56,13 +56,11 @@ class ChatReply:
         return any(markup.malformed for markup in self._markups)
 
     def begin(self, request_id: str) -> bytes:
-        """The role of every answer."""
         self._streams = True
         delta = {"role": "assistant", **self._delta("", reasoning=True)}
         return b"".join(self._chunk(index, delta) for index in range(len(self._markups)))
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Chunks of one delta."""
         if delta.output is not None:
             self._outputs[index] = delta.output
         if not self._streams:
@@ -89,7 +87,6 @@ class ChatReply:
         return usage + b"data: [DONE]\n\n"
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
-        """All answers in one body."""
         outputs = [self._outputs[index] for index in range(len(self._markups))]
         wrong = next(filter(None, map(failure, outputs)), None)
         if wrong is not None:

@@ -20,9 +20,15 @@ from spyglass.prompt.tokens import Prompt
 from spyglass.server.errors import TooLongError, openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.limits import MAX_ANSWERS, MAX_LOGPROBS
-from spyglass.server.protocols.conversation import choose_model, require_room, require_short, tokenizer_of
+from spyglass.server.protocols.conversation import (
+    ModelEndpoint,
+    choose_model,
+    require_room,
+    require_short,
+    tokenizer_of,
+)
 from spyglass.server.protocols.events import Tokens, failure, sse
-from spyglass.server.protocols.fields import FieldReader, Fields, RequestError, flag_field, refuse, text_field
+from spyglass.server.protocols.fields import Fields, RequestError, flag_field, refuse, text_field
 from spyglass.server.protocols.sampling import (
     EXTRA,
     FORMATS,
@@ -49,21 +55,14 @@ _MAX_TOKENS = 16  # the protocol's own default
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionsEndpoint:
+class CompletionsEndpoint(ModelEndpoint):
     """Completions of one model."""
 
-    served: Served
     path: str = "/v1/completions"
     fields: Fields = _FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         model, adapter = choose_model(self.served, given)
         stream_options = reader.read(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
         start, stream = flag_field(given, "add_special_tokens", default=True), flag_field(given, "stream")
@@ -107,10 +106,6 @@ class CompletionsEndpoint:
             reply=reply,
             ignored=reader.ignored,
         )
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)
 
 
 def prompts_of(served: Served, prompt: object, *, start: bool = True, suffix: object = None) -> list[Prompt]:
@@ -200,7 +195,6 @@ class CompletionsReply:
         return b"".join(self._chunk([self._choice(i, echo, None)]) for i, echo in enumerate(self._echoes) if echo)
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """The chunk of one delta."""
         output = delta.output
         if output is not None:
             self._outputs[index] = output
@@ -221,7 +215,6 @@ class CompletionsReply:
         return usage + b"data: [DONE]\n\n"
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
-        """All answers in one body."""
         choices = []
         for index, output in sorted(self._outputs.items()):
             wrong = failure(output)

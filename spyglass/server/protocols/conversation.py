@@ -19,10 +19,19 @@ from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import ImageStubs, convert_request, render_conversation
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
-from spyglass.server.errors import TooLongError
-from spyglass.server.exchange import Fetch, Served
-from spyglass.server.protocols.fields import FieldReader, RequestError, flag_field, refuse, text_field
+from spyglass.server.errors import TooLongError, openai_error
+from spyglass.server.exchange import Call, Fetch, Reply, Served
+from spyglass.server.protocols.fields import (
+    FieldReader,
+    Fields,
+    RequestError,
+    choice_field,
+    flag_field,
+    refuse,
+    text_field,
+)
 from spyglass.server.protocols.markup import Expected
+from spyglass.server.protocols.sampling import asked_format
 from spyglass.server.protocols.tags import DSML
 from spyglass.server.protocols.tool_grammar import calls_grammar
 
@@ -65,6 +74,47 @@ class ParsedRequest:
     def stop_after(self) -> str | None:
         """The text behind which stop strings count."""
         return THINK_END if self.expected.reasoning else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEndpoint:
+    """What endpoints share: a body that is read by `fields`, for a model that is served. Errors are OpenAI's
+    where a protocol has none of its own."""
+
+    served: Served
+    path: str
+    fields: Fields
+
+    def begin(self, body: Mapping[str, Any]) -> tuple[FieldReader, Mapping[str, Any]]:
+        """What reads a request, and what it gives."""
+        reader = FieldReader(strict=self.served.strict_fields)
+        return reader, reader.read(body, self.fields)
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        return openai_error(status, message, **more)
+
+
+def call_of(
+    parsed: ParsedRequest,
+    named: tuple[str, str | None],
+    reader: FieldReader,
+    reply: Reply,
+    params: Sequence[SamplingParams],
+    *,
+    stream: bool,
+) -> Call:
+    """The call that a conversation makes; `named` is the model and its adapter, as `choose_model` has them."""
+    return Call(
+        model=named[0],
+        adapter=named[1],
+        prompts=(parsed.prompt,) * len(params),
+        params=params,
+        stream=stream,
+        reply=reply,
+        images=len(parsed.prompt.plans),
+        ignored=reader.ignored,
+        tools=parsed.expected.tools,
+    )
 
 
 class Images:
@@ -221,22 +271,27 @@ def _format_options(shown: Structured | None) -> dict[str, Any]:
     return {"response_schema" if shown.kind == "json_schema" else "response_regex": shown.value}
 
 
-def text_format(parsed: ParsedRequest, own: Structured | None, reader: FieldReader, where: str) -> Structured | None:
-    """The format of the answer's text that a protocol asks for at `where`; an answer that must be a call has none."""
-    if own is not None and own.kind in _JSON and (parsed.expected.in_calls or parsed.must_call):
-        reader.ignore(where)
-        return None
-    return own
-
-
-def structured_output(served: Served, parsed: ParsedRequest, asked: Structured | None) -> Structured | None:
+def structured_output(
+    served: Served,
+    parsed: ParsedRequest,
+    given: Mapping[str, Any],
+    own: Structured | None,
+    reader: FieldReader,
+    where: str = "",
+) -> Structured | None:
     """What the answer must look like: what is asked for, the calls that must be made, or either where both may come.
+
+    `own` is the format of text that the protocol itself asks for, at `where`; an answer that must be a call has none.
 
     Raises:
         PromptError: what is asked for cannot be had with the tools, or the tools make no grammar.
     """
     expected = parsed.expected
     must_call = expected.in_calls or parsed.must_call
+    if own is not None and own.kind in _JSON and must_call:
+        reader.ignore(where)
+        own = None
+    asked = asked_format(given, own, reader, thinking=parsed.thinking)
     if not expected.tools or (asked is None and not must_call):
         return asked
     answer, after = None, THINK_END if parsed.must_call else None
@@ -274,6 +329,13 @@ def require_room(served: Served, prompt: Prompt, params: SamplingParams, field: 
     """Raises TooLongError: the prompt leaves no room for a token of the answer."""
     if len(prompt) + (params.max_tokens != 0) > served.max_length:
         raise TooLongError(len(prompt), served.max_length, field=field)
+
+
+def read_role(given: Mapping[str, Any], roles: Sequence[str], where: str) -> str:
+    """Raises RequestError: a message has none of the roles."""
+    return choice_field(given, "role", roles, where) or refuse(
+        f"{where}.role", f"is missing; roles are {', '.join(roles)}"
+    )
 
 
 def choose_model(served: Served, given: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spyglass.server.errors import anthropic_error, openai_error
-from spyglass.server.exchange import Fetch, Immediate, Served
+from spyglass.server.exchange import Fetch, Immediate
 from spyglass.server.protocols.chat import CHAT_FIELDS, parse_chat
 from spyglass.server.protocols.completions import prompt_of
-from spyglass.server.protocols.conversation import choose_model, tokenizer_of
-from spyglass.server.protocols.fields import FieldReader, Fields, flag_field, list_of, refuse
-from spyglass.server.protocols.messages import MESSAGES_FIELDS, parse_messages
+from spyglass.server.protocols.conversation import ModelEndpoint, choose_model, tokenizer_of
+from spyglass.server.protocols.fields import Fields, flag_field, list_of, refuse
+from spyglass.server.protocols.messages import MESSAGES_FIELDS, AnthropicEndpoint, parse_messages
 from spyglass.server.protocols.responses import RESPONSES_FIELDS, parse_responses
 
 _TEXT = Fields(read=frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"}))
@@ -23,73 +22,44 @@ _IDS = Fields(read=frozenset({"model", "tokens"}))
 
 
 @dataclass(frozen=True, slots=True)
-class CountMessages:
+class CountMessages(AnthropicEndpoint):
     """`POST /v1/messages/count_tokens`: the body of a message, without `max_tokens`."""
 
-    served: Served
     path: str = "/v1/messages/count_tokens"
     fields: Fields = MESSAGES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         choose_model(self.served, given)
         prompt = parse_messages(self.served, given, reader, fetch)[0].prompt
         return Immediate(body={"input_tokens": len(prompt)}, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Anthropic's error body."""
-        return anthropic_error(status, message)
-
 
 @dataclass(frozen=True, slots=True)
-class CountResponses:
+class CountResponses(ModelEndpoint):
     """`POST /v1/responses/input_tokens`: the body of a response."""
 
-    served: Served
     path: str = "/v1/responses/input_tokens"
     fields: Fields = RESPONSES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         choose_model(self.served, given)
         prompt = parse_responses(self.served, given, reader, fetch)[0].prompt
         body = {"object": "response.input_tokens", "input_tokens": len(prompt)}
         return Immediate(body=body, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)
-
 
 @dataclass(frozen=True, slots=True)
-class Tokenize:
+class Tokenize(ModelEndpoint):
     """`POST /tokenize`: `prompt`, or `messages` with everything a chat may have. Image positions have the id -1."""
 
-    served: Served
     path: str = "/tokenize"
     fields: Fields = _EITHER
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
         is_chat = "messages" in body
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, _CHAT if is_chat else _TEXT)
+        reader, given = replace(self, fields=_CHAT if is_chat else _TEXT).begin(body)
         choose_model(self.served, given)
         if is_chat:
             prompt = parse_chat(self.served, given, reader, fetch)[0].prompt
@@ -104,27 +74,16 @@ class Tokenize:
             answer["token_strs"] = [tokenizer.spelling(token) or "" if token >= 0 else "" for token in ids]
         return Immediate(body=answer, ignored=reader.ignored)
 
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)
-
 
 @dataclass(frozen=True, slots=True)
-class Detokenize:
+class Detokenize(ModelEndpoint):
     """`POST /detokenize`: the text of `tokens`."""
 
-    served: Served
     path: str = "/detokenize"
     fields: Fields = _IDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         choose_model(self.served, given)
         ids = list_of(given.get("tokens"), "tokens")
         size = self.served.config.text.vocab_size
@@ -132,7 +91,3 @@ class Detokenize:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
                 refuse(f"tokens[{place}]", f"is {str(token)[:40]}, expected a token id from 0 to {size - 1}")
         return Immediate(body={"prompt": tokenizer_of(self.served).decode(ids)}, ignored=reader.ignored)
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)

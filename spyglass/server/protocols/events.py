@@ -118,7 +118,6 @@ class Counts:
         }
 
     def responses(self) -> dict[str, Any]:
-        """As Responses has it."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {

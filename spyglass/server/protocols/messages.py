@@ -15,15 +15,17 @@ from spyglass.server.errors import anthropic_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.conversation import (
     Images,
+    ModelEndpoint,
     ParsedRequest,
     Tool,
+    call_of,
     choose_model,
     leave_out_tool,
     parse_conversation,
     parse_tool,
+    read_role,
     require_room,
     structured_output,
-    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -47,7 +49,6 @@ from spyglass.server.protocols.sampling import (
     INNER,
     NATIVE,
     NEUTRAL,
-    asked_format,
     sampling,
     schema_at,
 )
@@ -133,30 +134,28 @@ _PREDEFINED: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class MessagesEndpoint:
+class AnthropicEndpoint(ModelEndpoint):
+    """The same with Anthropic's errors."""
+
+    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
+        return anthropic_error(status, message)
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesEndpoint(AnthropicEndpoint):
     """Messages of one model."""
 
-    served: Served
     path: str = "/v1/messages"
     fields: Fields = MESSAGES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         if "max_tokens" not in given:
             refuse("max_tokens", "is missing; this protocol needs it")
         parsed, own_format = parse_messages(self.served, given, reader, fetch)
-        own_format = text_format(parsed, own_format, reader, "output_config.format")
-        output = structured_output(
-            self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
-        )
+        output = structured_output(self.served, parsed, given, own_format, reader, "output_config.format")
         params = sampling(
             given,
             {"stop": "stop_sequences"},
@@ -168,21 +167,7 @@ class MessagesEndpoint:
         require_room(self.served, parsed.prompt, params, "messages")
         tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=False)
         reply = MessagesReply(parsed, model=model, family=self.served.config.family, tokens=tokens)
-        return Call(
-            model=model,
-            adapter=adapter,
-            prompts=(parsed.prompt,),
-            params=(params,),
-            stream=stream,
-            reply=reply,
-            images=len(parsed.prompt.plans),
-            ignored=reader.ignored,
-            tools=parsed.expected.tools,
-        )
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Anthropic's error body."""
-        return anthropic_error(status, message)
+        return call_of(parsed, (model, adapter), reader, reply, (params,), stream=stream)
 
 
 def parse_messages(
@@ -243,10 +228,7 @@ def _is_prefill(last: Mapping[str, Any]) -> bool:
 def _message(message: object, where: str, images: Images, reader: FieldReader) -> dict[str, Any]:
     """One message for the library: known fields only, images as stubs."""
     given = reader.read(message, _MESSAGE, where)
-    roles = ("user", "assistant", "system")
-    role = choice_field(given, "role", roles, where) or refuse(
-        f"{where}.role", f"is missing; roles are {', '.join(roles)}"
-    )
+    role = read_role(given, ("user", "assistant", "system"), where)
     return {"role": role, "content": _content(given.get("content", ""), f"{where}.content", role, images, reader)}
 
 

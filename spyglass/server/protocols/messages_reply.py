@@ -52,7 +52,6 @@ class MessagesReply:
         return self._event("message_start", message=message) + self._start_thinking()
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Events of one delta."""
         self._output = delta.output
         if not self._streams:
             return b""
@@ -75,7 +74,6 @@ class MessagesReply:
         return b""
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
-        """The message in one body."""
         output = self._output
         assert output is not None
         wrong = failure(output)

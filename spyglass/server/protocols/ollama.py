@@ -22,9 +22,11 @@ from spyglass.server.protocols.chat import CHAT_FIELDS, chat_tools
 from spyglass.server.protocols.completions import prompts_of
 from spyglass.server.protocols.conversation import (
     Images,
+    ModelEndpoint,
     ParsedRequest,
     choose_model,
     parse_conversation,
+    read_role,
     require_room,
     structured_output,
     tokenizer_of,
@@ -42,7 +44,7 @@ from spyglass.server.protocols.fields import (
 )
 from spyglass.server.protocols.markup import Expected
 from spyglass.server.protocols.ollama_reply import LINES, OllamaReply, head
-from spyglass.server.protocols.sampling import asked_format, sampling, schema_at
+from spyglass.server.protocols.sampling import sampling, schema_at
 
 _LATEST = ":latest"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -86,11 +88,8 @@ _SHOW = Fields(read=frozenset({"model", "name"}), ignored=frozenset({"verbose", 
 
 
 @dataclass(frozen=True, slots=True)
-class _Ollama:
-    served: Served
-
+class _Ollama(ModelEndpoint):
     def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """Ollama's error body."""
         return {"error": message}
 
 
@@ -102,13 +101,7 @@ class OllamaChat(_Ollama):
     fields: Fields = _CHAT
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         messages = list_of(given.get("messages", []), "messages")
         if not messages:
             return _loaded(self.served, given, body, reader, is_chat=True)
@@ -129,13 +122,7 @@ class OllamaGenerate(_Ollama):
     fields: Fields = _GENERATE
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call | Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         text = text_field({"prompt": "", **given}, "prompt", "")
         images, seen = Images(self.served, fetch), list_of(given.get("images", []), "images")
         if not text and not seen:
@@ -160,13 +147,7 @@ class OllamaShow(_Ollama):
     fields: Fields = _SHOW
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Immediate:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         name, _ = _model(self.served, {"model": given.get("model", given.get("name"))})
         family, text = self.served.config.family, self.served.config.text
         shown = {
@@ -249,14 +230,13 @@ def _call(
     limit, stop = options.pop("num_predict", None), options.pop("stop", None)
     if "repeat_penalty" in options:
         options["repetition_penalty"] = options.pop("repeat_penalty")
-    own = asked_format({}, _format(given.get("format")), reader, thinking=parsed.thinking)
     params = sampling(
         options,
         _NAMES,
         max_tokens=parsed.default_tokens if limit is None else limit if limit not in (-1, -2) else served.max_length,
         stop=stop,
         stop_after=parsed.stop_after,
-        structured=structured_output(served, parsed, own),
+        structured=structured_output(served, parsed, {}, _format(given.get("format")), reader),
     )
     require_room(served, parsed.prompt, params, "messages" if is_chat else "prompt")
     tokens = Tokens(tokenizer_of(served), reasoning=parsed.expected.reasoning, with_logprobs=False)
@@ -289,9 +269,7 @@ def _message(
 ) -> dict[str, Any]:
     """One message in the library's form."""
     given = reader.read(message, _MESSAGE, where)
-    role = choice_field(given, "role", _ROLES, where) or refuse(
-        f"{where}.role", f"is missing; roles are {', '.join(_ROLES)}"
-    )
+    role = read_role(given, _ROLES, where)
     text = text_field({"content": "", **given}, "content", where)
     seen = list_of(given.get("images", []), f"{where}.images")
     found: dict[str, Any] = {"role": role, "content": _with_images(text, seen, f"{where}.images", role, images)}

@@ -64,7 +64,6 @@ class OllamaReply:
         return b""
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Lines of one delta."""
         self._first = self._first or time.monotonic()
         if delta.output is not None:
             self._output = delta.output
@@ -84,7 +83,6 @@ class OllamaReply:
         return b""
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
-        """The answer in one body."""
         output = self._output
         assert output is not None
         if (wrong := failure(output)) is not None:

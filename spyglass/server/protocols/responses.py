@@ -11,7 +11,6 @@ import deepseek_recipe
 
 from spyglass.engine.request import Structured
 from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
-from spyglass.server.errors import openai_error
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.called import arguments_text
 from spyglass.server.protocols.conversation import (
@@ -19,15 +18,17 @@ from spyglass.server.protocols.conversation import (
     CHOICES,
     EFFORTS,
     Images,
+    ModelEndpoint,
     ParsedRequest,
     Tool,
+    call_of,
     choose_model,
     leave_out_tool,
     parse_conversation,
     parse_tool,
+    read_role,
     require_room,
     structured_output,
-    text_format,
     tokenizer_of,
     unique_tools,
 )
@@ -50,7 +51,6 @@ from spyglass.server.protocols.sampling import (
     INNER,
     NATIVE,
     NEUTRAL,
-    asked_format,
     limit_field,
     sampling,
     schema_at,
@@ -127,28 +127,18 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
-class ResponsesEndpoint:
+class ResponsesEndpoint(ModelEndpoint):
     """Responses of one model."""
 
-    served: Served
     path: str = "/v1/responses"
     fields: Fields = RESPONSES_FIELDS
 
     def parse(self, body: Mapping[str, Any], fetch: Fetch | None) -> Call:
-        """Read a request.
-
-        Raises:
-            PromptError, NotServedError: as `Endpoint.parse`.
-        """
-        reader = FieldReader(strict=self.served.strict_fields)
-        given = reader.read(body, self.fields)
+        reader, given = self.begin(body)
         model, adapter = choose_model(self.served, given)
         stream = flag_field(given, "stream")
         parsed, own_format = parse_responses(self.served, given, reader, fetch)
-        own_format = text_format(parsed, own_format, reader, "text.format")
-        output = structured_output(
-            self.served, parsed, asked_format(given, own_format, reader, thinking=parsed.thinking)
-        )
+        output = structured_output(self.served, parsed, given, own_format, reader, "text.format")
         with_logprobs = "top_logprobs" in given or _LOGPROBS in given.get("include", ())
         logprobs = given.get("top_logprobs", 0) if with_logprobs else None
         params = sampling(
@@ -163,21 +153,7 @@ class ResponsesEndpoint:
         require_room(self.served, parsed.prompt, params, "input")
         tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=with_logprobs)
         reply = ResponsesReply(parsed, given, model=model, family=self.served.config.family, tokens=tokens)
-        return Call(
-            model=model,
-            adapter=adapter,
-            prompts=(parsed.prompt,),
-            params=(params,),
-            stream=stream,
-            reply=reply,
-            images=len(parsed.prompt.plans),
-            ignored=reader.ignored,
-            tools=parsed.expected.tools,
-        )
-
-    def error(self, status: int, message: str, **more: str | None) -> Mapping[str, Any]:
-        """OpenAI's error body."""
-        return openai_error(status, message, **more)
+        return call_of(parsed, (model, adapter), reader, reply, (params,), stream=stream)
 
 
 def parse_responses(
@@ -258,9 +234,7 @@ def _item(item: object, where: str, images: Images, reader: FieldReader) -> dict
         call_id = text_field(given, "call_id", where)
         output = _content(given.get("output", ""), f"{where}.output", "tool", images, reader)
         return {"type": kind, "call_id": call_id, "output": output}
-    role = choice_field(given, "role", _ROLES, where) or refuse(
-        f"{where}.role", f"is missing; roles are {', '.join(_ROLES)}"
-    )
+    role = read_role(given, _ROLES, where)
     content = _content(given.get("content", ""), f"{where}.content", role, images, reader)
     return {"type": kind, "role": role, "content": content}
 

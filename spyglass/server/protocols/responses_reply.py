@@ -50,7 +50,6 @@ class ResponsesReply:
         return self._markup.malformed
 
     def begin(self, request_id: str) -> bytes:
-        """The response as it begins."""
         self._streams = True
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
@@ -58,7 +57,6 @@ class ResponsesReply:
         )
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Events of one delta."""
         self._output = delta.output
         if not self._streams:
             return b""
@@ -80,7 +78,6 @@ class ResponsesReply:
         return b""
 
     def whole(self, request_id: str) -> tuple[int, Mapping[str, Any]]:
-        """The response in one body."""
         output = self._output
         assert output is not None
         wrong = failure(output)
