@@ -91,7 +91,7 @@ class Small:
         return engine_parts.make_engine(model, self.config, **options)
 
     def prompt(self, parts: Sequence[int | tuple[int, int]], seed: int = 0) -> Prompt:
-        return prompt_from_parts(small_v41.mixed_parts(parts, seed), self.config)
+        return prompt_from_parts(engine_parts.mixed_parts(parts, seed), self.config)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.drafts import Drafter
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.engram.feed import EngramFeed
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
@@ -49,6 +50,10 @@ def make_engine(
     token_bytes: Any = None,
     lookahead: int = 0,
     drafter: Drafter | None = None,
+    page_rows: Mapping[str, int] = PAGE_ROWS,
+    dtype: torch.dtype = torch.float32,
+    banned: Sequence[int] = (0,),
+    engram: EngramFeed | None = None,
     **options: Any,
 ) -> Engine:
     """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
@@ -56,13 +61,13 @@ def make_engine(
     chosen = EngineConfig(**settings)
     blocks = CacheAllocator(
         cache_plans(config.text, lookahead),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         max_sequences=chosen.max_sequences,
         step_tokens=step,
         max_length=config.text.max_position_embeddings,
         cache_bytes=cache_bytes,
-        page_rows=PAGE_ROWS,
+        page_rows=page_rows,
         fill=float("nan"),
     )
     prefixes = PrefixCache(blocks, chosen.prefix_cache_bytes or 0, PREFIX_BLOCK)
@@ -70,14 +75,15 @@ def make_engine(
         model,
         config,
         chosen,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
-        banned=[0],
+        banned=banned,
         allocator=blocks,
         prefixes=prefixes,
         lookahead=lookahead,
         drafter=drafter,
         token_bytes=token_bytes,
+        engram=engram,
     )
 
 
@@ -89,13 +95,17 @@ def patches(rows: int, columns: int, seed: int = 0, patch: int = 4) -> Patches:
 
 def make_prompt(config: ModelConfig, parts: Sequence[int | tuple[int, int]], seed: int = 0) -> Prompt:
     """Runs of random text (a number of tokens) and random pictures (patch rows, columns), in order."""
-    pieces = [
-        random_text(part, seed + number, config.text.vocab_size).tolist()
+    return prompt_from_parts(mixed_parts(parts, seed, config.text.vocab_size), config)
+
+
+def mixed_parts(parts: Sequence[int | tuple[int, int]], seed: int = 0, vocab_size: int = 68) -> list[Any]:
+    """The same before they are a prompt."""
+    return [
+        random_text(part, seed + number, vocab_size).tolist()
         if isinstance(part, int)
         else patches(*part, seed=seed + number)
         for number, part in enumerate(parts)
     ]
-    return prompt_from_parts(pieces, config)
 
 
 def run_all(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spyglass.batch.images import Grid, pack_images
 from spyglass.batch.types import ImageBatch
@@ -146,6 +147,19 @@ def random_pictures(config: VisionConfig, grids: list[Grid], seed: int) -> list[
     side = config.patch_size
     raw = [generator.uniform(-1, 1, (rows * columns, 3, side, side)).astype(np.float32) for rows, columns in grids]
     return [torch.from_numpy(patches).bfloat16().float().numpy() for patches in raw]
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
 
 
 def counting(ops: Ops) -> tuple[Ops, dict[str, int]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spyglass.quant.codec import decode, encode
-from spyglass.quant.formats import BF16, Format
+from spyglass.quant.formats import BF16, F32, FP4, Format
 from spyglass.quant.packed import Packed
 
 SEED = 101
@@ -63,6 +63,37 @@ def vision_entries(draw: Drawer) -> Iterator[Entry]:
     for part, columns in (("aligner.w1", 1152), ("aligner.w2", 128)):
         yield part, draw.matrix(128, columns), BF16
         yield f"{part}.bias", draw.normal(128, std=0.05), BF16
+
+
+def layer_begins(draw: Drawer, name: str) -> Iterator[Entry]:
+    """Norms and hyper-connections of a layer."""
+    for norm in ("attn_norm", "ffn_norm"):
+        yield f"{name}{norm}.weight", draw.norm(WIDTH), BF16
+    for part in ("hc_attn", "hc_ffn"):
+        yield f"{name}{part}_fn", draw.matrix(STREAMS * (STREAMS + 2), STREAMS * WIDTH), F32
+        yield f"{name}{part}_base", draw.normal(STREAMS * (STREAMS + 2), std=0.5), F32
+        yield f"{name}{part}_scale", draw.hyper_scale(), F32
+
+
+def attention(draw: Drawer, name: str, dense: Format) -> Iterator[Entry]:
+    """The matrices of attention, without what is compressed."""
+    yield f"{name}attn_sink", draw.normal(HEADS, std=1.0), F32
+    yield f"{name}wq_a", draw.matrix(128, WIDTH), dense
+    yield f"{name}q_norm.weight", draw.norm(128), BF16
+    yield f"{name}wq_b", draw.matrix(HEADS * 512, 128), dense
+    yield f"{name}wkv", draw.matrix(512, WIDTH), dense
+    yield f"{name}kv_norm.weight", draw.norm(512), BF16
+    yield f"{name}wo_a", draw.matrix(128, 1024), dense
+    yield f"{name}wo_b", draw.matrix(WIDTH, 128), dense
+
+
+def experts(draw: Drawer, name: str, dense: Format) -> Iterator[Entry]:
+    """The routed experts and the shared one."""
+    for expert in (*(f"experts.{number}" for number in range(EXPERTS)), "shared_experts"):
+        stored = dense if expert == "shared_experts" else FP4
+        yield f"{name}ffn.{expert}.w1", draw.matrix(128, WIDTH, 6.0), stored
+        yield f"{name}ffn.{expert}.w2", draw.matrix(WIDTH, 128), stored
+        yield f"{name}ffn.{expert}.w3", draw.matrix(128, WIDTH, 6.0), stored
 
 
 def as_tensors(entries: Iterable[Entry], *, packed: bool) -> dict[str, torch.Tensor]:

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from spyglass.quant.formats import BF16, F32, FP4, fp8
+from spyglass.quant.formats import BF16, F32, fp8
 from tests.golden.seeded import (
     EXPERTS,
-    HEADS,
     INDEX_HEADS,
     STREAMS,
     VOCAB,
@@ -21,6 +20,9 @@ from tests.golden.seeded import (
     Drawer,
     Entry,
     as_tensors,
+    attention,
+    experts,
+    layer_begins,
     skip_unless,
     vision_entries,
 )
@@ -55,12 +57,7 @@ def entries(which: Which) -> Iterator[Entry]:
 
 def _layer(draw: Drawer, layer: int, ratio: int, which: Which) -> Iterator[Entry]:
     name = f"layers.{layer}."
-    for norm in ("attn_norm", "ffn_norm"):
-        yield f"{name}{norm}.weight", draw.norm(WIDTH), BF16
-    for part in ("hc_attn", "hc_ffn"):
-        yield f"{name}{part}_fn", draw.matrix(STREAMS * (STREAMS + 2), STREAMS * WIDTH), F32
-        yield f"{name}{part}_base", draw.normal(STREAMS * (STREAMS + 2), std=0.5), F32
-        yield f"{name}{part}_scale", draw.hyper_scale(), F32
+    yield from layer_begins(draw, name)
     yield from _attention(draw, f"{name}attn.", ratio)
     yield f"{name}ffn.gate", draw.matrix(EXPERTS, WIDTH), BF16
     if layer == 0:
@@ -69,22 +66,11 @@ def _layer(draw: Drawer, layer: int, ratio: int, which: Which) -> Iterator[Entry
         yield f"{name}ffn.gate.bias", draw.normal(EXPERTS, std=0.2), F32
     if which == "vision":
         yield f"{name}ffn.gate.bias_vl", draw.normal(EXPERTS, std=0.2), F32
-    for expert in (*(f"experts.{number}" for number in range(EXPERTS)), "shared_experts"):
-        stored = DENSE if expert == "shared_experts" else FP4
-        yield f"{name}ffn.{expert}.w1", draw.matrix(128, WIDTH, 6.0), stored
-        yield f"{name}ffn.{expert}.w2", draw.matrix(WIDTH, 128), stored
-        yield f"{name}ffn.{expert}.w3", draw.matrix(128, WIDTH, 6.0), stored
+    yield from experts(draw, name, DENSE)
 
 
 def _attention(draw: Drawer, name: str, ratio: int) -> Iterator[Entry]:
-    yield f"{name}attn_sink", draw.normal(HEADS, std=1.0), F32
-    yield f"{name}wq_a", draw.matrix(128, WIDTH), DENSE
-    yield f"{name}q_norm.weight", draw.norm(128), BF16
-    yield f"{name}wq_b", draw.matrix(HEADS * 512, 128), DENSE
-    yield f"{name}wkv", draw.matrix(512, WIDTH), DENSE
-    yield f"{name}kv_norm.weight", draw.norm(512), BF16
-    yield f"{name}wo_a", draw.matrix(128, 1024), DENSE
-    yield f"{name}wo_b", draw.matrix(WIDTH, 128), DENSE
+    yield from attention(draw, name, DENSE)
     if ratio:
         yield from _compressor(draw, f"{name}compressor.", ratio, 512)
     if ratio == 4:

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from spyglass.quant.formats import BF16, F32, FP4, fp8
+from spyglass.quant.formats import BF16, F32, fp8
 from tests.golden.seeded import (
     EXPERTS,
-    HEADS,
     INDEX_HEADS,
     STREAMS,
     VOCAB,
@@ -19,6 +18,9 @@ from tests.golden.seeded import (
     Drawer,
     Entry,
     as_tensors,
+    attention,
+    experts,
+    layer_begins,
     vision_entries,
 )
 
@@ -43,29 +45,13 @@ def entries() -> Iterator[Entry]:
 
 def _layer(draw: Drawer, layer: int) -> Iterator[Entry]:
     name = f"layers.{layer}."
-    for norm in ("attn_norm", "ffn_norm"):
-        yield f"{name}{norm}.weight", draw.norm(WIDTH), BF16
-    for part in ("hc_attn", "hc_ffn"):
-        yield f"{name}{part}_fn", draw.matrix(STREAMS * (STREAMS + 2), STREAMS * WIDTH), F32
-        yield f"{name}{part}_base", draw.normal(STREAMS * (STREAMS + 2), std=0.5), F32
-        yield f"{name}{part}_scale", draw.hyper_scale(), F32
-    yield f"{name}attn.attn_sink", draw.normal(HEADS, std=1.0), F32
-    yield f"{name}attn.wq_a", draw.matrix(128, WIDTH), DENSE
-    yield f"{name}attn.q_norm.weight", draw.norm(128), BF16
-    yield f"{name}attn.wq_b", draw.matrix(HEADS * 512, 128), DENSE
-    yield f"{name}attn.wkv", draw.matrix(512, WIDTH), DENSE
-    yield f"{name}attn.kv_norm.weight", draw.norm(512), BF16
-    yield f"{name}attn.wo_a", draw.matrix(128, 1024), DENSE
-    yield f"{name}attn.wo_b", draw.matrix(WIDTH, 128), DENSE
+    yield from layer_begins(draw, name)
+    yield from attention(draw, f"{name}attn.", DENSE)
     yield from _memory(draw, layer, f"{name}attn.")
     yield f"{name}ffn.gate", draw.matrix(EXPERTS, WIDTH), BF16
     for bias in ("bias", "bias_vl"):
         yield f"{name}ffn.gate.{bias}", draw.normal(EXPERTS, std=0.2), F32
-    for expert in (*(f"experts.{number}" for number in range(EXPERTS)), "shared_experts"):
-        stored = DENSE if expert == "shared_experts" else FP4
-        yield f"{name}ffn.{expert}.w1", draw.matrix(128, WIDTH, 6.0), stored
-        yield f"{name}ffn.{expert}.w2", draw.matrix(WIDTH, 128), stored
-        yield f"{name}ffn.{expert}.w3", draw.matrix(128, WIDTH, 6.0), stored
+    yield from experts(draw, name, DENSE)
     if layer in TABLE_ROWS:
         yield f"{name}engram.embed", draw.normal(TABLE_ROWS[layer], 32, std=1.0), TABLE
         yield f"{name}engram.wkv", draw.matrix((STREAMS + 1) * WIDTH, 192), DENSE

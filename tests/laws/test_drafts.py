@@ -20,9 +20,8 @@ from spyglass.engine.sequence import TokenSequence
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
-from tests.engine_parts import NO_CACHES, pages_used, run_all
+from tests.engine_parts import NO_CACHES, mixed_parts, pages_used, run_all
 from tests.laws.test_interleavings import FAMILIES, World, assert_as_alone, make_world, play
-from tests.small_v41 import mixed_parts
 from tests.tolerance import LAW_OF_MAX
 
 LOOKAHEAD = 6

@@ -114,7 +114,7 @@ def make_world(family: Family, requests: int) -> World:
     first = [number - 1 if number % 3 == 1 else number for number in range(requests)]
     asked = [
         (
-            prompt_from_parts(small_v41.mixed_parts(shapes[first[number]], seed=first[number]), model.config),
+            prompt_from_parts(engine_parts.mixed_parts(shapes[first[number]], seed=first[number]), model.config),
             random_params(random, number),
         )
         for number in range(requests)

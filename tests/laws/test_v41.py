@@ -14,8 +14,8 @@ import torch
 from spyglass.engine.request import SamplingParams
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Patches, Prompt
-from tests.engine_parts import GREEDY, logits_of, pages_used, run_all
-from tests.small_v41 import make_engine, mixed_parts, small_v41_config, small_v41_model
+from tests.engine_parts import GREEDY, logits_of, mixed_parts, pages_used, run_all
+from tests.small_v41 import make_engine, small_v41_config, small_v41_model
 from tests.tolerance import LAW_OF_MAX, Tolerance, assert_close, assert_law
 
 MIXED: list[int | tuple[int, int]] = [3, (4, 4), 5, (6, 6), (3, 5), 7, (2, 2), 40]

@@ -12,6 +12,7 @@ from spyglass.errors import DeviceError
 from spyglass.ops.table import describe
 from spyglass.ops.vit_attention import reference, varlen
 from tests.tolerance import OP_BFLOAT16, OP_FLOAT32, assert_close
+from tests.vision_parts import Largest
 
 BATCHES = [(0,), (0, 1), (0, 5, 6, 40), (0, 257), (0, 3, 3, 131)]
 TOLERANCE = {torch.float32: OP_FLOAT32, torch.bfloat16: OP_BFLOAT16, torch.float64: OP_FLOAT32}
@@ -73,18 +74,6 @@ def test_the_gradient_is_that_of_the_definition() -> None:
 
 def test_memory_grows_linearly_with_the_patches() -> None:
     """No tensor of the call may be as large as patches x patches."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
-
     q, k, v = inputs((0, 2048), 2, 16, torch.float32)
     with torch.no_grad(), Largest() as largest:
         reference.vit_attention(q, k, v, cu((0, 2048)), offsets=(0, 2048), scale=0.25)

@@ -10,23 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.images import check_pictures, num_cells, pack_images
-from spyglass.config.model import VisionConfig
 from spyglass.errors import PromptError
 from spyglass.vision.pixels import pixel_table
-
-V4 = VisionConfig(
-    num_hidden_layers=2,
-    hidden_size=128,
-    num_attention_heads=2,
-    intermediate_size=256,
-    patch_size=14,
-    rope_theta=10000.0,
-    downsample_ratio=3,
-    max_tokens=384,
-    min_pixels=147456,
-    max_wh_ratio=8,
-    layout="paired",
-)
+from tests.vision_parts import SMALL as V4
 
 
 def pixels(grid: tuple[int, int], seed: int = 0) -> NDArray[np.uint8]:

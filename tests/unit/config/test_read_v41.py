@@ -10,7 +10,6 @@ import pytest
 
 from spyglass.config import (
     CandidatePlan,
-    EngramConfig,
     ModelConfig,
     RopeSpec,
     Rounding,
@@ -21,6 +20,7 @@ from spyglass.config import (
 from spyglass.errors import ConfigError
 from spyglass.quant.formats import FakeQuant
 from tests.unit.config import v41_released as released
+from tests.unit.engram.v41_release import RELEASE
 
 
 def read(values: dict[str, Any]) -> ModelConfig:
@@ -58,16 +58,7 @@ def test_the_released_numbers_arrive() -> None:
 
 def test_the_engram_fields_arrive() -> None:
     engram = read(released.official()).text.engram
-    assert engram == EngramConfig(
-        layers=(1, 14),
-        num_rows=(384006168, 384016682),
-        max_ngram=4,
-        prime_above=16000000,
-        num_heads=8,
-        head_dim=256,
-        pad_token_id=2,
-        num_classes=99092,
-    )
+    assert engram == RELEASE
     assert (engram.lookback, engram.columns, engram.row_width) == (3, 24, 6144)
 
 

@@ -16,9 +16,9 @@ from spyglass.engine.workspace import estimated_step, with_pace, with_room
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE
 from spyglass.prompt.build import prompt_from_parts
-from tests.engine_parts import engine_config
+from tests.engine_parts import engine_config, mixed_parts
 from tests.small_models import small_config
-from tests.small_v41 import make_engine, mixed_parts, small_v41_model
+from tests.small_v41 import make_engine, small_v41_model
 from tests.unit.engine.test_warm_up import Watched
 
 OPTIONS = EngineConfig(max_step_tokens=64, max_sequences=4, image_cache_bytes=1000)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spyglass.batch.images import Grid
 from spyglass.config.model import VisionConfig
@@ -23,7 +22,17 @@ from spyglass.quant.formats import F32
 from spyglass.vision.tower import VisionMlp, VisionTower, patch_positions, rotary_tables
 from tests import numpy_vision
 from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, assert_close, assert_law
-from tests.vision_parts import ODD, SMALL, Vision, counting, full_name, random_pictures, random_weights, weight_shapes
+from tests.vision_parts import (
+    ODD,
+    SMALL,
+    Largest,
+    Vision,
+    counting,
+    full_name,
+    random_pictures,
+    random_weights,
+    weight_shapes,
+)
 
 CASES = (0, 1, 2, 4)
 MIXED: list[Grid] = [(4, 6), (1, 7), (5, 1), (3, 3), (2, 8)]
@@ -158,17 +167,6 @@ def test_ops_run_once_per_layer_however_many_pictures_there_are(grids: list[Grid
 
 def test_memory_is_linear_in_the_patches() -> None:
     """Nothing the tower makes is larger than the widest row (gate and up of the MLP) times the patches."""
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
-
     vision = Vision(SMALL, 32, random_weights(SMALL, 32, seed=1))
     grid = (40, 30)
     with Largest() as largest:
