@@ -19,11 +19,6 @@ def add_shared(routed_TC: torch.Tensor, shared_TC: torch.Tensor, *, kernels: Ker
     routed_TC, shared_TC = native.float32(routed_TC), shared_TC.contiguous()
     out_TC = torch.empty_like(shared_TC)
     (kernels or native.best()).add_shared(
-        routed_TC.data_ptr(),
-        shared_TC.data_ptr(),
-        dtype,
-        *shared_TC.shape,
-        out_TC.data_ptr(),
-        torch.get_num_threads(),
-    )
+        routed_TC.data_ptr(), shared_TC.data_ptr(), dtype, *shared_TC.shape, out_TC.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TC

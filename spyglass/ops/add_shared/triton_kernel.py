@@ -18,13 +18,9 @@ def add(routed_TC: torch.Tensor, shared_TC: torch.Tensor, out_TC: torch.Tensor) 
     if count:
         VALUES = 1024 if count <= _FEW else 4096
         _add[(triton.cdiv(count, VALUES),)](
-            routed_TC,
-            shared_TC,
-            out_TC,
-            count,
-            VALUES=VALUES,
-            **overlap(out_TC),
-        )
+            routed_TC, shared_TC, out_TC, count,
+            VALUES=VALUES, **overlap(out_TC),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])

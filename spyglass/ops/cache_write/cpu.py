@@ -26,12 +26,6 @@ def cache_write(
         raise DeviceError("the CPU kernel of cache_write needs contiguous pages")
     rows_TD, write_T = rows_TD.contiguous(), write_T.to(torch.int64).contiguous()
     (kernels or native.best()).cache_write(
-        pages_NBD.data_ptr(),
-        page_dtype,
-        rows_TD.data_ptr(),
-        row_dtype,
-        rows_TD.shape[0],
-        rows_TD.shape[1],
-        write_T.data_ptr(),
-        torch.get_num_threads(),
-    )
+        pages_NBD.data_ptr(), page_dtype, rows_TD.data_ptr(), row_dtype, rows_TD.shape[0], rows_TD.shape[1],
+        write_T.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip

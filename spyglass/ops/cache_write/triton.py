@@ -24,12 +24,6 @@ def cache_write(pages_NBD: torch.Tensor, rows_TD: torch.Tensor, write_T: torch.T
         return
     dims = min(1 << (dim - 1).bit_length(), _CHANNELS)
     write_row[(rows, -(-dim // dims))](
-        pages_NBD,
-        rows_TD.detach(),
-        write_T,
-        rows_TD.stride(0),
-        DIM=dim,
-        DIMS=dims,
-        num_warps=4 if dims > 256 else 1,
-        **overlap(rows_TD),
-    )
+        pages_NBD, rows_TD.detach(), write_T, rows_TD.stride(0),
+        DIM=dim, DIMS=dims, num_warps=4 if dims > 256 else 1, **overlap(rows_TD),
+    )  # fmt: skip

@@ -36,15 +36,7 @@ def compress_pool(
     entries, width = sources_PB.shape[0], rows_TE.shape[1]
     out_PD = torch.empty((entries, width // 4 if overlap else width // 2), dtype=out_dtype)
     (kernels or native.best()).compress_pool(
-        rows_TE.data_ptr(),
-        native.address(state_NE),
-        sources_PB.data_ptr(),
-        entries,
-        sources_PB.shape[1],
-        width,
-        overlap,
-        out_PD.data_ptr(),
-        native.dtype_code("compress_pool", out_PD),
-        torch.get_num_threads(),
-    )
+        rows_TE.data_ptr(), native.address(state_NE), sources_PB.data_ptr(), entries, sources_PB.shape[1], width,
+        overlap, out_PD.data_ptr(), native.dtype_code("compress_pool", out_PD), torch.get_num_threads(),
+    )  # fmt: skip
     return out_PD

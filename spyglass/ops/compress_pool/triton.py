@@ -34,16 +34,8 @@ def compress_pool(
         at_once = min(1 << (sources - 1).bit_length(), _SOURCES)
         channels = min(max(16, 1 << (dim - 1).bit_length()), _ELEMENTS // at_once)
         pool_channels[(entries, -(-dim // channels))](
-            rows_TE,
-            rows_TE if state_NE is None else state_NE,
-            sources_PB.contiguous(),
-            out_PD,
-            SOURCES=sources,
-            DIM=dim,
-            OVERLAP=overlap,
-            AT_ONCE=at_once,
-            CHANNELS=channels,
-            num_warps=4,
+            rows_TE, rows_TE if state_NE is None else state_NE, sources_PB.contiguous(), out_PD,
+            SOURCES=sources, DIM=dim, OVERLAP=overlap, AT_ONCE=at_once, CHANNELS=channels, num_warps=4,
             **gpu.overlap(rows_TE),
-        )
+        )  # fmt: skip
     return out_PD

@@ -27,13 +27,7 @@ def compress_rows(
     rows, width = kv_TE.shape
     out_TE = torch.empty((rows, 2 * width))
     (kernels or native.best()).compress_rows(
-        kv_TE.data_ptr(),
-        gate_TE.data_ptr(),
-        native.address(ape_BE),
-        phase_T.data_ptr(),
-        rows,
-        width,
-        out_TE.data_ptr(),
-        torch.get_num_threads(),
-    )
+        kv_TE.data_ptr(), gate_TE.data_ptr(), native.address(ape_BE), phase_T.data_ptr(), rows, width,
+        out_TE.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TE

@@ -27,15 +27,8 @@ def compress_rows(
     if out_T2E.numel():
         channels = min(1 << (width - 1).bit_length(), _CHANNELS)
         put_together[(rows, -(-width // channels))](
-            *(kv_TE, gate_TE),
-            *(kv_TE.stride(0), gate_TE.stride(0)),
-            kv_TE if ape_BE is None else ape_BE.contiguous(),
-            phase_T,
-            out_T2E,
-            WIDTH=width,
-            BIASED=ape_BE is not None,
-            CHANNELS=channels,
-            num_warps=2,
-            **overlap(kv_TE),
-        )
+            *(kv_TE, gate_TE), *(kv_TE.stride(0), gate_TE.stride(0)), kv_TE if ape_BE is None else ape_BE.contiguous(),
+            phase_T, out_T2E,
+            WIDTH=width, BIASED=ape_BE is not None, CHANNELS=channels, num_warps=2, **overlap(kv_TE),
+        )  # fmt: skip
     return out_T2E

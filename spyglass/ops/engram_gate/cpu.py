@@ -36,15 +36,7 @@ def engram_gate(
     picture_T = None if picture_T is None else picture_T.contiguous()
     out_TMC = torch.empty_like(streams_TMC)
     (kernels or native.best()).engram_gate(
-        streams_TMC.data_ptr(),
-        dtype,
-        *streams_TMC.shape,
-        both_TE.data_ptr(),
-        q_weight_MC.data_ptr(),
-        k_weight_MC.data_ptr(),
-        native.address(picture_T),
-        eps,
-        out_TMC.data_ptr(),
-        torch.get_num_threads(),
-    )
+        streams_TMC.data_ptr(), dtype, *streams_TMC.shape, both_TE.data_ptr(), q_weight_MC.data_ptr(),
+        k_weight_MC.data_ptr(), native.address(picture_T), eps, out_TMC.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TMC

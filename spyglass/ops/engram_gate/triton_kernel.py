@@ -24,22 +24,11 @@ def gate(
     if out_TMC.numel() == 0:
         return
     _gate[(rows, streams)](
-        streams_TMC,
-        both_TE,
-        q_weight_MC,
-        k_weight_MC,
-        out_TMC,
-        both_TE if picture_T is None else picture_T,
-        width,
-        width**-0.5,
-        eps,
-        IMAGES=picture_T is not None,
-        STREAMS=streams,
-        WIDTH=triton.next_power_of_2(width),
-        num_warps=8 if width > 2048 else 4,
-        enable_fp_fusion=False,
-        **overlap(out_TMC),
-    )
+        streams_TMC, both_TE, q_weight_MC, k_weight_MC, out_TMC, both_TE if picture_T is None else picture_T, width,
+        width**-0.5, eps,
+        IMAGES=picture_T is not None, STREAMS=streams, WIDTH=triton.next_power_of_2(width),
+        num_warps=8 if width > 2048 else 4, enable_fp_fusion=False, **overlap(out_TMC),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -125,32 +125,13 @@ def _shrink(call: Call, x: torch.Tensor, matrices: tuple[str, ...], blocks: Bloc
         assert call.slot_T is not None and call.adapters is not None
         tall = blocks.size > 16
         triton_adapters.shrink[(triton.cdiv(room, 16), blocks.count, len(present))](
-            x,
-            call.ids_TK,
-            *blocks.lists,
-            call.slot_T,
-            call.adapters.slot_S,
+            x, call.ids_TK, *blocks.lists, call.slot_T, call.adapters.slot_S,
             *(tensor for each in (present[0], present[-1]) for tensor in (each.a_RI, each.scale_R, each.start_SE1)),
-            u[ranks.index(present[0]) :],
-            choices,
-            call.ids_TK.shape[0],
-            *(_num_slots(call), room),
-            K=x.shape[1],
-            E=call.w1.shape[0],
-            KC=call.ids_TK.shape[1],
-            BY_ROW=len(matrices) == 2,
-            SORT=blocks.sort,
-            BT=blocks.size if tall else 16,
-            BR=16,
-            BK=128 if tall or present[0].a_RI.dtype == torch.float32 else 256,
-            NS=3,
-            SP=_slots_padded(call),
-            CP=64,
-            PDL=ahead(),
-            num_warps=4,
-            num_stages=3,
-            **options(),
-        )
+            u[ranks.index(present[0]) :], choices, call.ids_TK.shape[0], *(_num_slots(call), room),
+            K=x.shape[1], E=call.w1.shape[0], KC=call.ids_TK.shape[1], BY_ROW=len(matrices) == 2, SORT=blocks.sort,
+            BT=blocks.size if tall else 16, BR=16, BK=128 if tall or present[0].a_RI.dtype == torch.float32 else 256,
+            NS=3, SP=_slots_padded(call), CP=64, PDL=ahead(), num_warps=4, num_stages=3, **options(),
+        )  # fmt: skip
     return Shrunk(call=call, ranks=ranks, u=u)
 
 
@@ -178,29 +159,12 @@ def few_rows(call: Call, up: Few, down: Few) -> torch.Tensor:
         order, *lists, counter = ints.split(sizes)
         rounded_TC = torch.empty_like(call.x_TC)
         kernels.begin_few[(triton.cdiv(rows * hidden, 1024) + parts,)](
-            call.x_TC,
-            call.ids_TK,
-            rounded_TC,
-            counter,
-            order,
-            *lists,
-            choices,
-            rows,
-            C=hidden,
-            KC=chosen,
-            E=experts,
-            EP=triton.next_power_of_2(experts),
-            CP=64 if choices <= 64 else 256 if choices <= 256 else 1024,
-            BM=_BLOCK,
-            BLOCK=call.block,
-            ORDER=call.order(call.w1, many=False),
-            SORT=sort,
-            SLICE=_SLICE,
-            COUNTERS=counters,
-            PDL=ahead(),
-            num_warps=4,
+            call.x_TC, call.ids_TK, rounded_TC, counter, order, *lists, choices, rows,
+            C=hidden, KC=chosen, E=experts, EP=triton.next_power_of_2(experts),
+            CP=64 if choices <= 64 else 256 if choices <= 256 else 1024, BM=_BLOCK, BLOCK=call.block,
+            ORDER=call.order(call.w1, many=False), SORT=sort, SLICE=_SLICE, COUNTERS=counters, PDL=ahead(), num_warps=4,
             num_stages=1,
-        )
+        )  # fmt: skip
     given = Blocks(lists=lists, count=blocks, size=_BLOCK, sort=sort)
     above = _shrink(call, call.x_TC, ("w1", "w3"), given)
     keeps = call.adapters is not None and "w2" in call.adapters.matrices
@@ -285,32 +249,12 @@ def _many(
     """One product of `many`; four tensors of weights and scales are gate and up, two are down."""
     up = len(weights) == 4
     kernels.many[(triton.cdiv(out.shape[1], tile.rows // 2 if up else tile.rows), blocks.count)](
-        x,
-        *weights,
-        *(() if up else weights),
-        call.weights_TK,
-        *blocks.lists,
-        out,
-        *shrunk.tensors,
-        call.ids_TK.numel(),
-        *shrunk.numbers,
-        call.limit,
-        **shrunk.constants,
-        N=out.shape[1],
-        K=x.shape[1],
-        KC=call.ids_TK.shape[1],
-        UP=up,
-        BM=tile.rows,
-        BT=tile.tokens,
-        NW=tile.warps,
-        NS=tile.stages,
-        U=tile.unrolled,
-        TILED=(call.w1 if up else call.w2).tiled,
-        ASM=not interpreted(),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **registers(tile.registers),
-    )
+        x, *weights, *(() if up else weights), call.weights_TK, *blocks.lists, out, *shrunk.tensors,
+        call.ids_TK.numel(), *shrunk.numbers, call.limit,
+        **shrunk.constants, N=out.shape[1], K=x.shape[1], KC=call.ids_TK.shape[1], UP=up, BM=tile.rows, BT=tile.tokens,
+        NW=tile.warps, NS=tile.stages, U=tile.unrolled, TILED=(call.w1 if up else call.w2).tiled, ASM=not interpreted(),
+        num_warps=tile.warps, num_stages=tile.stages, **registers(tile.registers),
+    )  # fmt: skip
 
 
 def _listed(call: Call, block: int, blocks: int, counter: torch.Tensor, counters: int) -> tuple[torch.Tensor, ...]:
@@ -322,23 +266,9 @@ def _listed(call: Call, block: int, blocks: int, counter: torch.Tensor, counters
     counts, *lists = torch.empty(sum(sizes), dtype=torch.int32, device=call.ids_TK.device).split(sizes)
     kernels.count_choices[(parts,)](call.ids_TK, counts, choices, EP=bins, SIZE=_PART, num_warps=4)
     kernels.begin_many[(parts,)](
-        call.ids_TK,
-        counts,
-        *lists,
-        counter,
-        choices,
-        parts,
-        blocks,
-        KC=chosen,
-        E=experts,
-        EP=bins,
-        PP=32,
-        BT=block,
-        SIZE=_PART,
-        COUNTERS=counters,
-        num_warps=8,
-        num_stages=1,
-    )
+        call.ids_TK, counts, *lists, counter, choices, parts, blocks,
+        KC=chosen, E=experts, EP=bins, PP=32, BT=block, SIZE=_PART, COUNTERS=counters, num_warps=8, num_stages=1,
+    )  # fmt: skip
     return tuple(lists)
 
 

@@ -25,21 +25,12 @@ def spread_rows(
     block = 32 if rounding is None else rounding.block
     if len(source_M):
         _spread_rows[(len(source_M), triton.cdiv(width, _SIZE))](
-            x_TC,
-            source_M,
-            *(x_TC if out is None else out for out in outs),
-            *strides,
-            tokens,
-            width,
-            PLAIN=plain_MC is not None,
-            AGAIN=rounded_MC is not None,
-            ROUNDS=rounding is not None,
+            x_TC, source_M, *(x_TC if out is None else out for out in outs), *strides, tokens, width,
+            PLAIN=plain_MC is not None, AGAIN=rounded_MC is not None, ROUNDS=rounding is not None,
             E4M3=rounding is not None and rounding.element == "e4m3",
-            E4M3_SCALE=rounding is not None and rounding.scale == "e4m3",
-            BLOCK=block,
-            SIZE=_SIZE,
+            E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=block, SIZE=_SIZE,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -101,25 +92,13 @@ def gate_rows(
         return
     block = 32 if rounding is None else rounding.block
     _gate_rows[(rows, triton.cdiv(width, _SIZE))](
-        gate_MF,
-        up_MF,
-        weight_N,
-        choice_M,
-        z_MF,
-        z_MF if rounded_MF is None else rounded_MF,
-        *(x.stride(0) for x in (gate_MF, up_MF, z_MF)),
-        0 if rounded_MF is None else rounded_MF.stride(0),
-        len(weight_N),
-        width,
-        limit,
-        AGAIN=rounded_MF is not None,
-        ROUNDS=rounding is not None,
+        gate_MF, up_MF, weight_N, choice_M, z_MF, z_MF if rounded_MF is None else rounded_MF,
+        *(x.stride(0) for x in (gate_MF, up_MF, z_MF)), 0 if rounded_MF is None else rounded_MF.stride(0),
+        len(weight_N), width, limit,
+        AGAIN=rounded_MF is not None, ROUNDS=rounding is not None,
         E4M3=rounding is not None and rounding.element == "e4m3",
-        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3",
-        BLOCK=block,
-        SIZE=_SIZE,
-        enable_fp_fusion=False,
-    )
+        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=block, SIZE=_SIZE, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -165,23 +144,11 @@ def gate_gradient(
     if rows == 0:
         return
     _gate_gradient[(rows,)](
-        gate_MF,
-        up_MF,
-        gate_MF if weight_N is None else weight_N,
-        choice_M,
-        dz_MF,
-        dgate_MF,
-        dup_MF,
-        gate_MF if dweight_M is None else dweight_M,
-        *(x.stride(0) for x in (gate_MF, up_MF, dz_MF, dgate_MF, dup_MF)),
-        0 if weight_N is None else len(weight_N),
-        width,
-        limit,
-        WEIGHTED=weight_N is not None,
-        OF_WEIGHT=dweight_M is not None,
-        SIZE=_SIZE,
-        enable_fp_fusion=False,
-    )
+        gate_MF, up_MF, gate_MF if weight_N is None else weight_N, choice_M, dz_MF, dgate_MF, dup_MF,
+        gate_MF if dweight_M is None else dweight_M, *(x.stride(0) for x in (gate_MF, up_MF, dz_MF, dgate_MF, dup_MF)),
+        0 if weight_N is None else len(weight_N), width, limit,
+        WEIGHTED=weight_N is not None, OF_WEIGHT=dweight_M is not None, SIZE=_SIZE, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -27,14 +27,7 @@ def fake_quant(
     out_ND = torch.empty_like(x_ND)
     width = x_ND.shape[-1]
     (kernels or native.best()).fake_quant(
-        x_ND.data_ptr(),
-        dtype,
-        x_ND.numel() // width,
-        width,
-        width if dims is None else dims,
-        *native.quant_codes(spec),
-        tail_bf16,
-        out_ND.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_ND.data_ptr(), dtype, x_ND.numel() // width, width, width if dims is None else dims,
+        *native.quant_codes(spec), tail_bf16, out_ND.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_ND

@@ -29,23 +29,10 @@ def quantise_rows(x_ND: torch.Tensor, out_ND: torch.Tensor, spec: FakeQuant, dim
     BLOCK = triton.next_power_of_2(spec.block)
     BLOCKS = max(_VALUES // BLOCK, 1)
     _quantise[(triton.cdiv(rows * (rounded + plain), BLOCKS),)](
-        x_ND,
-        out_ND,
-        rows * (rounded + plain),
-        x_ND.stride(0),
-        width,
-        dims,
-        rounded,
-        rounded + plain,
-        spec.block,
-        E4M3=spec.element == "e4m3",
-        E4M3_SCALE=spec.scale == "e4m3",
-        TAIL_BF16=tail_bf16,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-        enable_fp_fusion=False,
-        **overlap(x_ND),
-    )
+        x_ND, out_ND, rows * (rounded + plain), x_ND.stride(0), width, dims, rounded, rounded + plain, spec.block,
+        E4M3=spec.element == "e4m3", E4M3_SCALE=spec.scale == "e4m3", TAIL_BF16=tail_bf16, BLOCK=BLOCK, BLOCKS=BLOCKS,
+        enable_fp_fusion=False, **overlap(x_ND),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -19,15 +19,9 @@ def rotate(x_ND: torch.Tensor, out_ND: torch.Tensor) -> None:
         return
     ROWS = max(_VALUES // dim, 1)
     _rotate[(triton.cdiv(rows, ROWS),)](
-        x_ND,
-        out_ND,
-        rows,
-        ROWS=ROWS,
-        DIM=dim,
-        LOG_DIM=dim.bit_length() - 1,
-        enable_fp_fusion=False,
-        **overlap(x_ND),
-    )
+        x_ND, out_ND, rows,
+        ROWS=ROWS, DIM=dim, LOG_DIM=dim.bit_length() - 1, enable_fp_fusion=False, **overlap(x_ND),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

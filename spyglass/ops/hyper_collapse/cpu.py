@@ -19,13 +19,7 @@ def hyper_collapse(streams_TMC: torch.Tensor, pre_TM: torch.Tensor, *, kernels: 
     streams_TMC, pre_TM = streams_TMC.contiguous(), native.float32(pre_TM)
     x_TC = torch.empty((rows, width), dtype=streams_TMC.dtype)
     (kernels or native.best()).hyper_collapse(
-        streams_TMC.data_ptr(),
-        dtype,
-        rows,
-        streams,
-        width,
-        pre_TM.data_ptr(),
-        x_TC.data_ptr(),
+        streams_TMC.data_ptr(), dtype, rows, streams, width, pre_TM.data_ptr(), x_TC.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return x_TC

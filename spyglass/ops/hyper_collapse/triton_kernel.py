@@ -17,14 +17,9 @@ def collapse(streams_TMC: torch.Tensor, pre_TM: torch.Tensor, out_TC: torch.Tens
     rows, streams, width = streams_TMC.shape
     if out_TC.numel():
         _collapse[(rows, triton.cdiv(width, _WIDTH))](
-            streams_TMC,
-            pre_TM,
-            out_TC,
-            width,
-            STREAMS=streams,
-            WIDTH=_WIDTH,
-            **overlap(out_TC),
-        )
+            streams_TMC, pre_TM, out_TC, width,
+            STREAMS=streams, WIDTH=_WIDTH, **overlap(out_TC),
+        )  # fmt: skip
 
 
 @triton.jit

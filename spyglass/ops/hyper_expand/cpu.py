@@ -34,15 +34,7 @@ def hyper_expand(
     post_TM, comb_TMM = native.float32(post_TM), native.float32(comb_TMM)
     out_TLC = torch.empty_like(streams_TMC)
     (kernels or native.best()).hyper_expand(
-        z_TC.data_ptr(),
-        streams_TMC.data_ptr(),
-        dtype,
-        rows,
-        streams,
-        width,
-        post_TM.data_ptr(),
-        comb_TMM.data_ptr(),
-        out_TLC.data_ptr(),
-        torch.get_num_threads(),
-    )
+        z_TC.data_ptr(), streams_TMC.data_ptr(), dtype, rows, streams, width, post_TM.data_ptr(), comb_TMM.data_ptr(),
+        out_TLC.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TLC

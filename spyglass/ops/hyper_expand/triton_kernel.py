@@ -24,18 +24,9 @@ def expand(
     rows, streams, width = streams_TMC.shape
     if out_TMC.numel():
         _expand[(rows, triton.cdiv(width, _WIDTH))](
-            z_TC,
-            z_TC if shared_TC is None else shared_TC,
-            streams_TMC,
-            post_TM,
-            comb_TMM,
-            out_TMC,
-            width,
-            SHARED=shared_TC is not None,
-            STREAMS=streams,
-            WIDTH=_WIDTH,
-            **overlap(z_TC),
-        )
+            z_TC, z_TC if shared_TC is None else shared_TC, streams_TMC, post_TM, comb_TMM, out_TMC, width,
+            SHARED=shared_TC is not None, STREAMS=streams, WIDTH=_WIDTH, **overlap(z_TC),
+        )  # fmt: skip
 
 
 @triton.jit

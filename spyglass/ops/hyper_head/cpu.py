@@ -28,15 +28,7 @@ def hyper_head(
     fn_ME, scale_1, base_M = native.float32(fn_ME), native.float32(scale_1), native.float32(base_M)
     p_TM = torch.empty(streams_TMC.shape[:2])
     (kernels or native.best()).hyper_head(
-        streams_TMC.data_ptr(),
-        dtype,
-        *streams_TMC.shape,
-        fn_ME.data_ptr(),
-        scale_1.data_ptr(),
-        base_M.data_ptr(),
-        norm_eps,
-        hc_eps,
-        p_TM.data_ptr(),
-        torch.get_num_threads(),
-    )
+        streams_TMC.data_ptr(), dtype, *streams_TMC.shape, fn_ME.data_ptr(), scale_1.data_ptr(), base_M.data_ptr(),
+        norm_eps, hc_eps, p_TM.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return p_TM

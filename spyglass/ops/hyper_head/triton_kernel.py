@@ -20,22 +20,10 @@ def finish_head(
     out_TM = torch.empty((rows, streams), dtype=torch.float32, device=sums.products.device)
     if rows:
         _finish_head[(rows,)](
-            sums.products,
-            sums.squares,
-            scale_1,
-            base_M,
-            out_TM,
-            width,
-            splits,
-            norm_eps,
-            hc_eps,
-            STREAMS=streams,
-            OUTPUTS=OUTPUTS,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=1,
-            enable_fp_fusion=False,
-            **overlap(sums.products),
-        )
+            sums.products, sums.squares, scale_1, base_M, out_TM, width, splits, norm_eps, hc_eps,
+            STREAMS=streams, OUTPUTS=OUTPUTS, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+            enable_fp_fusion=False, **overlap(sums.products),
+        )  # fmt: skip
     return out_TM
 
 

@@ -39,20 +39,7 @@ def hyper_mix(
     post_TM = torch.empty((rows, streams))
     comb_TMM = torch.empty((rows, streams, streams))
     (kernels or native.best()).hyper_mix(
-        streams_TMC.data_ptr(),
-        dtype,
-        rows,
-        streams,
-        width,
-        fn_JE.data_ptr(),
-        scale_3.data_ptr(),
-        base_J.data_ptr(),
-        norm_eps,
-        hc_eps,
-        rounds,
-        pre_TM.data_ptr(),
-        post_TM.data_ptr(),
-        comb_TMM.data_ptr(),
-        torch.get_num_threads(),
-    )
+        streams_TMC.data_ptr(), dtype, rows, streams, width, fn_JE.data_ptr(), scale_3.data_ptr(), base_J.data_ptr(),
+        norm_eps, hc_eps, rounds, pre_TM.data_ptr(), post_TM.data_ptr(), comb_TMM.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return pre_TM, post_TM, comb_TMM

@@ -85,50 +85,21 @@ def project(streams_TMC: torch.Tensor, fn_JE: torch.Tensor, write: Write | None 
     if write is None and not single:
         ROWS = 64 if rows > _MANY else 16
         _project_rows[(triton.cdiv(rows, ROWS), splits)](
-            streams_TMC,
-            fn_JE,
-            sums.products,
-            sums.squares,
-            rows,
-            E,
-            J,
-            splits,
-            ROWS=ROWS,
-            WIDTH=WIDTH,
-            STEPS=STEPS,
-            OUTPUTS=OUTPUTS,
-            num_warps=4,
-            num_stages=3,
-            **overlap(sums.products),
-        )
+            streams_TMC, fn_JE, sums.products, sums.squares, rows, E, J, splits,
+            ROWS=ROWS, WIDTH=WIDTH, STEPS=STEPS, OUTPUTS=OUTPUTS, num_warps=4, num_stages=3, **overlap(sums.products),
+        )  # fmt: skip
         return sums
     shared = None if write is None else write.shared_TC
     ROWS = few if single else 16
     kernel = _project_single if single else _write_and_project
     kernel[(triton.cdiv(rows, ROWS), splits)](
-        streams_TMC,
-        fn_JE,
-        sums.products,
-        sums.squares,
-        streams_TMC if write is None else write.z_TC,
-        streams_TMC if shared is None else shared,
-        sums.squares if write is None else write.post_TM,
-        sums.squares if write is None else write.comb_TMM,
-        streams_TMC if write is None else write.out_TMC,
-        rows,
-        width,
-        J,
-        splits,
-        WRITES=write is not None,
-        SHARED=shared is not None,
-        STREAMS=streams,
-        STREAMS_2=triton.next_power_of_2(streams),
-        ROWS=ROWS,
-        WIDTH=WIDTH,
-        OUTPUTS=OUTPUTS,
-        num_warps=8 if single else 4,
-        **overlap(sums.products),
-    )
+        streams_TMC, fn_JE, sums.products, sums.squares, streams_TMC if write is None else write.z_TC,
+        streams_TMC if shared is None else shared, sums.squares if write is None else write.post_TM,
+        sums.squares if write is None else write.comb_TMM, streams_TMC if write is None else write.out_TMC, rows, width,
+        J, splits,
+        WRITES=write is not None, SHARED=shared is not None, STREAMS=streams, STREAMS_2=triton.next_power_of_2(streams),
+        ROWS=ROWS, WIDTH=WIDTH, OUTPUTS=OUTPUTS, num_warps=8 if single else 4, **overlap(sums.products),
+    )  # fmt: skip
     return sums
 
 
@@ -290,36 +261,17 @@ def finish(
     splits, OUTPUTS = sums.products.shape[1:]
     given_TM = None if read is None else read.pre_TM
     _finish[(rows, 2)](
-        sums.products,
-        sums.squares,
-        scale_3,
-        base_J,
-        pre_TM,
-        post_TM,
-        comb_TMM,
-        streams_TMC,
-        base_J if read is None else read.weight_C,
-        pre_TM if given_TM is None else given_TM,
+        sums.products, sums.squares, scale_3, base_J, pre_TM, post_TM, comb_TMM, streams_TMC,
+        base_J if read is None else read.weight_C, pre_TM if given_TM is None else given_TM,
         streams_TMC if read is None else read.x_TC,
-        streams_TMC if read is None or read.rounded_TC is None else read.rounded_TC,
-        width,
-        splits,
-        norm_eps,
-        hc_eps,
+        streams_TMC if read is None or read.rounded_TC is None else read.rounded_TC, width, splits, norm_eps, hc_eps,
         0.0 if read is None else read.eps,
-        ROUNDS=rounds,
-        COLLAPSES=read is not None,
-        GIVEN=given_TM is not None,
-        **rounding(None if read is None else read.quant),
-        STREAMS=streams,
-        STREAMS_2=triton.next_power_of_2(streams),
-        OUTPUTS=OUTPUTS,
-        SPLITS=triton.next_power_of_2(splits),
-        WIDTH=triton.next_power_of_2(width) if read is not None else 1,
-        num_warps=8 if read is not None else 1,
-        enable_fp_fusion=False,
-        **overlap(sums.products),
-    )
+        ROUNDS=rounds, COLLAPSES=read is not None, GIVEN=given_TM is not None,
+        **rounding(None if read is None else read.quant), STREAMS=streams, STREAMS_2=triton.next_power_of_2(streams),
+        OUTPUTS=OUTPUTS, SPLITS=triton.next_power_of_2(splits),
+        WIDTH=triton.next_power_of_2(width) if read is not None else 1, num_warps=8 if read is not None else 1,
+        enable_fp_fusion=False, **overlap(sums.products),
+    )  # fmt: skip
     return pre_TM, post_TM, comb_TMM
 
 

@@ -51,20 +51,9 @@ def read_gradient(
     )
     if rows:
         _read_gradient[(rows,)](
-            streams_TMC,
-            pre_TM,
-            weight_C,
-            grad_TC,
-            read.alpha_T,
-            read.beta_T,
-            read.dpre_TM,
-            width,
-            eps,
-            STREAMS=streams,
-            WIDTH=_WALK,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            streams_TMC, pre_TM, weight_C, grad_TC, read.alpha_T, read.beta_T, read.dpre_TM, width, eps,
+            STREAMS=streams, WIDTH=_WALK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return read
 
 
@@ -119,28 +108,10 @@ def mix_gradient(
     if rows:
         ROWS = 32
         _mix_gradient[(triton.cdiv(rows, ROWS),)](
-            sums.products,
-            sums.squares,
-            scale_3,
-            base_J,
-            dpre_TM,
-            dpost_TM,
-            dcomb_TMM,
-            scratch,
-            dp_TJ,
-            kappa_T,
-            rows,
-            splits,
-            width,
-            norm_eps,
-            hc_eps,
-            ROUNDS=rounds,
-            STREAMS=streams,
-            OUTPUTS=outputs,
-            ROWS=ROWS,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            sums.products, sums.squares, scale_3, base_J, dpre_TM, dpost_TM, dcomb_TMM, scratch, dp_TJ, kappa_T, rows,
+            splits, width, norm_eps, hc_eps,
+            ROUNDS=rounds, STREAMS=streams, OUTPUTS=outputs, ROWS=ROWS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return dp_TJ, kappa_T
 
 

@@ -31,14 +31,7 @@ def linear_argmax(
     assert skip_O.dtype == torch.bool and len(skip_O) == out_features < _MOST
     values_T, places_T = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     (kernels or native.best()).linear_argmax(
-        x_TI.data_ptr(),
-        dtype,
-        rows,
-        *native.matrix_arguments("linear_argmax", weight),
-        *native.NO_QUANT,
-        skip_O.data_ptr(),
-        values_T.data_ptr(),
-        places_T.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_TI.data_ptr(), dtype, rows, *native.matrix_arguments("linear_argmax", weight), *native.NO_QUANT,
+        skip_O.data_ptr(), values_T.data_ptr(), places_T.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return places_T, values_T

@@ -41,16 +41,8 @@ def linear_block(
     if bias_O is not None:
         bias_O = native.float32(bias_O)
     (kernels or native.best()).linear(
-        x_TI.data_ptr(),
-        dtype,
-        rows,
-        1,
-        *native.matrix_arguments("linear_block", weight),
-        *native.quant_codes(rounding),
-        native.address(addend_TO),
-        native.address(bias_O),
-        out_TO.data_ptr(),
-        native.dtype_code("linear_block", out_TO),
-        torch.get_num_threads(),
-    )
+        x_TI.data_ptr(), dtype, rows, 1, *native.matrix_arguments("linear_block", weight),
+        *native.quant_codes(rounding), native.address(addend_TO), native.address(bias_O), out_TO.data_ptr(),
+        native.dtype_code("linear_block", out_TO), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TO

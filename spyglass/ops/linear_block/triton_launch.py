@@ -115,37 +115,15 @@ def multiply_merged(
     N0 = totals[0] if fp8 else 0
     N1, N2 = [*totals[len(fp8) :], 0, 0][:2]
     kernels.few_rows_merged[(triton.cdiv(N0 + N1 + N2, side),)](
-        x8,
-        x if first is None else first.weight.data.view(torch.int16),
-        scale,
-        x if first is None else held[id(first)],
-        x,
-        data[0],
-        held[id(bf16[0])] if bf16 else x,
-        data[1],
-        held[id(bf16[1])] if len(bf16) > 1 else x,
-        rows,
-        K=in_features,
-        N0=N0,
-        **_starts("a", first.sizes if first else (), N0),
-        N1=N1,
-        **_starts("b", bf16[0].sizes if bf16 else (), N1),
-        N2=N2,
-        **_starts("c", bf16[1].sizes if len(bf16) > 1 else (), N2),
-        BLOCK_N=block[0],
-        BLOCK_K=block[1],
-        BN=side,
-        BM=8 if rows <= 8 else 16 if rows <= 16 else 32,
-        NW=next(iter(warps)),
-        STEPS_8=steps.get("fp8", 1),
-        STEPS_16=steps.get("bf16", 1),
-        AHEAD=rows <= 8,
-        PDL=ahead(),
-        ASM=not interpreted(),
-        num_warps=next(iter(warps)),
-        num_stages=1,
-        **options(),
-    )
+        x8, x if first is None else first.weight.data.view(torch.int16), scale, x if first is None else held[id(first)],
+        x, data[0], held[id(bf16[0])] if bf16 else x, data[1], held[id(bf16[1])] if len(bf16) > 1 else x, rows,
+        K=in_features, N0=N0, **_starts("a", first.sizes if first else (), N0), N1=N1,
+        **_starts("b", bf16[0].sizes if bf16 else (), N1), N2=N2,
+        **_starts("c", bf16[1].sizes if len(bf16) > 1 else (), N2), BLOCK_N=block[0], BLOCK_K=block[1], BN=side,
+        BM=8 if rows <= 8 else 16 if rows <= 16 else 32, NW=next(iter(warps)), STEPS_8=steps.get("fp8", 1),
+        STEPS_16=steps.get("bf16", 1), AHEAD=rows <= 8, PDL=ahead(), ASM=not interpreted(), num_warps=next(iter(warps)),
+        num_stages=1, **options(),
+    )  # fmt: skip
     return _maps(outputs, stacks, x)
 
 
@@ -203,33 +181,12 @@ def _few(
     scale = data if weight.scale is None else weight.scale.view(torch.int16)
     block_n, block_k = weight.format.block or (1, 1)
     kernels.few_rows[(triton.cdiv(out_features, launch.rows),)](
-        x,
-        data,
-        scale,
-        x if addend is None else addend,
-        x if bias is None else bias,
-        out,
-        rows,
-        N=out_features,
-        K=in_features,
-        GROUP=out_features // groups,
-        FORMAT=bits,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        ADDEND=addend is not None,
-        BIAS=bias is not None,
-        LARGEST=out.dtype == torch.int64,
-        BN=launch.rows,
-        BM=8 if rows <= 8 else 16 if rows <= 16 else 32,
-        NW=launch.warps,
-        STEPS=launch.steps,
-        AHEAD=launch.ahead,
-        PDL=ahead(),
-        ASM=not interpreted(),
-        num_warps=launch.warps,
-        num_stages=1,
-        **options(),
-    )
+        x, data, scale, x if addend is None else addend, x if bias is None else bias, out, rows,
+        N=out_features, K=in_features, GROUP=out_features // groups, FORMAT=bits, BLOCK_N=block_n, BLOCK_K=block_k,
+        ADDEND=addend is not None, BIAS=bias is not None, LARGEST=out.dtype == torch.int64, BN=launch.rows,
+        BM=8 if rows <= 8 else 16 if rows <= 16 else 32, NW=launch.warps, STEPS=launch.steps, AHEAD=launch.ahead,
+        PDL=ahead(), ASM=not interpreted(), num_warps=launch.warps, num_stages=1, **options(),
+    )  # fmt: skip
 
 
 def _many(
@@ -249,32 +206,13 @@ def _many(
     assert weight.scale is not None and weight.format.block is not None
     block_n, block_k = weight.format.block
     kernels.many_rows[(out_features // launch.rows * triton.cdiv(rows, launch.tokens),)](
-        x,
-        weight.data.view(torch.int16),
-        weight.scale.view(torch.int16),
-        x if addend is None else addend,
-        x if bias is None else bias,
-        out,
-        rows,
-        N=out_features,
-        K=in_features,
-        GROUP=out_features // groups,
-        **_starts("n", sizes, out_features),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        ADDEND=addend is not None,
-        BIAS=bias is not None,
-        MERGED=len(sizes) > 0,
-        BM=launch.rows,
-        BT=launch.tokens,
-        NW=launch.warps,
-        NS=launch.stages,
-        U=launch.unrolled,
-        ASM=not interpreted(),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-        **registers(launch.registers),
-    )
+        x, weight.data.view(torch.int16), weight.scale.view(torch.int16), x if addend is None else addend,
+        x if bias is None else bias, out, rows,
+        N=out_features, K=in_features, GROUP=out_features // groups, **_starts("n", sizes, out_features),
+        BLOCK_N=block_n, BLOCK_K=block_k, ADDEND=addend is not None, BIAS=bias is not None, MERGED=len(sizes) > 0,
+        BM=launch.rows, BT=launch.tokens, NW=launch.warps, NS=launch.stages, U=launch.unrolled, ASM=not interpreted(),
+        num_warps=launch.warps, num_stages=launch.stages, **registers(launch.registers),
+    )  # fmt: skip
 
 
 def expanded(weight: Packed) -> torch.Tensor:
@@ -284,16 +222,9 @@ def expanded(weight: Packed) -> torch.Tensor:
     block_n, block_k = weight.format.block
     out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.data.device)
     kernels.expand_fp8[(out_features * in_features // 4096,)](
-        weight.data.view(torch.int16),
-        weight.scale.view(torch.int16),
-        out,
-        K=in_features,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SIZE=256,
-        ASM=not interpreted(),
-        num_warps=4,
-    )
+        weight.data.view(torch.int16), weight.scale.view(torch.int16), out,
+        K=in_features, BLOCK_N=block_n, BLOCK_K=block_k, SIZE=256, ASM=not interpreted(), num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -31,18 +31,11 @@ def round_into(x_NI: torch.Tensor, out_NI: torch.Tensor, rounding: FakeQuant | N
         return
     BLOCK = 32 if rounding is None else rounding.block
     _round_into[(rows, triton.cdiv(width, 1024))](
-        x_NI,
-        out_NI,
-        x_NI.stride(0),
-        out_NI.stride(0),
-        width,
-        ROUNDS=rounding is not None,
-        E4M3=rounding is not None and rounding.element == "e4m3",
-        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3",
-        BLOCK=BLOCK,
-        SIZE=max(1024, BLOCK),
+        x_NI, out_NI, x_NI.stride(0), out_NI.stride(0), width,
+        ROUNDS=rounding is not None, E4M3=rounding is not None and rounding.element == "e4m3",
+        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=BLOCK, SIZE=max(1024, BLOCK),
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,25 +69,11 @@ def decode_into(
     assert scale is not None and format.block is not None and inputs % 32 == 0
     ROWS, SIZE = 16, 256
     _decode_into[(triton.cdiv(outputs, ROWS) * triton.cdiv(inputs, SIZE), count)](
-        data.view(torch.uint8),
-        scale.view(torch.uint8),
-        out_GOI,
-        out_GOI if chosen_G is None else chosen_G,
-        outputs,
-        inputs,
-        data.stride(0),
-        scale.stride(0),
-        scale.shape[-1],
-        out_GOI.stride(0),
-        out_GOI.stride(1),
-        CHOSEN=chosen_G is not None,
-        FP4=format.name == "fp4",
-        BLOCK_O=format.block[0],
-        BLOCK_I=format.block[1],
-        ROWS=ROWS,
-        SIZE=SIZE,
-        num_warps=4,
-    )
+        data.view(torch.uint8), scale.view(torch.uint8), out_GOI, out_GOI if chosen_G is None else chosen_G, outputs,
+        inputs, data.stride(0), scale.stride(0), scale.shape[-1], out_GOI.stride(0), out_GOI.stride(1),
+        CHOSEN=chosen_G is not None, FP4=format.name == "fp4", BLOCK_O=format.block[0], BLOCK_I=format.block[1],
+        ROWS=ROWS, SIZE=SIZE, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -156,27 +135,12 @@ def place_parts(
     RANKS = min(triton.next_power_of_2(ranks), 16)
     slot_N, slot_R = slots or (source_GNR, source_GNR)
     _place_parts[(triton.cdiv(rows, _TILE), triton.cdiv(ranks, RANKS), count)](
-        source_GNR,
-        out_GNRt,
-        source_GNR if value_GNR is None else value_GNR,
-        source_GNR if scale_GR is None else scale_GR,
-        slot_N,
-        slot_R,
-        rows,
-        ranks,
-        *source_GNR.stride(),
+        source_GNR, out_GNRt, source_GNR if value_GNR is None else value_GNR,
+        source_GNR if scale_GR is None else scale_GR, slot_N, slot_R, rows, ranks, *source_GNR.stride(),
         *out_GNRt.stride(),
-        SUMS=sums,
-        SCALED=scale_GR is not None,
-        MASKED=slots is not None,
-        WHOLE=value_GNR is not None,
-        KIND=kind,
-        PARTS=columns,
-        ROWS=_TILE,
-        RANKS=RANKS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        SUMS=sums, SCALED=scale_GR is not None, MASKED=slots is not None, WHOLE=value_GNR is not None, KIND=kind,
+        PARTS=columns, ROWS=_TILE, RANKS=RANKS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -29,16 +29,7 @@ def linear_grouped(
     if addend_TGO is not None:
         addend_TGO = native.float32(addend_TGO)
     (kernels or native.best()).linear(
-        x_TGI.data_ptr(),
-        dtype,
-        rows,
-        groups,
-        *native.matrix_arguments("linear_grouped", weight),
-        *native.NO_QUANT,
-        native.address(addend_TGO),
-        None,
-        out_TGO.data_ptr(),
-        dtype,
-        torch.get_num_threads(),
-    )
+        x_TGI.data_ptr(), dtype, rows, groups, *native.matrix_arguments("linear_grouped", weight), *native.NO_QUANT,
+        native.address(addend_TGO), None, out_TGO.data_ptr(), dtype, torch.get_num_threads(),
+    )  # fmt: skip
     return out_TGO

@@ -29,19 +29,7 @@ def lora_delta(
     a_RI, b_RGO, scale_R = native.float32(a_RI), native.float32(b_RGO), native.float32(scale_R)
     out_TGO = torch.empty((rows, groups, b_RGO.shape[2]), dtype=torch.float32)
     (kernels or native.best()).lora_delta(
-        x_TGI.data_ptr(),
-        dtype,
-        rows,
-        groups,
-        inner,
-        slot_T.data_ptr(),
-        a_RI.data_ptr(),
-        b_RGO.data_ptr(),
-        slot_R.data_ptr(),
-        scale_R.data_ptr(),
-        len(a_RI),
-        out_TGO.shape[2],
-        out_TGO.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_TGI.data_ptr(), dtype, rows, groups, inner, slot_T.data_ptr(), a_RI.data_ptr(), b_RGO.data_ptr(),
+        slot_R.data_ptr(), scale_R.data_ptr(), len(a_RI), out_TGO.shape[2], out_TGO.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_TGO

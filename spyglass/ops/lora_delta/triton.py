@@ -33,35 +33,11 @@ def lora_delta(
     u_TGR = torch.empty((rows, groups, ranks), dtype=torch.float32, device=x_TGI.device)
     slot_T, slot_R = slot_T.contiguous(), slot_R.contiguous()
     kernels.shrink[(triton.cdiv(rows, 16), triton.cdiv(ranks, 16), groups)](
-        x_TGI.contiguous(),
-        slot_T,
-        a_RI.contiguous(),
-        slot_R,
-        scale_R.contiguous(),
-        u_TGR,
-        rows,
-        ranks,
-        G=groups,
-        K=inner,
-        BT=16,
-        BR=16,
-        BK=128,
-        NS=3,
-        num_warps=4,
-    )
+        x_TGI.contiguous(), slot_T, a_RI.contiguous(), slot_R, scale_R.contiguous(), u_TGR, rows, ranks,
+        G=groups, K=inner, BT=16, BR=16, BK=128, NS=3, num_warps=4,
+    )  # fmt: skip
     kernels.expand[(triton.cdiv(rows, 16), triton.cdiv(outer, 128), groups)](
-        u_TGR,
-        slot_T,
-        b_RGO.contiguous(),
-        slot_R,
-        out_TGO,
-        rows,
-        ranks,
-        G=groups,
-        N=outer,
-        BT=16,
-        BR=16,
-        BN=128,
-        num_warps=4,
-    )
+        u_TGR, slot_T, b_RGO.contiguous(), slot_R, out_TGO, rows, ranks,
+        G=groups, N=outer, BT=16, BR=16, BN=128, num_warps=4,
+    )  # fmt: skip
     return out_TGO

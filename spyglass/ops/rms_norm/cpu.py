@@ -32,14 +32,7 @@ def rms_norm(
     if weight_D is not None:
         weight_D = native.float32(weight_D)
     (kernels or native.best()).rms_norm(
-        x_ND.data_ptr(),
-        dtype,
-        x_ND.numel() // width,
-        width,
-        native.address(weight_D),
-        eps,
-        stepwise,
-        out_ND.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_ND.data_ptr(), dtype, x_ND.numel() // width, width, native.address(weight_D), eps, stepwise,
+        out_ND.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_ND if quant is None else fake_quant(out_ND, quant, kernels=kernels)

@@ -37,22 +37,10 @@ def normalise(
         launch = RowWise(at_once=max(_VALUES // DIM, 1), warps=4 if DIM <= 4096 else 8)
     ROWS = launch.at_once
     _normalise_rows[(triton.cdiv(rows, ROWS),)](
-        x_ND,
-        x_ND if weight_D is None else weight_D,
-        out_ND,
-        rows,
-        x_ND.stride(0),
-        dim,
-        eps,
-        WEIGHTED=weight_D is not None,
-        STEPWISE=stepwise,
-        **rounding(quant),
-        ROWS=ROWS,
-        DIM=DIM,
-        num_warps=launch.warps,
-        enable_fp_fusion=False,
-        **overlap(x_ND),
-    )
+        x_ND, x_ND if weight_D is None else weight_D, out_ND, rows, x_ND.stride(0), dim, eps,
+        WEIGHTED=weight_D is not None, STEPWISE=stepwise, **rounding(quant), ROWS=ROWS, DIM=DIM, num_warps=launch.warps,
+        enable_fp_fusion=False, **overlap(x_ND),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

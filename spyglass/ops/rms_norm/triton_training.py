@@ -26,21 +26,10 @@ def norm_gradient(
     DIM = triton.next_power_of_2(dim)
     ROWS = max(_VALUES // DIM, 1)
     _norm_gradient[(triton.cdiv(rows, ROWS),)](
-        x_ND,
-        x_ND if weight_D is None else weight_D,
-        grad_ND,
-        dx_ND,
-        rows,
-        x_ND.stride(0),
-        dim,
-        eps,
-        WEIGHTED=weight_D is not None,
-        STEPWISE=stepwise,
-        ROWS=ROWS,
-        DIM=DIM,
-        num_warps=4 if DIM <= 4096 else 8,
+        x_ND, x_ND if weight_D is None else weight_D, grad_ND, dx_ND, rows, x_ND.stride(0), dim, eps,
+        WEIGHTED=weight_D is not None, STEPWISE=stepwise, ROWS=ROWS, DIM=DIM, num_warps=4 if DIM <= 4096 else 8,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -25,16 +25,7 @@ def rope_partial(
     x_THD, cos_TR, sin_TR = x_THD.contiguous(), native.float32(cos_TR), native.float32(sin_TR)
     out_THD = torch.empty_like(x_THD)
     (kernels or native.best()).rope(
-        x_THD.data_ptr(),
-        dtype,
-        x_THD.shape[0],
-        x_THD.shape[1:-1].numel(),
-        x_THD.shape[-1],
-        cos_TR.data_ptr(),
-        sin_TR.data_ptr(),
-        cos_TR.shape[-1],
-        inverse,
-        out_THD.data_ptr(),
-        torch.get_num_threads(),
-    )
+        x_THD.data_ptr(), dtype, x_THD.shape[0], x_THD.shape[1:-1].numel(), x_THD.shape[-1], cos_TR.data_ptr(),
+        sin_TR.data_ptr(), cos_TR.shape[-1], inverse, out_THD.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out_THD

@@ -40,23 +40,9 @@ def router_topk(
     ids_TK = torch.empty((rows, k), dtype=torch.int32)
     weights_TK = torch.empty((rows, k))
     (kernels or native.best()).router(
-        x_TC.data_ptr(),
-        dtype,
-        rows,
-        width,
-        weight_EC.data_ptr(),
-        weight_dtype,
-        weight_EC.shape[0],
-        k,
-        scale,
-        native.address(bias_E),
-        native.address(bias_picture_E),
-        native.address(picture_T),
-        native.address(forced_TK),
-        native.address(forced_row_T),
-        native.address(positions_T),
-        ids_TK.data_ptr(),
-        weights_TK.data_ptr(),
+        x_TC.data_ptr(), dtype, rows, width, weight_EC.data_ptr(), weight_dtype, weight_EC.shape[0], k, scale,
+        native.address(bias_E), native.address(bias_picture_E), native.address(picture_T), native.address(forced_TK),
+        native.address(forced_row_T), native.address(positions_T), ids_TK.data_ptr(), weights_TK.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return ids_TK, weights_TK

@@ -23,18 +23,9 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
         shares = triton.cdiv(rows, ROWS)
         logits_TSE = torch.empty((shares * ROWS, 1, experts), dtype=torch.float32, device=x_TC.device)
         _project_single[(shares, triton.cdiv(experts, 2))](
-            x_TC,
-            weight_EC,
-            logits_TSE,
-            rows,
-            width,
-            experts,
-            ROWS=ROWS,
-            EXPERTS=2,
-            WIDTH=triton.next_power_of_2(width),
-            num_warps=8,
-            **overlap(logits_TSE),
-        )
+            x_TC, weight_EC, logits_TSE, rows, width, experts,
+            ROWS=ROWS, EXPERTS=2, WIDTH=triton.next_power_of_2(width), num_warps=8, **overlap(logits_TSE),
+        )  # fmt: skip
         return logits_TSE[:rows]
     blocks = triton.cdiv(width, _INNER)
     if rows <= 128:
@@ -45,20 +36,9 @@ def project(x_TC: torch.Tensor, weight_EC: torch.Tensor) -> torch.Tensor:
     out_TSE = torch.empty((rows, splits, experts), dtype=torch.float32, device=x_TC.device)
     if rows:
         _project[(triton.cdiv(rows, ROWS), triton.cdiv(experts, EXPERTS), splits)](
-            x_TC,
-            weight_EC,
-            out_TSE,
-            rows,
-            width,
-            experts,
-            splits,
-            steps,
-            ROWS=ROWS,
-            EXPERTS=EXPERTS,
-            INNER=_INNER,
-            num_warps=4,
-            **overlap(out_TSE),
-        )
+            x_TC, weight_EC, out_TSE, rows, width, experts, splits, steps,
+            ROWS=ROWS, EXPERTS=EXPERTS, INNER=_INNER, num_warps=4, **overlap(out_TSE),
+        )  # fmt: skip
     return out_TSE
 
 
@@ -127,30 +107,15 @@ def choose(
     if rows == 0 or k == 0:
         return
     _choose[(rows,)](
-        logits_TSE,
-        ids_TK,
-        weights_TK,
-        logits_TSE if bias_E is None else bias_E,
-        logits_TSE if bias_picture_E is None else bias_picture_E,
-        logits_TSE if picture_T is None else picture_T,
-        logits_TSE if forced_TK is None else forced_TK,
-        logits_TSE if forced_row_T is None else forced_row_T,
-        logits_TSE if positions_T is None else positions_T,
-        experts,
-        splits,
-        scale,
-        BIASED=bias_E is not None,
-        PICTURES=picture_T is not None,
-        FORCED=forced_TK is not None,
-        BY_ROW=forced_row_T is not None,
-        PADDED=positions_T is not None,
-        K=k,
-        K_2=triton.next_power_of_2(k),
-        SPLITS=triton.next_power_of_2(splits),
-        EXPERTS=triton.next_power_of_2(experts),
-        num_warps=1 if splits == 1 and experts <= 512 else 4,
-        **overlap(logits_TSE),
-    )
+        logits_TSE, ids_TK, weights_TK, logits_TSE if bias_E is None else bias_E,
+        logits_TSE if bias_picture_E is None else bias_picture_E, logits_TSE if picture_T is None else picture_T,
+        logits_TSE if forced_TK is None else forced_TK, logits_TSE if forced_row_T is None else forced_row_T,
+        logits_TSE if positions_T is None else positions_T, experts, splits, scale,
+        BIASED=bias_E is not None, PICTURES=picture_T is not None, FORCED=forced_TK is not None,
+        BY_ROW=forced_row_T is not None, PADDED=positions_T is not None, K=k, K_2=triton.next_power_of_2(k),
+        SPLITS=triton.next_power_of_2(splits), EXPERTS=triton.next_power_of_2(experts),
+        num_warps=1 if splits == 1 and experts <= 512 else 4, **overlap(logits_TSE),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -31,27 +31,12 @@ def finish_gradient(
         return
     HEADS = min(max(_VALUES // dim, 1), triton.next_power_of_2(heads))
     _finish_gradient[(rows, triton.cdiv(heads, HEADS))](
-        x_THD,
-        cos_TR,
-        sin_TR,
-        grad_THD,
-        dx_THD,
-        cos_TR if weight_D is None else weight_D,
-        x_THD.stride(0),
-        x_THD.stride(1),
-        heads,
-        0.0 if eps is None else eps,
-        NORMS=eps is not None,
-        WEIGHTED=weight_D is not None,
-        STEPWISE=stepwise,
-        HADAMARD=hadamard,
-        HEADS=HEADS,
-        DIM=dim,
-        LOG_DIM=dim.bit_length() - 1,
-        PAIRS=cos_TR.shape[1],
-        num_warps=4 if HEADS * dim > 512 else 2,
+        x_THD, cos_TR, sin_TR, grad_THD, dx_THD, cos_TR if weight_D is None else weight_D, x_THD.stride(0),
+        x_THD.stride(1), heads, 0.0 if eps is None else eps,
+        NORMS=eps is not None, WEIGHTED=weight_D is not None, STEPWISE=stepwise, HADAMARD=hadamard, HEADS=HEADS,
+        DIM=dim, LOG_DIM=dim.bit_length() - 1, PAIRS=cos_TR.shape[1], num_warps=4 if HEADS * dim > 512 else 2,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

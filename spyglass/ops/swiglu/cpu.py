@@ -29,13 +29,7 @@ def swiglu(
     out_TF = torch.empty_like(gate_TF)
     width = gate_TF.shape[-1]
     (kernels or native.best()).swiglu(
-        gate_TF.data_ptr(),
-        up_TF.data_ptr(),
-        dtype,
-        gate_TF.numel() // width,
-        width,
-        limit,
-        out_TF.data_ptr(),
+        gate_TF.data_ptr(), up_TF.data_ptr(), dtype, gate_TF.numel() // width, width, limit, out_TF.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out_TF if quant is None else fake_quant(out_TF, quant, kernels=kernels)

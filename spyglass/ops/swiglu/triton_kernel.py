@@ -33,19 +33,9 @@ def gate(
     if launch is None:
         launch = RowWise(at_once=_WIDTH, warps=4)
     _swiglu[(rows, triton.cdiv(width, launch.at_once))](
-        gate_TF,
-        up_TF,
-        out_TF,
-        gate_TF.stride(0),
-        up_TF.stride(0),
-        width,
-        limit,
-        **rounding(quant),
-        WIDTH=launch.at_once,
-        num_warps=launch.warps,
-        enable_fp_fusion=False,
-        **overlap(gate_TF),
-    )
+        gate_TF, up_TF, out_TF, gate_TF.stride(0), up_TF.stride(0), width, limit,
+        **rounding(quant), WIDTH=launch.at_once, num_warps=launch.warps, enable_fp_fusion=False, **overlap(gate_TF),
+    )  # fmt: skip
 
 
 @triton.jit
