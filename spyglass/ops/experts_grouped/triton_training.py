@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.fake_quant.triton_kernel import round_blocks
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding
 from spyglass.quant.formats import FakeQuant
 
 _SIZE = 1024
@@ -17,19 +17,16 @@ def spread_rows(
     source_M: torch.Tensor,
     plain_MC: torch.Tensor | None,
     rounded_MC: torch.Tensor | None,
-    rounding: FakeQuant | None,
+    quant: FakeQuant | None,
 ) -> None:
     """Row m becomes row `source_M[m]` of x (contiguous), 0 where that is no row: as it is, and rounded."""
     (tokens, width), outs = x_TC.shape, (plain_MC, rounded_MC)
     strides = [0 if out is None else out.stride(0) for out in outs]
-    block = 32 if rounding is None else rounding.block
     if len(source_M):
         _spread_rows[(len(source_M), triton.cdiv(width, _SIZE))](
             x_TC, source_M, *(x_TC if out is None else out for out in outs), *strides, tokens, width,
-            PLAIN=plain_MC is not None, AGAIN=rounded_MC is not None, ROUNDS=rounding is not None,
-            E4M3=rounding is not None and rounding.element == "e4m3",
-            E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=block, SIZE=_SIZE,
-            enable_fp_fusion=False,
+            PLAIN=plain_MC is not None, AGAIN=rounded_MC is not None, ROUNDS=quant is not None, SIZE=_SIZE,
+            enable_fp_fusion=False, **rounding(quant, 32),
         )  # fmt: skip
 
 
@@ -81,7 +78,7 @@ def gate_rows(
     limit: float,
     z_MF: torch.Tensor,
     rounded_MF: torch.Tensor | None = None,
-    rounding: FakeQuant | None = None,
+    quant: FakeQuant | None = None,
 ) -> None:
     """z = silu(min(gate, limit)) · clamp(up, ±limit) · weight[choice], 0 where a row has no choice; and z rounded.
 
@@ -90,14 +87,12 @@ def gate_rows(
     rows, width = gate_MF.shape
     if rows == 0:
         return
-    block = 32 if rounding is None else rounding.block
     _gate_rows[(rows, triton.cdiv(width, _SIZE))](
         gate_MF, up_MF, weight_N, choice_M, z_MF, z_MF if rounded_MF is None else rounded_MF,
         *(x.stride(0) for x in (gate_MF, up_MF, z_MF)), 0 if rounded_MF is None else rounded_MF.stride(0),
         len(weight_N), width, limit,
-        AGAIN=rounded_MF is not None, ROUNDS=rounding is not None,
-        E4M3=rounding is not None and rounding.element == "e4m3",
-        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=block, SIZE=_SIZE, enable_fp_fusion=False,
+        AGAIN=rounded_MF is not None, ROUNDS=quant is not None, SIZE=_SIZE, enable_fp_fusion=False,
+        **rounding(quant, 32),
     )  # fmt: skip
 
 

@@ -57,10 +57,10 @@ def _quantise(
     tl.store(out_ptr + row * width + channel, out.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def rounding(quant: FakeQuant | None) -> dict[str, Any]:
-    """Constants of a kernel that rounds on its way out: BLOCK 0 = it does not."""
+def rounding(quant: FakeQuant | None, block: int = 0) -> dict[str, Any]:
+    """Constants of a kernel that rounds on its way out; where it does not, BLOCK is `block`."""
     if quant is None:
-        return {"BLOCK": 0, "E4M3": False, "E4M3_SCALE": False}
+        return {"BLOCK": block, "E4M3": False, "E4M3_SCALE": False}
     return {"BLOCK": quant.block, "E4M3": quant.element == "e4m3", "E4M3_SCALE": quant.scale == "e4m3"}
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spyglass.ops.fake_quant.triton_kernel import round_blocks, to_bf16
+from spyglass.ops.fake_quant.triton_kernel import round_blocks, rounding, to_bf16
 from spyglass.ops.gpu import interpreted
 from spyglass.quant.formats import FakeQuant, Format
 
@@ -24,17 +24,15 @@ def parts(kind: int) -> int:
     return 1 if interpreted() else 3 if kind == EACH else 6
 
 
-def round_into(x_NI: torch.Tensor, out_NI: torch.Tensor, rounding: FakeQuant | None) -> None:
+def round_into(x_NI: torch.Tensor, out_NI: torch.Tensor, quant: FakeQuant | None) -> None:
     """Write `fake_quant` of the rows of x (channels contiguous) into the rows of `out_NI` (the same)."""
     rows, width = x_NI.shape
     if x_NI.numel() == 0:
         return
-    BLOCK = 32 if rounding is None else rounding.block
+    constants = rounding(quant, 32)
     _round_into[(rows, triton.cdiv(width, 1024))](
         x_NI, out_NI, x_NI.stride(0), out_NI.stride(0), width,
-        ROUNDS=rounding is not None, E4M3=rounding is not None and rounding.element == "e4m3",
-        E4M3_SCALE=rounding is not None and rounding.scale == "e4m3", BLOCK=BLOCK, SIZE=max(1024, BLOCK),
-        enable_fp_fusion=False,
+        ROUNDS=quant is not None, SIZE=max(1024, constants["BLOCK"]), enable_fp_fusion=False, **constants,
     )  # fmt: skip
 
 

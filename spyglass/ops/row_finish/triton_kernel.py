@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from spyglass.ops import tuned
-from spyglass.ops.fake_quant.triton_kernel import round_block, to_bf16
+from spyglass.ops.fake_quant.triton_kernel import round_block, rounding, to_bf16
 from spyglass.ops.gpu import overlap
 from spyglass.ops.hadamard.triton_kernel import rotate_rows
 from spyglass.ops.overlap import begin
@@ -52,10 +52,9 @@ def finish(
         x_THD, cos_TR, sin_TR, out_THD, cos_TR if weight_D is None else weight_D, pages_ND if writes else out_THD,
         write_T if writes else cos_TR, x_THD.stride(0), x_THD.stride(1), heads, 0.0 if eps is None else eps, dims,
         NORMS=eps is not None, WEIGHTED=weight_D is not None, STEPWISE=stepwise, HADAMARD=hadamard,
-        BLOCK=dim if quant is None else quant.block, E4M3=quant is not None and quant.element == "e4m3",
-        E4M3_SCALE=quant is not None and quant.scale == "e4m3", ROUNDS=quant is not None, TAIL_BF16=tail_bf16,
-        WRITES=writes, HEADS=HEADS, DIM=dim, LOG_DIM=dim.bit_length() - 1, PAIRS=cos_TR.shape[1],
-        num_warps=launch.warps, enable_fp_fusion=False, **overlap(x_THD),
+        ROUNDS=quant is not None, TAIL_BF16=tail_bf16, WRITES=writes, HEADS=HEADS, DIM=dim,
+        LOG_DIM=dim.bit_length() - 1, PAIRS=cos_TR.shape[1], num_warps=launch.warps, enable_fp_fusion=False,
+        **rounding(quant, dim), **overlap(x_THD),
     )  # fmt: skip
 
 
