@@ -13,11 +13,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 from PIL import Image
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine, save_numbers
+from spyglass.bench.machine import add_folder, announce, positive, save_numbers
 from spyglass.bench.model import FORMATS, WeightFormat, checkpoint_folder
 from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
@@ -57,12 +55,7 @@ class FirstToken:
 def run(argv: Sequence[str]) -> int:
     """Print a line per preset; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench cache", description=__doc__)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("build/bench"),
-        help="where the checkpoints are stored (default build/bench)",
-    )
+    add_folder(parser)
     parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models")
     parser.add_argument("--weights", choices=FORMATS, default="packed", help="format of their weights")
     parser.add_argument("--tokens", type=positive, default=2000, help="length of the prompt, picture included")
@@ -70,9 +63,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     parser.add_argument("--output", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    machine = describe_machine() | {"threads": str(args.threads)}
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    machine = announce(args.threads)
     results = [measure(args.folder, preset, args.weights, args.tokens, args.rounds) for preset in args.presets]
     if args.output:
         rows = [asdict(result) | {"sooner": result.sooner} for result in results]

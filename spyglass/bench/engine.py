@@ -26,8 +26,7 @@ from pathlib import Path
 
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.machine import RESULTS, add_folder, announce, positive, save_numbers
 from spyglass.bench.model import (
     ATTENDED,
     CHOOSERS,
@@ -73,21 +72,14 @@ class Load:
 def run(argv: Sequence[str]) -> int:
     """Print a line per preset and number of requests; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench engine", description=__doc__)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("build/bench"),
-        help="where the checkpoints are stored (default build/bench)",
-    )
+    add_folder(parser)
     parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models to run")
     parser.add_argument("--requests", type=positive, nargs="*", default=[1, 32], help="how many at once")
     parser.add_argument("--steps", type=positive, default=60, help="decode steps that are timed")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     parser.add_argument("--save", action="store_true", help=f"write the numbers to {RESULTS}")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    machine = describe_machine() | {"threads": str(args.threads)}
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    machine = announce(args.threads)
     bandwidth = max(rate for name, rate in measure_bandwidths().items() if name != PLAIN_READ)
     multiplications = measure_products()
     print(f"{bandwidth / 1e9:.1f} GB/s, {multiplications / 1e9:.0f} G multiply-adds/s")

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import add_folder, announce, positive
 from spyglass.bench.model import checkpoint_folder, prefill_rate
 from spyglass.checkpoint.safetensors import read_header
 from spyglass.config.model import EngramConfig
@@ -37,12 +36,7 @@ _ROWS_WRITTEN = 1 << 16
 def run(argv: Sequence[str]) -> int:
     """Print gather times and the share of a prefill; writes tables and checkpoint first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench engram", description=__doc__)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("build/bench"),
-        help="where tables and checkpoint are stored (default build/bench)",
-    )
+    add_folder(parser)
     parser.add_argument("--bytes", type=positive, default=TABLE_BYTES, help="size of both tables together")
     parser.add_argument("--tokens", type=positive, default=TOKENS, help="prompt length")
     parser.add_argument(
@@ -50,8 +44,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    print("  ".join(f"{key} {value}" for key, value in describe_machine().items()))
+    announce(args.threads)
     store = open_store(args.folder, args.bytes)
     forget(table_file(args.folder, args.bytes))
     feed = EngramFeed(store, device=torch.device("cpu"), dtype=torch.bfloat16)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.machine import RESULTS, announce, positive, save_numbers
 from spyglass.bench.model import make_prompt
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
@@ -64,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
-    machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    print("  ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    machine = announce(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     rates, flops = StepRates(device=read_bandwidth(), host=host_bandwidth()), product_rate()
     copies = copy_bandwidth()
     print(

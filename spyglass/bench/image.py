@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, positive
 from spyglass.config import VisionConfig
 from spyglass.config.fields import number
 from spyglass.config.presets import released_vision

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, positive
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
 from spyglass.model import load_model

@@ -1,7 +1,8 @@
-"""What a number was measured on: commit, hardware, versions. Every benchmark prints it with its numbers."""
+"""What benchmarks share: options, and what a number was measured on (commit, hardware, versions), which each prints."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,8 +12,39 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from spyglass.config.fields import integer
+
 RESULTS = Path("benchmarks/results")
 _PACKAGES = ("torch", "numpy", "pillow", "tokenizers", "safetensors")
+
+
+def positive(text: str) -> int:
+    """An option's value that counts something of which there must be one at least."""
+    try:
+        value = integer(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Where checkpoints are written that a benchmark makes."""
+    what = "where the checkpoints are stored (default build/bench)"
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help=what)
+
+
+def announce(threads: int | None = None, **more: str) -> dict[str, str]:
+    """Print and return `describe_machine` and `more`; with `threads` the CPU ops have so many from here on."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+        more["threads"] = str(threads)
+    machine = describe_machine() | more
+    print("  ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    return machine
 
 
 def describe_machine() -> dict[str, str]:

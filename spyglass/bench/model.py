@@ -19,9 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from spyglass.bench.arguments import positive
 from spyglass.bench.load import resident
-from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.machine import RESULTS, add_folder, announce, positive, save_numbers
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.cache import CachePlan, cache_plans
@@ -90,12 +89,7 @@ class Memory:
 def run(argv: Sequence[str]) -> int:
     """Print the tables; writes the checkpoints first if they are not there."""
     parser = argparse.ArgumentParser(prog="spyglass bench model", description=__doc__)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("build/bench"),
-        help="where the checkpoints are stored (default build/bench)",
-    )
+    add_folder(parser)
     parser.add_argument(
         "--preset", choices=PRESETS, default="mini", help="which random model (others were timed at mini)"
     )
@@ -109,9 +103,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     parser.add_argument("--save", action="store_true", help=f"write the numbers to {RESULTS}")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    machine = describe_machine() | {"threads": str(args.threads)}
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    machine = announce(args.threads)
     bandwidths = measure_bandwidths()
     print(
         "  ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidths.items())

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import announce, positive
 from spyglass.ops.declare import Ops
 from spyglass.ops.table import bind_ops
 from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
@@ -45,8 +44,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=positive, nargs="*", default=[1, 4, 2048], help="rows per call")
     parser.add_argument("--no-baseline", action="store_true", help="leave the reference out")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    print("  ".join(f"{key} {value}" for key, value in describe_machine().items()))
+    announce(args.threads)
     bandwidth, speed = ceilings()
     print(f"torch, bf16: matrix-vector {bandwidth / 1e9:.1f} GB/s, matrix product {speed / 1e9:.0f} GFLOP/s")
     fast, slow = bind_ops("cpu", "bfloat16"), bind_ops("cpu", "bfloat16", "reference")

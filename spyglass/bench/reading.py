@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from spyglass.bench.arguments import positive
 from spyglass.bench.image import photograph
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, positive
 from spyglass.config import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.prompt import open_image, plan_image

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine, save_numbers
+from spyglass.bench.machine import announce, positive, save_numbers
 from spyglass.bench.stream_client import Answer, ask
 from spyglass.config.fields import integer, number
 from spyglass.config.shipped import default_model
@@ -64,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
         seed=options.seed,
     )
     bodies = list(make_bodies(load))
-    machine = describe_machine()
-    print("  ".join(f"{name} {value}" for name, value in machine.items()))
+    machine = announce()
     print(f"{load.requests} requests, {_shape(load)}, {load.images:.0%} with an image, {load.max_tokens} tokens each")
     baseline = None
     if options.url is None and not options.no_baseline:

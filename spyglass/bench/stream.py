@@ -18,8 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import describe_machine, save_numbers
+from spyglass.bench.machine import announce, positive, save_numbers
 from spyglass.bench.stream_client import ask_all
 from spyglass.config.fields import number
 from spyglass.config.server import ServerConfig
@@ -140,8 +139,7 @@ class _PlainEndpoint:
 def run(argv: Sequence[str]) -> int:
     """Measure and print; JSON with --output."""
     options = _parser().parse_args(argv)
-    machine = describe_machine()
-    print("  ".join(f"{name} {value}" for name, value in machine.items()))
+    machine = announce()
     print(f"{options.streams} streams of {options.tokens} tokens, a step every {options.pause_ms:g} ms")
     llm = LLM(options.model, device="cpu")
     found = {}

@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.machine import RESULTS, describe_machine, positive, save_numbers
 from spyglass.bench.op_times import op_times
 from spyglass.bench.vision import matmul_tflops, tower_flops
 from spyglass.checkpoint.random import preset_tensors, random_tensor

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from spyglass.bench.arguments import positive
 from spyglass.bench.launch_choices import Work, works_of
-from spyglass.bench.machine import describe_machine
+from spyglass.bench.machine import describe_machine, positive
 from spyglass.bench.shapes import META, calls_of
 from spyglass.config.presets import PRESETS, config_of
 from spyglass.ops import tuned

@@ -22,8 +22,7 @@ from torch.nn import functional
 
 from spyglass.batch.images import Grid, num_cells, offsets, pack_images
 from spyglass.batch.types import ImageBatch
-from spyglass.bench.arguments import positive
-from spyglass.bench.machine import RESULTS, describe_machine, save_numbers
+from spyglass.bench.machine import RESULTS, describe_machine, positive, save_numbers
 from spyglass.config.model import VisionConfig
 from spyglass.config.presets import config_of, released_vision
 from spyglass.families import FAMILIES
