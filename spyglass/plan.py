@@ -9,13 +9,9 @@ are whole on the first of the devices.
 from __future__ import annotations
 
 import os
-import resource
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from spyglass.checkpoint.match import Source, match
@@ -24,6 +20,7 @@ from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
+from spyglass.machine import Device, Machine
 from spyglass.params.shard import Shard, even_sizes
 from spyglass.params.table import Param, ParamTable, most_tensors, param_table
 from spyglass.quant.formats import FakeQuant
@@ -47,7 +44,6 @@ TRAINED_NUMBER = 16  # bytes of a trained number: fp32 master, gradient, two mom
 TRAINED_STEP = 4.2
 MIN_CONTEXT = 4096  # tokens of cache that must fit with the weights for a model to count as fitting
 _ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +60,6 @@ class CacheBytes:
 
     per_token: float
     fixed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Memory of one kind that a model could live in; `free` is what is unused now."""
-
-    name: str
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Host memory and the GPUs of this machine."""
-
-    ram: Device
-    gpus: tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,75 +295,3 @@ def _bytes_per_device(divisible: Mapping[tuple[bool, int], int], count: int, tab
         elif tables in ("host", "devices"):
             total += nbytes
     return total
-
-
-def this_machine() -> Machine:
-    """Memory of this machine, as the kernel and the GPU driver report it; torch is not asked."""
-    return Machine(host_memory(), tuple(_gpus()))
-
-
-def host_memory() -> Device:
-    """Memory of this machine, of the container it is, or that this process may have; all zero where unknown."""
-    total, free = _meminfo()
-    for limit_file, used_file, cached in (
-        ("memory.max", "memory.current", ("active_file", "inactive_file")),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
-    ):
-        limit, used = (_read_number(CGROUP / file) for file in (limit_file, used_file))
-        if limit is not None and limit < total:
-            held = (used or 0) - _cached_files((CGROUP / used_file).with_name("memory.stat"), cached)
-            total, free = limit, min(free, max(limit - held, 0))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # `ulimit -v`: addresses, of which libraries take many
-    if limit != resource.RLIM_INFINITY:
-        total, free = min(total, limit), min(free, max(limit - _addresses(), 0))
-    return Device("this machine's memory", total, free)
-
-
-def _addresses() -> int:
-    """Bytes of addresses that this process has; zero where unknown."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def _cached_files(stat: Path, names: tuple[str, ...]) -> int:
-    """Bytes of cached files, which a container's count of used memory holds and the kernel gives back when asked."""
-    try:
-        rows = (line.split() for line in stat.read_text(encoding="ascii").splitlines())
-    except OSError:
-        return 0
-    return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in names)
-
-
-def _meminfo() -> tuple[int, int]:
-    """Total and available bytes; zero where unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0, 0
-    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    return values["MemTotal"], values["MemAvailable"]
-
-
-def _read_number(file: Path) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _gpus() -> Iterable[Device]:
-    """GPUs that the driver's own tool lists; none without it."""
-    if shutil.which("nvidia-smi") is None:
-        return
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=5.0, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    for line in answer.splitlines():
-        name, total, free = (field.strip() for field in line.rsplit(",", 2))
-        if total.isdecimal() and free.isdecimal():
-            yield Device(name, int(total) << 20, int(free) << 20)

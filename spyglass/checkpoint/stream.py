@@ -21,7 +21,7 @@ from spyglass.checkpoint.match import Source
 from spyglass.checkpoint.safetensors import TensorHeader
 from spyglass.errors import CheckpointError
 from spyglass.quant.formats import Format
-from spyglass.quant.packed import TORCH_DTYPES, Packed
+from spyglass.quant.packed import TORCH_DTYPES, Packed, in_large_pages
 
 BATCH_BYTES = 8 << 20  # read as one piece of work: small tensors cost more to hand over than to read
 BATCHES_AHEAD = 4
@@ -97,7 +97,7 @@ def _memory(read: _Read) -> torch.Tensor:
     """Where a tensor goes, every page of it touched: the kernel hands out memory only when it is written to."""
     target = read.target
     if target is None:
-        target = torch.empty(read.header.shape, dtype=TORCH_DTYPES[read.header.dtype])
+        target = in_large_pages(torch.empty(read.header.shape, dtype=TORCH_DTYPES[read.header.dtype]))
     assert target.nbytes == read.header.nbytes and target.is_contiguous(), (read.name, read.header, target.shape)
     if read.header.nbytes > 0:
         target.view(torch.uint8).view(-1)[:: mmap.PAGESIZE].zero_()

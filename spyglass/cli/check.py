@@ -80,10 +80,11 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     from spyglass.checkpoint.safetensors import open_checkpoint
     from spyglass.checkpoint.zeros import zero_stretches
     from spyglass.config import read_model_config
+    from spyglass.machine import this_machine
     from spyglass.ops.build import why_not
     from spyglass.params.hf_names import to_native
     from spyglass.params.table import COMPONENTS, component_of, draft_kind, most_tensors, param_table
-    from spyglass.plan import plan_memory, this_machine
+    from spyglass.plan import plan_memory
 
     config = read_model_config(directory)
     report["family"] = config.family

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from spyglass.checkpoint.match import Source
     from spyglass.config import ModelConfig
-    from spyglass.plan import Machine
+    from spyglass.machine import Machine
 
 _CONTEXT = 600 << 20  # bytes that a driver takes of a GPU that nobody uses
 _TOKENS = 4096  # behind which a step is counted
@@ -27,9 +27,10 @@ def hosted_experts(
     """
     from spyglass.config.engine import EngineConfig
     from spyglass.errors import CapacityError
+    from spyglass.machine import Device
     from spyglass.params.table import param_table
     from spyglass.placement import StepRates, decode_reads, place_model
-    from spyglass.plan import GIB, GPU_SIZES, Device
+    from spyglass.plan import GIB, GPU_SIZES
 
     sizes = [Device(f"{size} GB", size * GIB, size * GIB - _CONTEXT) for size in GPU_SIZES]
     rows, params, rates = [], param_table(config), None

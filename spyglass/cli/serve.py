@@ -100,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
 def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
     """What a person wants to know when a server has started."""
+    import torch
+
+    from spyglass.machine import usable_cores
+
     shown = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls_cert else "http"
     url = f"{scheme}://{shown}:{port}{config.root_path}" if not config.uds else f"unix:{config.uds}{config.root_path}"
@@ -125,6 +129,7 @@ def banner(llm: LLM, config: ServerConfig, port: int, max_live: int) -> str:
         ("numbers", "not compared" if llm.numbers is None else str(llm.numbers)),
         ("memory", _memory(llm)),
         *([("experts", host.report)] if host is not None else []),
+        *([("threads", f"{torch.get_num_threads()} on {usable_cores()}")] if llm.loaded.device.type == "cpu" else []),
         ("limits", f"{llm.engine.max_length:,} tokens a request, {llm.options.max_sequences} answers at a time, "
                    f"{max_live} with those that wait, bodies of {config.max_body_bytes >> 20} MiB"),
     ]  # fmt: skip

@@ -124,7 +124,8 @@ class EngineConfig:
         ),
     )
     threads: int | None = field(
-        default=None, metadata=about("CPU threads of each process (default: what torch chooses)", high=1024)
+        default=None,
+        metadata=about("CPU threads of each process (default: one for each physical core that it may use)", high=1024),
     )
 
     def __post_init__(self) -> None:

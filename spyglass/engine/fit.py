@@ -16,12 +16,14 @@ from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError, ConfigError, DeviceError
 from spyglass.lora.low_rank import AdapterFile
 from spyglass.lora.peft import read_adapter
+from spyglass.machine import host_memory, shared_memory
 from spyglass.params.table import most_tensors, param_table
 from spyglass.placement import PREFIX_SHARE, place_model
-from spyglass.plan import host_memory, require_room
+from spyglass.plan import require_room
 
 _LOG = logging.getLogger(__name__)
 _UNKNOWN_SHARE = 1 << 30
+_SHARED_BY_GPUS = 1 << 30  # NCCL has segments of 9.6 MB for each pair and channel; a container has 64 MB unless told
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -106,11 +108,22 @@ def _placed(
 
 
 def require_devices(device: torch.device, size: int) -> None:
-    """Raises DeviceError unless there is a GPU for each of so many processes, from `device` on; a CPU has room."""
+    """Raises DeviceError unless there is a GPU for each of so many processes, from `device` on; a CPU has room.
+
+    A place for memory shared by GPUs that is as small as containers have it is told: NCCL does not say what it lacks.
+    """
     count = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else size
     if count < size:
         raise DeviceError(
             f"tensor_parallel_size is {size}, and torch sees {count} GPUs from {device} on; take as many, or device=cpu"
+        )
+    shared = shared_memory()
+    if device.type == "cuda" and size > 1 and shared is not None and shared < _SHARED_BY_GPUS:
+        _LOG.warning(
+            "/dev/shm has %d MB free, %d MB less than NCCL may take where GPUs cannot read each other's memory: if it "
+            "fails, give the container more (docker run --shm-size=1g)",
+            shared >> 20,
+            (_SHARED_BY_GPUS - shared) >> 20,
         )
 
 

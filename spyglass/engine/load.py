@@ -11,8 +11,10 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.config.read import read_model_config
+from spyglass.engine.cores import default_threads, spread_memory
 from spyglass.engine.fit import require_devices
 from spyglass.engine.ranks import Ranks
+from spyglass.machine import usable_cores
 from spyglass.model import LoadedModel, load_model
 from spyglass.params.shard import Shard, require_even
 from spyglass.params.table import param_table
@@ -29,16 +31,17 @@ def load_ranks(
 ) -> tuple[LoadedModel, Ranks | None]:
     """The model, or this process's part of it and the ranks that have the others.
 
-    CPU threads are set for the whole process, and divided among the ranks unless their number is stated.
+    CPU threads are set for the whole process, and divided among the ranks unless their number is stated (`cores.py`).
+    On processors, memory is spread over the machine's nodes, unless ranks have their own.
 
     Raises:
         ConfigError, CheckpointError, DeviceError: as `load_model`.
         RankError: another process failed.
     """
     size = options.tensor_parallel_size
-    threads = options.threads or (max(1, torch.get_num_threads() // size) if size > 1 else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads or default_threads(size, reads=device.type == "cpu" or bool(host_experts)))
+    if device.type == "cpu" and size == 1:
+        spread_memory(usable_cores().nodes)
     how: dict[str, Any] = {
         "path": path,
         "dtype": options.dtype,

@@ -169,16 +169,18 @@ class Runner:
         return self.steps.logits(step.result.hidden_TC, torch.arange(start, stop, device=self._device))
 
     def _fetch_engram(self, chunks: Sequence[Chunk]) -> Callable[[], dict[int, torch.Tensor]] | None:
-        """Begin to fetch the engram rows of a step; None for models without engram."""
+        """Begin to fetch the engram rows of a step; None for models without engram.
+
+        Of sequences that go on, as many tokens again are looked at, which the next step will probably have.
+        """
         if self._engram is None:
             return None
-        counts = [chunk.stop - chunk.start for chunk in chunks]
-        return self._engram.start(
-            np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
-            _kinds(chunks),
-            _lookback(chunks, self._engram.store.config.lookback),
-            np.cumsum([0, *counts], dtype=np.int32),
-        )
+        depth = self._engram.store.config.lookback
+        rows = self._engram.start(*_engram_step(chunks, depth))
+        known = [(chunk, min(chunk.sequence.known, 2 * chunk.stop - chunk.start)) for chunk in chunks]
+        if following := [Chunk(chunk.sequence, chunk.stop, stop, 0) for chunk, stop in known if stop > chunk.stop]:
+            self._engram.expect(*_engram_step(following, depth))
+        return rows
 
     def _encode_images(self, needed: Sequence[tuple[TokenSequence, int]]) -> int:
         """Rows of all images that are first needed now: known ones, and the others, each encoded once; how many."""
@@ -319,8 +321,16 @@ def _kinds(chunks: Sequence[Chunk]) -> NDArray[np.int8]:
     return np.concatenate([chunk.sequence.kinds(chunk.start, chunk.stop) for chunk in chunks])
 
 
-def _lookback(chunks: Sequence[Chunk], depth: int) -> NDArray[np.int32]:
-    return np.stack([chunk.sequence.lookback(chunk.start, depth) for chunk in chunks])
+def _engram_step(
+    chunks: Sequence[Chunk], depth: int
+) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
+    """Chunks as `EngramFeed.start` takes them: ids, kinds, look-back of so many tokens, where each begins."""
+    return (
+        np.concatenate([chunk.sequence.ids(chunk.start, chunk.stop) for chunk in chunks]),
+        _kinds(chunks),
+        np.stack([chunk.sequence.lookback(chunk.start, depth) for chunk in chunks]),
+        np.cumsum([0, *(chunk.stop - chunk.start for chunk in chunks)], dtype=np.int32),
+    )
 
 
 def _padded(part: NDArray[np.int32], length: int, value: int) -> NDArray[np.int32]:

@@ -1,7 +1,8 @@
 """From the tokens of a step to the rows a model takes in, as tensors on its device (spec v41 5.4, 5.6).
 
 Addresses depend on ids alone, so `start` is called as soon as a step's tokens are known and its result is asked for
-when the model is about to run.
+when the model is about to run. Rows of a prompt that goes on in the next step are read from disk while this one runs
+(`expect`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,30 @@ class EngramFeed:
             return self._thread.submit(self._fetch, *step).result
         rows = self._fetch(*step)
         return lambda: rows
+
+    def expect(
+        self,
+        ids_T: NDArray[np.int32],
+        kinds_T: NDArray[np.int8],
+        lookback_SL: NDArray[np.int32],
+        query_start_S: NDArray[np.int32],
+    ) -> None:
+        """Begin to read from disk what a later step will want, in the background; arguments as `start`.
+
+        Tables that are in memory already are left alone, and so are steps that are gathered at once.
+        """
+        if self.store.placement == "mmap" and len(ids_T) > _INLINE_TOKENS:
+            self._thread.submit(self._read_ahead, ids_T, kinds_T, lookback_SL, query_start_S)
+
+    def _read_ahead(
+        self,
+        ids_T: NDArray[np.int32],
+        kinds_T: NDArray[np.int8],
+        lookback_SL: NDArray[np.int32],
+        query_start_S: NDArray[np.int32],
+    ) -> None:
+        for layer, rows_TJ in self.store.row_ids(ids_T, kinds_T, lookback_SL, query_start_S).items():
+            self.store.tables[layer][rows_TJ]  # what is read stays among the system's cached files
 
     def _fetch(
         self,

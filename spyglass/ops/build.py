@@ -45,7 +45,7 @@ _X86_ISAS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"),
         _AVX512,
     ),
-    "avx2": (("avx2", "fma"), ("-mavx2", "-mfma")),
+    "avx2": (("avx2", "fma", "f16c"), ("-mavx2", "-mfma", "-mf16c")),
 }
 PLAIN = "plain"  # no flags: 16-byte vectors, which every 64-bit processor has
 SOURCES = Path(__file__).with_name("csrc")

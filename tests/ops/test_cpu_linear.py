@@ -140,6 +140,35 @@ def test_every_fp4_code_and_scale_decodes_exactly(dtype: torch.dtype, isa: str) 
 
 
 @every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_no_number_stands_for_reaches_every_product(dtype: torch.dtype, isa: str) -> None:
+    """Codes of e4m3 that are NaN, of either sign, wherever they lie in a row; other rows stay as they are."""
+    library, values = kernels(isa), torch.randn(40, 160)
+    for code, place in itertools.product((0x7F, 0xFF), (0, 31, 77, 159)):
+        w = encode(values, fp8((32, 32)))
+        w.data.view(torch.uint8)[7, place] = code
+        for rows in (1, 3, 8, 20):
+            x = torch.randn(rows, 160).to(dtype)
+            got = block_cpu.linear_block(x, w, out_dtype=torch.float32, kernels=library)
+            assert got[:, 7].isnan().all() and not torch.cat([got[:, :7], got[:, 8:]], 1).isnan().any(), (place, rows)
+
+
+@every_isa
+def test_the_ends_of_the_e8m0_codes_are_2_to_the_minus_127_and_nan(isa: str) -> None:
+    library, ones = kernels(isa), torch.full((3, 32), 0x22, dtype=torch.uint8)
+    for code, value in ((0, 2.0**-127), (1, 2.0**-126), (254, 2.0**127), (255, float("nan"))):
+        w = Packed(FP4, ones, torch.tensor([[127, code]] * 3, dtype=torch.uint8), (3, 64))
+        power = -20.0 if code == 254 else 20.0
+        for rows in (1, 20):
+            x = torch.zeros(rows, 64)
+            x[:, 32:] = 2.0**power
+            got = block_cpu.linear_block(x, w, kernels=library)
+            assert torch.equal(got.nan_to_num(7.0), torch.full((rows, 3), 32 * 2.0**power * value).nan_to_num(7.0)), (
+                code
+            )
+
+
+@every_isa
 def test_fp32_inputs_keep_all_their_digits(isa: str) -> None:
     """1 + 2^-12 is no bf16 number: a kernel that multiplies in bf16 would lose the difference."""
     library = kernels(isa)
@@ -203,7 +232,7 @@ def test_experts_are_the_reference(name: str, dtype: torch.dtype, rounding: Fake
 
 
 @every_isa
-@pytest.mark.parametrize("name", ["fp4", "bf16"])
+@pytest.mark.parametrize("name", ["fp4", "fp8", "bf16"])
 def test_a_row_of_an_expert_with_few_gets_the_bits_it_gets_alone(name: str, isa: str) -> None:
     library = kernels(isa)
     stacks = experts(FORMATS[name], 2, 96, 160)

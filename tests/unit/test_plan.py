@@ -14,9 +14,10 @@ from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
+from spyglass.machine import Device, Machine
 from spyglass.params.shard import even_sizes
 from spyglass.params.table import param_table
-from spyglass.plan import Device, Fit, Machine, MemoryPlan, cache_bytes, host_memory, plan_memory, this_machine
+from spyglass.plan import Fit, MemoryPlan, cache_bytes, plan_memory
 
 GB = 10**9
 ROOMY = Machine(Device("host", 900 * GB, 800 * GB), (Device("A", 100 * GB, 90 * GB), Device("B", 100 * GB, 40 * GB)))
@@ -172,64 +173,3 @@ def test_weights_need_room_each_part_where_it_is_loaded(tmp_path: Path) -> None:
         plan.require_room(tmp_path, need, **options)
         with pytest.raises(CapacityError, match="--plan"):
             plan.require_room(tmp_path, need - 1, **options)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_container_has_its_limit_and_gets_cached_files_back(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files that were read, the checkpoint's own for instance, are counted as used and are free for the asking."""
-    folder, limit, used, prefix = (
-        (tmp_path, "memory.max", "memory.current", "")
-        if version == 2
-        else (tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-    )
-    folder.mkdir(exist_ok=True)
-    (folder / limit).write_text("1000\n")
-    (folder / used).write_text("900\n")
-    (folder / "memory.stat").write_text(f"anon 200\n{prefix}active_file 300\n{prefix}inactive_file 400\nslab 9\n")
-    monkeypatch.setattr(plan, "CGROUP", tmp_path)
-    assert (plan.host_memory().total, plan.host_memory().free) == (1000, 800)
-    (folder / "memory.stat").unlink()
-    assert plan.host_memory().free == 100
-
-
-def test_this_machine_has_memory() -> None:
-    machine = this_machine()
-    assert 0 < machine.ram.free <= machine.ram.total
-
-
-@pytest.mark.parametrize(
-    ("answer", "cards"),
-    [
-        ("NVIDIA H200, 143771, 143000\nCard, odd, 143771, 10\n", [("NVIDIA H200", 143771), ("Card, odd", 143771)]),
-        ("NVIDIA GB10, [N/A], [N/A]\n", []),
-        ("", []),
-    ],
-)
-def test_gpus_are_those_the_driver_lists(
-    answer: str, cards: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert [(gpu.name, gpu.total >> 20) for gpu in this_machine().gpus] == cards
-
-
-def test_a_driver_that_fails_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert this_machine().gpus == ()
-
-
-def test_f5_a_limit_on_the_addresses_of_a_process_is_a_limit_on_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
-    free = host_memory()
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, -1))
-    assert host_memory().total == free.total
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**6, -1))
-    assert (host_memory().total, host_memory().free) == (10**6, 0)

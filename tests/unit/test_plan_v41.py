@@ -12,8 +12,9 @@ from spyglass.checkpoint.safetensors import DTYPE_BYTES, TensorHeader
 from spyglass.config.model import ModelConfig
 from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
+from spyglass.machine import Device, Machine
 from spyglass.params.table import param_table, stored_tensors
-from spyglass.plan import USABLE, Device, Machine, MemoryPlan, cache_bytes, plan_memory
+from spyglass.plan import USABLE, MemoryPlan, cache_bytes, plan_memory
 
 GB = 10**9
 TABLES = 202_758_032_400

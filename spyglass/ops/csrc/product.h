@@ -52,8 +52,12 @@ struct Floats {
 struct Pairs;
 template <class M> constexpr bool ON_TILES = SG_TILES && std::is_same<M, Pairs>::value;  // products run on the tile unit
 
-// Decoding VL words' worth of inputs at a time: COLS inputs become VECS vectors, in natural order, scale included.
+// Decoding VL words' worth of inputs at a time: COLS inputs become VECS vectors, scale included, in natural order unless
+// `spread` says another.
 template <class M, int F> struct Chunk;
+// Chunks that also give `values` without scales: in `dot` a scale meets the sum of its group, not its 32 inputs.
+template <class M, int F> constexpr bool GROUPED = VL > 4 && (F == FP4 || (F == FP8 && M::per_word == 1));
+template <class M, int F> constexpr float UNIT = GROUPED<M, F> && F == FP8 ? 256 : 1;  // such values are this much too small
 template <> struct Chunk<Floats, F32> {
   static constexpr int COLS = VL, BYTES = 4 * VL, VECS = 1;
   static INLINE void decode(const u8* p, const float*, V* out) { out[0] = load<V>(p); }
@@ -62,6 +66,9 @@ template <> struct Chunk<Floats, BF16> {
   static constexpr int COLS = VL, BYTES = 2 * VL, VECS = 1;
   static INLINE void decode(const u8* p, const float*, V* out) { out[0] = widen(load<VH>(p)); }
 };
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include "packed.h"
+#else
 template <> struct Chunk<Floats, FP8> {
   static constexpr int COLS = VL, BYTES = VL, VECS = 1;
   static INLINE void decode(const u8* p, const float* scale, V* out) {
@@ -88,6 +95,7 @@ template <> struct Chunk<Floats, FP4> {
     out[1] = __builtin_shuffle(even, odd, second);
   }
 };
+#endif
 
 #if SG_PAIRS
 struct Pairs {
@@ -144,8 +152,12 @@ template <> struct Chunk<Pairs, FP8> {
     __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLE.low), code, _mm512_load_si512(TABLE.low + 64));
     __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLE.high), code, _mm512_load_si512(TABLE.high + 64));
     high = _mm512_ternarylogic_epi64(high, code, _mm512_set1_epi8((char)0x80), 0xF8);  // high | (code & sign)
-    out[0] = Pairs::shift(_mm512_unpacklo_epi8(low, high), scale[0]);
-    out[1] = Pairs::shift(_mm512_unpackhi_epi8(low, high), scale[1]);
+    const __m512i words[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}, nan = _mm512_set1_epi16(0x7fc0);
+    out[0] = Pairs::shift(words[0], scale[0]), out[1] = Pairs::shift(words[1], scale[1]);
+    // the exponent of NaN must not move
+    if (__builtin_expect(_mm512_cmpeq_epi8_mask(_mm512_or_si512(code, _mm512_set1_epi8((char)0x80)), _mm512_set1_epi8(-1)) != 0, 0))
+      for (int v = 0; v < 2; v++)
+        out[v] = (V)_mm512_mask_mov_epi16((__m512i)out[v], _mm512_cmpeq_epi16_mask(_mm512_and_si512(words[v], _mm512_set1_epi16(0x7fff)), nan), nan);
   }
 };
 template <> struct Chunk<Pairs, FP4> {
@@ -163,6 +175,7 @@ template <> struct Chunk<Pairs, FP4> {
     out[0] = _mm512_unpacklo_epi8(even_low, even_high), out[1] = _mm512_unpackhi_epi8(even_low, even_high);
     out[2] = _mm512_unpacklo_epi8(odd_low, odd_high), out[3] = _mm512_unpackhi_epi8(odd_low, odd_high);
   }
+  static INLINE void values(const u8* p, V* out) { values(_mm512_loadu_si512(p), (__m512i*)out); }
 #if SG_TILES
   // Of every 64 inputs first the even, then the odd ones (see `spread`). Each pair of groups looks up its values in a table of its own.
   static INLINE void decode(const u8* p, const Pairs::Factor* scale, V* out) {
@@ -243,10 +256,8 @@ template <class M> struct Factors {
 
 // A row of x as `dot` wants it.
 template <class M, int F> INLINE void arrange(u32* row, i64 words) {
-#if SG_PAIRS
-  if constexpr (M::per_word == 2 && F == FP4)
-    for (i64 word = 0; word < words; word += 4 * VL) Chunk<M, F>::arrange((V*)(row + word));
-#endif
+  if constexpr (F == FP4 && GROUPED<M, F>)
+    for (i64 word = 0; word < words; word += Chunk<M, F>::VECS * VL) Chunk<M, F>::arrange((V*)(row + word));
 }
 
 // Rows lie one behind the other, but walked four at a time they are no pattern that the hardware recognises: asking for
@@ -258,28 +269,32 @@ INLINE void fetch_ahead(const u8* p) { __builtin_prefetch((const void*)((uintptr
 template <class M, int F, int R, int T>
 static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x, i64 ldx, float (*out)[T]) {
   typedef Chunk<M, F> C;
-  constexpr bool grouped = M::per_word == 2 && F == FP4;
+  constexpr bool grouped = GROUPED<M, F>, bytes = grouped && F == FP4;  // scales as they are stored
+  constexpr i64 GROUPS = C::COLS / GROUP;
   const u8* data[R];
   const typename M::Factor* scale[R];
-  for (int r = 0; r < R; r++) data[r] = w.data + (row + r) * w.row_bytes(), scale[r] = grouped ? nullptr : factors.of(row + r);
+  for (int r = 0; r < R; r++) data[r] = w.data + (row + r) * w.row_bytes(), scale[r] = bytes ? nullptr : factors.of(row + r);
   V acc[R][T] = {};
   auto step = [&](i64 c, int r, const u8* p, const u8* group_scales) __attribute__((always_inline)) {
     V value[C::VECS];
     fetch_ahead(p);
-#if SG_PAIRS
-    if constexpr (grouped) {  // scales meet the sums of a group, not its 32 values
-      C::values(_mm512_loadu_si512(p), (__m512i*)value);
-      V factor = C::scales(group_scales);
+    if constexpr (grouped) {
+      V factor;
+      if constexpr (bytes) factor = C::scales(group_scales);
+      else factor = C::scales(scale[r] + c * GROUPS);
+      C::values(p, value);
+      // sums of at most four vectors: longer chains wait for their own additions
+#pragma GCC unroll 2
+      for (int first = 0; first < C::VECS; first += 4)
 #pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        V part = {};
+        for (int t = 0; t < T; t++) {
+          V part = {};
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) part = M::madd(part, value[v], x[t * ldx + c * 4 + v]);
-        acc[r][t] = part * factor + acc[r][t];
-      }
+          for (int v = first; v < first + 4 && v < C::VECS; v++) part = M::madd(part, value[v], x[t * ldx + c * C::VECS + v]);
+          acc[r][t] = part * factor + acc[r][t];
+        }
       return;
     }
-#endif
     C::decode(p, scale[r] + c * C::COLS / GROUP, value);
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++)
@@ -289,13 +304,13 @@ static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x
   i64 whole = w.cols / C::COLS, rest = w.cols % C::COLS;
   for (i64 c = 0; c < whole; c++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) step(c, r, data[r] + c * C::BYTES, w.scale + (row + r) * w.scale_cols() + c * 4);
+    for (int r = 0; r < R; r++) step(c, r, data[r] + c * C::BYTES, bytes ? w.scale + (row + r) * w.scale_cols() + c * GROUPS : nullptr);
   if (rest) {
     u8 last[R][C::BYTES] = {}, scales[R][4] = {};
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       memcpy(last[r], data[r] + whole * C::BYTES, w.row_bytes() - whole * C::BYTES);
-      if (grouped) memcpy(scales[r], w.scale + (row + r) * w.scale_cols() + whole * 4, w.scale_cols() - whole * 4);
+      if (bytes) memcpy(scales[r], w.scale + (row + r) * w.scale_cols() + whole * GROUPS, w.scale_cols() - whole * GROUPS);
       step(whole, r, last[r], scales[r]);
     }
   }
@@ -304,16 +319,16 @@ static inline void dot(const Weight& w, i64 row, Factors<M>& factors, const V* x
 #pragma GCC unroll 8
   for (int i = 0; i + 4 <= R * T; i += 4) {
     float four[VL];
-    store(four, sum_four(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]));
+    store(four, sum_four(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) * UNIT<M, F>);
     memcpy(to + i, four, 16);
   }
-  for (int i = R * T / 4 * 4; i < R * T; i++) to[i] = sum(flat[i]);
+  for (int i = R * T / 4 * 4; i < R * T; i++) to[i] = sum(flat[i]) * UNIT<M, F>;
 }
 
 // `emit(row, t, value)` for the rows first .. stop of the weight and the T rows of x.
 template <class M, int F, int T, class Emit>
 static void dot_rows(const Weight& w, i64 first, i64 stop, Factors<M>& factors, const V* x, i64 ldx, Emit emit) {
-  constexpr int R = T <= 4 ? 4 : 2;
+  constexpr int R = T <= (VL == 16 ? 4 : 2) ? 4 : 2;  // most sums stay in registers
   i64 row = first;
   for (; row + R <= stop; row += R) {
     float out[R][T];
@@ -452,8 +467,18 @@ static inline void pack_lanes(const u32* const* rows, i64 n, i64 words, u32* lan
     }
 }
 
-// Lanes in the order in which FP4 weights are decoded for tiles: of every 64 inputs first the even, then the odd ones.
+// Lanes in the order in which FP4 weights are decoded; for tiles: of every 64 inputs first the even, then the odd ones.
 template <class M, int F> static inline void spread(u32* lanes, i64 words, int count) {
+  if constexpr (M::per_word == 1 && F == FP4 && GROUPED<M, F>) {
+    typedef Chunk<M, F> C;
+    V natural[C::COLS * MAX_COUNT];
+    for (i64 block = 0; block < words * count; block += C::COLS * count) {
+      V* at = (V*)lanes + block;
+      memcpy(natural, at, C::COLS * count * sizeof(V));
+      for (int i = 0; i < C::COLS; i++)
+        for (int j = 0; j < count; j++) at[i * count + j] = natural[C::place(i / VL, i % VL) * count + j];
+    }
+  }
   if constexpr (ON_TILES<M> && F == FP4)
     for (i64 block = 0; block < words * count; block += 32 * count) {
       VU *at = (VU*)lanes + block, even[16 * MAX_COUNT], odd[16 * MAX_COUNT];

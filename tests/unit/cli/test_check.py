@@ -17,7 +17,7 @@ from spyglass.cli.main import main
 from spyglass.errors import CheckpointError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.write import write_adapter
-from spyglass.plan import Device, Machine
+from spyglass.machine import Device, Machine
 from tests.unit.checkpoint.small_files import Raw, load_all, read_raw, write_raw, write_small
 
 
@@ -81,7 +81,7 @@ def test_a_model_larger_than_this_machine_is_said_to_be(
         (900, "would load: yes, once its files hold values\n"),
     ):
         machine = Machine(Device("this machine's memory", 900 * 10**9, free * 10**9), ())
-        monkeypatch.setattr("spyglass.plan.this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr("spyglass.machine.this_machine", lambda machine=machine: machine)
         assert main(["check", str(flash), "--plan"]) == 0
         assert capsys.readouterr().out.endswith(ending)
 
@@ -91,7 +91,8 @@ def test_fits_and_runs_are_two_words_and_speed_is_what_memory_allows(
 ) -> None:
     cards = tuple(Device("Card", 192 * 2**30, 190 * 2**30) for _ in range(2))
     monkeypatch.setattr(
-        "spyglass.plan.this_machine", lambda: Machine(Device("this machine's memory", 900 * 10**9, 800 * 10**9), cards)
+        "spyglass.machine.this_machine",
+        lambda: Machine(Device("this machine's memory", 900 * 10**9, 800 * 10**9), cards),
     )
     monkeypatch.setattr("spyglass.cli.check_plan.read_rate", lambda: 460e9)
     for known in ("measured", "compiles, not run"):
@@ -105,7 +106,7 @@ def test_fits_and_runs_are_two_words_and_speed_is_what_memory_allows(
         two = next(place for place, line in enumerate(lines) if line.startswith("2 x Card (--tensor-parallel-size 2)"))
         assert "fits" in lines[two] and "have not been run by us" in lines[two + 1]
         assert any("a machine without a GPU needs 1" in line and "fine-tuning" in line for line in lines)
-    monkeypatch.setattr("spyglass.plan.this_machine", lambda: Machine(Device("m", 9, 9), cards[:1]))
+    monkeypatch.setattr("spyglass.machine.this_machine", lambda: Machine(Device("m", 9, 9), cards[:1]))
     for known, word in (
         ("measured", "runs: yes, on Triton kernels"),
         ("not known", "runs: not known, kernels not known"),
@@ -243,7 +244,7 @@ def test_what_is_known_of_the_kernels_is_said_of_each_gpu(
         SimpleNamespace(name="Tesla V100", major=7, minor=0),
     ]
     machine = Machine(Device("RAM", 1 << 36, 1 << 36), tuple(Device(card.name, 1 << 36, 1 << 36) for card in cards))
-    monkeypatch.setattr("spyglass.plan.this_machine", lambda: machine)
+    monkeypatch.setattr("spyglass.machine.this_machine", lambda: machine)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: cards[number])
     write_small(tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 from spyglass.checkpoint.random import new_checkpoint
 from spyglass.cli.main import main
-from spyglass.plan import Device, Machine
+from spyglass.machine import Device, Machine
 
 GB = 10**9
 
@@ -31,7 +31,7 @@ def rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, gpu: int, ram: int) -> None:
     """A machine of so many GB of both, whose GPU reads 4 TB/s and whose host 100 GB/s."""
     machine = Machine(Device("RAM", ram * GB, ram * GB), (Device("card", gpu * GB, gpu * GB),))
-    monkeypatch.setattr("spyglass.plan.this_machine", lambda: machine)
+    monkeypatch.setattr("spyglass.machine.this_machine", lambda: machine)
     monkeypatch.setattr("spyglass.bench.gpu.read_bandwidth", lambda: 4e12)
     monkeypatch.setattr("spyglass.bench.gpu.host_bandwidth", lambda: 1e11)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -40,7 +40,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, gpu: int, ram: int) -> None:
 def test_smaller_cards_leave_more_experts_to_the_host(
     flash: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spyglass.plan.this_machine", lambda: Machine(Device("RAM", 64 * GB, 32 * GB), ()))
+    monkeypatch.setattr("spyglass.machine.this_machine", lambda: Machine(Device("RAM", 64 * GB, 32 * GB), ()))
     found = rows(flash, capsys)
     assert list(found) == ["24 GB", "32 GB", "48 GB", "80 GB", "96 GB", "141 GB"]
     sizes = [row["host_bytes"] for row in found.values()]

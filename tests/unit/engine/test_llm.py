@@ -19,7 +19,7 @@ from spyglass.engine.fit import free_memory
 from spyglass.errors import CapacityError, ConfigError, PromptError
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.write import write_adapter
-from spyglass.plan import Device
+from spyglass.machine import Device
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import TokenKind
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from spyglass.engine.request import SamplingParams
 from spyglass.engram import EngramStore, Placement, TableRows
 from spyglass.engram.feed import EngramFeed
+from spyglass.prompt.build import prompt_from_parts
 from spyglass.quant.codec import encode
 from spyglass.quant.formats import BF16, fp8
+from tests.engine_parts import mixed_parts, run_all
 from tests.engram_values import rows_of, values
-from tests.small_v41 import small_store, small_v41_config
+from tests.small_v41 import make_engine, small_store, small_v41_config, small_v41_model
 
 CPU = torch.device("cpu")
 
@@ -61,6 +65,39 @@ def test_rows_of_a_step_are_those_of_each_sequence(form: str, placement: Placeme
         for layer in (1, 4):
             assert rows[layer].shape == (sum(lengths), 6 * 36)
             assert np.array_equal(rows[layer][mine].numpy(), alone[layer]), (layer, number)
+
+
+class Recorded(TableRows):
+    """A table that remembers which rows were asked for, in order."""
+
+    asked: ClassVar[list[NDArray[np.int64]]]
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> TableRows:
+        type(self).asked.append(rows.reshape(-1).copy())
+        return TableRows.__getitem__(self, rows)
+
+
+@pytest.mark.parametrize("placement", ["mmap", "host"])
+def test_rows_of_a_prompt_that_goes_on_are_read_while_the_step_before_runs(placement: Placement) -> None:
+    """Tables in memory are not read ahead; nor are steps of a few tokens. The answers are the same."""
+    model = small_v41_model(seed=3)
+    prompt = prompt_from_parts(mixed_parts([70, (4, 4), 120]), model.config)
+    params, outputs = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), []
+    Recorded.asked = []
+    for step in (512, 80):
+        store = small_store(model.config)
+        table = store.tables[1]
+        recorded = Recorded(format=table.format, data=table.data, scale=table.scale)
+        store = replace(store, tables=store.tables | {1: recorded}, placement=placement)
+        outputs += run_all(make_engine(model, step=step, store=store), [prompt], params)
+    assert outputs[0].token_ids == outputs[1].token_ids
+    whole, asked = Recorded.asked[0], Recorded.asked[3:]
+    columns, tokens = len(whole) // len(prompt), [len(rows) for rows in asked]
+    cut = [whole[first * columns :][: 80 * columns] for first in range(0, len(prompt), 80)]
+    expected = [cut[0], cut[1], *cut[1:]] if placement == "mmap" else cut
+    assert len(cut) == 3 and len(cut[2]) <= 64 * columns, "the last step is one of a few tokens"
+    assert all(np.array_equal(*pair) for pair in zip(asked, expected, strict=False)), tokens
+    assert tokens[len(expected) :] == [columns] * 2, "answers"
 
 
 def test_bf16_activations_get_the_rounded_rows() -> None:
