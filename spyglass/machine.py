@@ -63,8 +63,7 @@ class Cores:
 def usable_cores(system: Path = SYSTEM, groups: Path = GROUPS, allowed: Collection[int] | None = None) -> Cores:
     """The cores that this process may use; `allowed`: processors, those of its affinity unless stated."""
     if allowed is None:
-        asked = getattr(os, "sched_getaffinity", None)
-        allowed = range(os.cpu_count() or 1) if asked is None else asked(0)
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores: dict[str, list[int]] = {}
     for processor in sorted(allowed):
         siblings = system / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
