@@ -4,6 +4,10 @@ A message says what was wrong, what was expected, and what to do. `assert` is fo
 a file or a request can cause raises one of these.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
 
 class SpyglassError(Exception):
     """Root of every error Spyglass raises on purpose."""
@@ -47,6 +51,28 @@ class OverloadedError(SpyglassError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that it resembles, if one does.
+
+    Dashes before a name say nothing of it, and one letter resembles nothing.
+    """
+    import difflib
+
+    names = {name.lstrip("-"): name for name in known}
+    word = text[:100].lstrip("-")
+    near = difflib.get_close_matches(word, names, n=1) if len(word) > 1 else []
+    return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def json_kind(value: object) -> str:
+    """What a value is, in the words of JSON and not of Python, for messages to people who sent it."""
+    kinds = ((bool, "true or false"), (int | float, "a number"), (str, "a string"), (list | tuple, "a list"))
+    if value is None:
+        return "null or missing"
+    found = next((words for kind, words in kinds if isinstance(value, kind)), None)
+    return found or ("an object" if isinstance(value, Mapping) else f"a {type(value).__name__}")
 
 
 def is_recoverable(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from spyglass.cli.markdown import make_screen
 from spyglass.cli.talk import Talk
 from spyglass.config.fields import integer, number
-from spyglass.errors import PromptError, SpyglassError
+from spyglass.errors import PromptError, SpyglassError, did_you_mean
 from spyglass.progress import tell
 from spyglass.train.stopping import asked_to_stop
 
@@ -24,21 +24,28 @@ if TYPE_CHECKING:
     from spyglass.engine import SamplingParams
 
 HISTORY = "~/.local/state/spyglass/chat_history"
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 _WORD = re.compile(r"""'(?P<single>[^']+)'|"(?P<double>[^"]+)"|(?P<bare>(?:\\.|[^\s\\])+)""")
 _COMMAND = re.compile(r"/(?P<name>[a-z?]*)(?:\s+(?P<rest>.*))?")
 _NUMBERS: dict[str, Callable[[str], Any]] = {
     "max_tokens": integer, "temperature": number, "top_p": number, "top_k": integer, "min_p": number, "seed": integer,
 }  # fmt: skip
 _FETCH_SECONDS, _MOST_FETCHED = 60, 64 << 20
+_QUOTES = '"""'
 _ABOUT = f"""\
-/image FILE|URL ...   show images with the next question; a path or address in a line, or dropped into it, does too
+/image FILE|URL ...   show images with the next question; a path or address in
+                      a line, or dropped into it, does too
 /clear                begin a new conversation
-/set                  show the settings; /set NAME VALUE changes one, /set NAME takes it back:
-                      {", ".join(_NUMBERS)}, thinking (on, off), effort, system (a text), markdown (on, off)
-/save FILE.jsonl      append the conversation as a line that `spyglass finetune --data` reads
+/set                  show the settings; /set NAME VALUE changes one, /set NAME
+                      takes it back: {", ".join([*_NUMBERS][:4])},
+                      {", ".join([*_NUMBERS][4:])}, thinking (on, off), effort,
+                      system (a text), markdown (on, off)
+/save FILE.jsonl      append the conversation as a line that
+                      `spyglass finetune --data` reads
 /help                 this
-/exit                 end, as Ctrl+D does; Ctrl+C stops an answer and keeps the conversation"""
+/exit                 end, as Ctrl+D does; Ctrl+C stops an answer and keeps the
+                      conversation
+{_QUOTES}                   begins and ends a question of several lines"""
 
 
 class Chat:
@@ -67,7 +74,10 @@ class Chat:
         """The next line; None at the end of input."""
         while True:
             try:
-                return input("> ").strip()
+                line = input("> ").strip()
+                while line.startswith(_QUOTES) and (len(line) < 2 * len(_QUOTES) or not line.endswith(_QUOTES)):
+                    line = f"{line}\n{input('... ')}".rstrip()
+                return line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip() if line.startswith(_QUOTES) else line
             except EOFError:
                 print()
                 return None
@@ -80,6 +90,9 @@ class Chat:
             return self._command(command["name"], (command["rest"] or "").strip())
         images, text = images_in(line)
         self._images += images
+        for word in text.split():
+            if Path(word).suffix.lower() in IMAGE_SUFFIXES:
+                tell(f"there is no file {word} here; it is sent as text")
         if text:
             self._ask(text)
         elif images:
@@ -100,9 +113,7 @@ class Chat:
         elif name in ("help", "?"):
             print(_ABOUT)
         else:
-            from spyglass.cli.main import did_you_mean
-
-            near = did_you_mean(name, [*does, "help", "exit"])
+            near = did_you_mean(f"/{name}", [f"/{known}" for known in (*does, "help", "exit")])
             tell(f"/{name} is no command; /help lists them{near}")
         return True
 
@@ -197,7 +208,7 @@ def _spelled(word: re.Match[str]) -> str:
 def _is_image(word: str) -> bool:
     """Whether a word of a line means an image: an address or path with an image's ending, of a file where it has no
     folder (so that "is this a .png?" is a question)."""
-    if not word.lower().split("?")[0].endswith(_SUFFIXES):
+    if not word.lower().split("?")[0].endswith(IMAGE_SUFFIXES):
         return False
     return "/" in word or os.path.isfile(word)
 

@@ -18,6 +18,7 @@ from spyglass.cli.options import (
     engine_config,
     model_folder,
     note_bases,
+    require_readable,
     stated_model,
 )
 from spyglass.config.engine import EngineConfig
@@ -83,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask, print the table, write the sheet; the result is the exit code."""
     folder = model_folder(stated_model(args))
-    engine_config(args)
+    options = engine_config(args)
     for name in ("num", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it is at least 1")
@@ -93,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sheet {args.sheet} is a folder; name the file to write")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it is at least 0")
+    require_readable(folder, options)
     own, kinds = _own_questions(args), _kinds(args)
     from spyglass.cli.own_questions import evaluate_own
     from spyglass.engine import LLM

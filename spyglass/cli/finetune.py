@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 from spyglass.cli.options import add_model, required_model
 from spyglass.config.fields import integer, number
 from spyglass.config.options import choices_of
+from spyglass.config.read import read_model_config
+from spyglass.config.shipped import find_model
 from spyglass.config.training import TrainConfig
 
 HELP = "Train an adapter (a PEFT folder) or, with --full, every weight (a checkpoint) on chats with images."
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; the result is the exit code, 130 for a run that was interrupted and can be resumed."""
     stated = {item.name: getattr(args, item.name) for item in fields(TrainConfig)}
     config = TrainConfig(**{**stated, "model": Path(required_model(args, "finetune"))})
+    read_model_config(find_model(config.model))  # a name that means nothing is refused before torch is loaded
     from spyglass.cli.main import INTERRUPTED
     from spyglass.parallel.fsdp import end_worker, init_workers, leave_workers
     from spyglass.train.finetune import chosen_device, finetune
@@ -54,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
         result = finetune(config, tell=tell, progress=first, processes=processes)
     finally:
         leave_workers()
+    if result.finished and not config.full:
+        tell(
+            f"use it: spyglass chat {config.model} --lora {config.output}; measure it on chats that it did not learn: "
+            f"spyglass eval {config.model} --data FILE --lora {config.output}"
+        )
     code = 0 if result.finished else INTERRUPTED
     if processes.count > 1:
         end_worker(code)

@@ -40,7 +40,7 @@ _FIRST_CHAT_POSITION = 2  # after BOS and the user tag
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.add_argument("photo", type=Path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, GIF, BMP, TIFF)")
+    parser.add_argument("photo", type=Path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--family", choices=tuple(_FAMILIES), help="plan for the released model of this family")
     which.add_argument(

@@ -12,22 +12,22 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from spyglass import __version__
 from spyglass.cli.config_file import add_config_option, read_config_file
-from spyglass.errors import ConfigError, SpyglassError
+from spyglass.errors import ConfigError, SpyglassError, did_you_mean
 
 VERBS = {
-    "run": "ask a checkpoint about images, or just talk to it; the answer streams to the terminal",
+    "run": "ask a model about images, or just talk to it; the answer streams to the terminal",
     "chat": "talk to a model in the terminal, with images, commands and history",
-    "serve": "answer OpenAI and Anthropic clients over HTTP, with a page to try it in a browser",
+    "serve": "an OpenAI-compatible server, for Anthropic's and Ollama's clients too, with a page to try it",
     "eval": "ask a model fresh questions about simple images; accuracy kind by kind",
-    "finetune": "train an adapter on chats with images, on the packed weights as they are",
-    "merge": "write a checkpoint with an adapter merged into its weights",
+    "finetune": "train a LoRA adapter on chats with images, on the packed weights as they are",
+    "merge": "write a checkpoint with a LoRA adapter merged into its weights",
     "inspect": "draw what the model sees of an image: size, patches, tokens, order, visibility",
     "check": "say from headers alone whether a checkpoint would load here, and what would run",
     "new-checkpoint": "write a seeded random checkpoint in the official layout",
@@ -38,6 +38,20 @@ VERBS = {
     "completion": "print what makes a shell complete verbs, options and models: bash, zsh or fish",
     "bench": "measure one part beside its baseline: image, load, model, serve, and others",
 }
+VERBS_ELSEWHERE = {
+    "ask": "run", "generate": "run", "infer": "run", "download": "pull", "ls": "list", "models": "list", "info": "show",
+    "remove": "rm", "delete": "rm", "server": "serve", "start": "serve", "train": "finetune", "sft": "finetune",
+    "lora": "finetune", "evaluate": "eval", "benchmark": "bench", "doctor": "check",
+}  # fmt: skip
+OPTIONS_ELSEWHERE = {  # what means the same; other names that are taken as they are stand in `options.ALIASES`
+    "--adapter": "--lora", "--adapter-path": "--lora", "--lora-path": "--lora", "--alias": "--model-name",
+    "--n-predict": "--max-tokens", "--predict": "--max-tokens", "--num-predict": "--max-tokens",
+    "--parallel": "--max-sequences", "-np": "--max-sequences", "--system-prompt": "--system", "-sys": "--system",
+    "--lora-r": "--rank", "-r": "--rank", "--lora-alpha": "--alpha", "--target-modules": "--targets",
+    "--lora-target-modules": "--targets", "--dataset": "--data", "--output-dir": "--output",
+    "--learning-rate": "--lr", "--num-train-epochs": "--epochs", "--max-steps": "--steps",
+    "--gradient-accumulation-steps": "--accumulate", "--per-device-train-batch-size": "--batch-chats",
+}  # fmt: skip
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--?[A-Za-z][\w-]*)")
@@ -62,7 +76,7 @@ def overview() -> str:
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
     return (
         f"usage: spyglass <verb> [options]\n\n"
-        f"Spyglass {__version__} runs the DeepSeek-V4 family of vision models.\n\n"
+        f"Spyglass {__version__} runs, serves and fine-tunes the DeepSeek-V4 vision-language models.\n\n"
         f"verbs:\n{verbs}\n\n"
         f"`spyglass <verb> --help` lists a verb's options, `spyglass --version` says the version."
     )
@@ -79,15 +93,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = _UNKNOWN_OPTION.match(message)
-        super().error(message + (did_you_mean(unknown[1], self._option_string_actions) if unknown else ""))
+        known = self._option_string_actions
+        super().error(message + (_meant(unknown[1], known, OPTIONS_ELSEWHERE) if unknown else ""))
 
 
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that it resembles, if one does."""
-    import difflib
-
-    near = difflib.get_close_matches(text[:100], list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _meant(name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+    """The end of a message about an unknown verb or option: what other programs call so, or what it resembles."""
+    same = elsewhere.get(name)
+    return f"; did you mean {same}?" if same in known else did_you_mean(name, known)
 
 
 def build_parser(name: str, verb: Verb) -> argparse.ArgumentParser:
@@ -161,16 +174,18 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
 
 def dispatch(arguments: Sequence[str]) -> int:
     """Do what a command line asks for; returns the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if arguments else USER_FAULT
     name, *rest = arguments
-    if name in ("-V", "--version"):
+    if name in ("-V", "--version", "version"):
         print(f"spyglass {__version__}")
         return 0
     if name not in VERBS:
         known = f"unknown verb {name!r}; the verbs are {', '.join(VERBS)}"
-        print(f"spyglass: error: {known}{did_you_mean(name, VERBS)}", file=sys.stderr)
+        print(f"spyglass: error: {known}{_meant(name, VERBS, VERBS_ELSEWHERE)}", file=sys.stderr)
         return USER_FAULT
     return run_verb(name, rest)
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from spyglass.cli.options import add_model, note_bases, required_model
+from spyglass.config.read import read_model_config
+from spyglass.config.shipped import find_adapter, find_model
 from spyglass.progress import Progress
 
 HELP = "Write a checkpoint with an adapter merged into its weights, and say what the stored format loses of it."
@@ -30,14 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, say what was merged."""
-    from spyglass.config import read_model_config
-    from spyglass.config.shipped import find_adapter, find_model
-    from spyglass.lora.merge import merge_adapter
+    model = find_model(required_model(args, "merge"))
+    config = read_model_config(model)
+    note_bases({"merged": args.lora}, model)
+    from spyglass.lora.merge import merge_adapter  # after the cheap checks: these load torch
     from spyglass.lora.peft import read_adapter
 
-    model = find_model(required_model(args, "merge"))
-    note_bases({"merged": args.lora}, model)
-    adapter = read_adapter(find_adapter(args.lora, model), read_model_config(model))
+    adapter = read_adapter(find_adapter(args.lora, model), config)
     with Progress(unit="B", unit_scale=True, desc="writing") as bar:
         report = merge_adapter(model, adapter, args.output, format=args.format, force=args.force, progress=bar.update)
     print(report)

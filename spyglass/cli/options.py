@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 from spyglass.config.engine import EngineConfig, read_engine_config
 from spyglass.config.fields import integer, number
 from spyglass.config.hub import read_hub_id
+from spyglass.config.model import ModelConfig
 from spyglass.config.options import choices_of
+from spyglass.config.read import read_model_config
 from spyglass.config.server import ServerConfig, read_server_config
 from spyglass.config.shipped import (
     base_note,
@@ -26,13 +28,17 @@ from spyglass.config.shipped import (
 from spyglass.errors import ConfigError
 from spyglass.lora.use import adapter_name
 
-# what vLLM calls an option that is a field here; the table of docs/cli.md is held to it by a test
+# what vLLM or llama.cpp call an option here; the table of docs/cli.md is held to it by a test
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "max_length": ("--max-model-len",),
+    "max_length": ("--max-model-len", "--ctx-size", "-c"),
     "max_sequences": ("--max-num-seqs",),
     "max_step_tokens": ("--max-num-batched-tokens",),
     "model_name": ("--served-model-name",),
     "tensor_parallel_size": ("-tp",),
+    "threads": ("-t",),
+    "max_tokens": ("--max-new-tokens", "-n"),
+    "temperature": ("--temp",),
+    "prompt": ("-p",),
 }
 MODEL_FORMS = "checkpoint folder, shipped model or hub id (ORG/NAME[@revision])"
 ADAPTER = "lora"  # what the one adapter of a command line is called
@@ -83,6 +89,15 @@ def model_folder(stated: str | None) -> Path:
     if stated is None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} here; name a model with --model: {MODEL_FORMS}")
     return folder
+
+
+def require_readable(folder: Path, options: EngineConfig) -> ModelConfig | None:
+    """Refuse a folder without a configuration before anything heavy is imported; None where weights are to be drawn.
+
+    Raises:
+        ConfigError: as `read_model_config`.
+    """
+    return read_model_config(folder) if options.load == "files" else None
 
 
 def names_model(text: str) -> bool:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spyglass.cli.batch import output_path, run_file
-from spyglass.cli.chat_session import Chat
+from spyglass.cli.chat_session import IMAGE_SUFFIXES, Chat
 from spyglass.cli.options import (
     ADAPTER,
+    ALIASES,
     MODEL_FORMS,
     adapters_by_name,
     add_engine_options,
@@ -22,6 +23,7 @@ from spyglass.cli.options import (
     model_folder,
     names_model,
     note_bases,
+    require_readable,
     stated_model,
     told_adapters,
 )
@@ -35,7 +37,7 @@ from spyglass.progress import tell
 if TYPE_CHECKING:
     from spyglass.engine import LLM
 
-HELP = "Ask a checkpoint about images, or talk to it: with a question once, without one as a chat."
+HELP = "Ask a model about images, or talk to it: with a question once, without one as a chat."
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -53,17 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_option(parser)
     parser.set_defaults(model=None)
+    parser.add_argument("--prompt", *ALIASES["prompt"], metavar="TEXT", help="the question, as an option")
     parser.add_argument(
         "--batch", metavar="FILE", type=Path, help="answer a file of OpenAI batch lines (JSONL) instead of a question"
     )
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="answers of --batch (default: FILE with .answers.jsonl); resumable"
     )
-    add_talk_options(parser)
+    add_talk_options(parser, batch="; with --batch NAME=DIR, for lines to choose by `model`")
 
 
-def add_talk_options(parser: argparse.ArgumentParser) -> None:
-    """What may be said of a conversation, and of the engine beneath it."""
+def add_talk_options(parser: argparse.ArgumentParser, *, batch: str = "") -> None:
+    """What may be said of a conversation, and of the engine beneath it. `batch`: what help says of adapters besides."""
     parser.add_argument(
         "--image",
         metavar="PHOTO",
@@ -77,11 +80,22 @@ def add_talk_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help=f"use an adapter: a PEFT folder{told_adapters()}; with --batch NAME=DIR, for lines to "
-        "choose by `model`; for several: --lora A=ONE --lora B=TWO",
+        help=f"use an adapter: a PEFT folder{told_adapters()}{batch}",
     )
-    parser.add_argument("--max-tokens", type=integer, metavar="N", help="most tokens of an answer (default: 256)")
-    parser.add_argument("--temperature", type=number, metavar="X", help="0: always the likeliest token (default: 1)")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system prompt: what the model is told before the conversation"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        *ALIASES["max_tokens"],
+        type=integer,
+        metavar="N",
+        help="most tokens of an answer (default: 256)",
+    )
+    parser.add_argument(
+        "--temperature", *ALIASES["temperature"], type=number, metavar="X",
+        help="0: always the likeliest token (default: 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--top-p", type=number, metavar="X", help="draw from the likeliest tokens that make up this share"
     )
@@ -99,7 +113,8 @@ def add_talk_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
-    placed, args.question = _model_and_question(args.words, args.model_option)
+    words = args.words if args.prompt is None else [*args.words, args.prompt]
+    placed, args.question = _model_and_question(words, args.model_option)
     args.model = placed or args.model  # of a file of options
     folder = model_folder(stated_model(args))
     _check(args, folder)
@@ -151,7 +166,7 @@ def _talk(args: argparse.Namespace, llm: LLM) -> Talk:
     from spyglass.engine import SamplingParams
 
     stated = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    return Talk(
+    talk = Talk(
         llm,
         SamplingParams(**stated),
         thinking=args.thinking == "on",
@@ -159,6 +174,9 @@ def _talk(args: argparse.Namespace, llm: LLM) -> Talk:
         stream=not args.no_stream,
         note=_say_nothing if args.quiet else tell,
     )
+    if args.system is not None:
+        talk.messages.append({"role": "system", "content": args.system})
+    return talk
 
 
 def _say_nothing(text: str) -> None:
@@ -174,6 +192,7 @@ def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple
     if len(words) > 2 or (len(words) == 2 and model_option is not None):
         raise ConfigError(f'{words[-1]!r} is one argument too many; quote the question: "{" ".join(words)}"')
     if len(words) == 2:
+        _refuse_question(*words)
         return words[0], words[1]
     question = words[0] if words else None
     if question is not None and model_option is None and names_model(question):
@@ -184,17 +203,28 @@ def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple
     return None, question
 
 
+def _refuse_question(model: str, question: str) -> None:
+    """Raises ConfigError where what stands in a model's place is an image, or a question before an image."""
+    images = [word for word in (model, question) if Path(word).suffix.lower() in IMAGE_SUFFIXES]
+    if images and not os.path.isdir(model):
+        other = question if images[0] == model else model
+        raise ConfigError(
+            f"an image is shown with --image, and what stands before a question is a model; say "
+            f'`spyglass run --image {images[0]} "{other}"`'
+        )
+
+
 def _check(args: argparse.Namespace, folder: Path) -> None:
     """Refuse what can be seen to go wrong before a model is loaded, which may take minutes."""
-    from spyglass.config import read_model_config
     from spyglass.prompt.chat import ChatOptions, check_options
     from spyglass.prompt.decode import open_image
 
     options = engine_config(args)
     _check_batch(args)
+    model = require_readable(folder, options)
     _adapters(args, folder)
     check_options(ChatOptions(thinking=args.thinking == "on", effort=args.effort))
-    if args.image and read_model_config(folder).vision is None:
+    if args.image and model is not None and model.vision is None:
         raise PromptError(f"{folder} is a text-only checkpoint and takes no images; leave --image out")
     if len(args.image) > options.images:
         raise PromptError(
@@ -211,7 +241,7 @@ def _check_batch(args: argparse.Namespace) -> None:
             raise ConfigError("--output goes with --batch; a single answer goes to standard output")
         return
     given = [name for name in _SAMPLING if getattr(args, name) is not None]
-    given += [name for name in ("question", "image", "effort", "no_stream") if getattr(args, name)]
+    given += [name for name in ("question", "image", "system", "effort", "no_stream") if getattr(args, name)]
     given += ["thinking"] if args.thinking == "on" else []
     if given:
         shown = ", ".join("the question" if name == "question" else "--" + name.replace("_", "-") for name in given)

@@ -18,6 +18,7 @@ from spyglass.cli.options import (
     engine_config,
     model_folder,
     note_bases,
+    require_readable,
     server_config,
     stated_model,
     told_adapters,
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     folder = model_folder(stated_model(args))
     config = server_config(args)
     adapters = adapters_by_name(args.lora, config.model_name or (model_name(folder),))
-    engine_config(args)  # before anything heavy is loaded
+    require_readable(folder, engine_config(args))  # before anything heavy is loaded
+    note_bases(adapters, folder)
     from spyglass.server.run import bind, bind_unix
     from spyglass.server.tls import Certificate
 
@@ -78,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
     from spyglass.server.run import make_server, serve
 
     set_up_logs(config.log_level, config.log_format)
-    note_bases(adapters, folder)
     engine: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(EngineConfig)}
     llm = LLM(folder, adapters=adapters, progress=True, **engine)
     app = create_app(llm, config)
@@ -146,7 +147,8 @@ def _memory(llm: LLM) -> str:
     whole = min(tokens // longest + 1, most)
     while whole and not llm.engine.allocator.has_room([longest] * whole):  # pages that are not full count too
         whole -= 1
+    each = min(tokens // most, longest)
+    shorter = f"{most} conversations at once of up to {each:,} tokens each, " if whole < most else ""
     return (
-        f"{weights}; a KV cache of {tokens:,} tokens: {most} conversations at "
-        f"once of up to {min(tokens // most, longest):,} tokens each, {whole} of {longest:,}"
+        f"{weights}; a KV cache of {tokens:,} tokens: {shorter}{whole} conversations at once of {longest:,} tokens each"
     )

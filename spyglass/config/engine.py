@@ -51,7 +51,9 @@ class EngineConfig:
         default=600,
         metadata=about("max images in one prompt; 0 leaves the image tower unloaded", low=0),
     )
-    max_step_tokens: int = field(default=2048, metadata=about("max tokens of all sequences in one step", high=1 << 20))
+    max_step_tokens: int = field(
+        default=2048, metadata=about("max tokens of one step, of all answers (chunked prefill)", high=1 << 20)
+    )
     step_milliseconds: int = field(
         default=1000,
         metadata=about(
@@ -60,13 +62,18 @@ class EngineConfig:
             low=0,
         ),
     )
-    max_sequences: int = field(default=64, metadata=about("max sequences running at a time", high=4096))
+    max_sequences: int = field(
+        default=64, metadata=about("max answers that run at a time (continuous batching)", high=4096)
+    )
     max_length: int | None = field(
-        default=None, metadata=about("longest sequence, prompt and answer together (default: the model's limit)")
+        default=None,
+        metadata=about("context length: prompt and answer together (default, and at most: the model's limit)"),
     )
     cache_bytes: int | None = field(
         default=None,
-        metadata=about("memory for the rows of running sequences (default: what is free, less the most a step needs)"),
+        metadata=about(
+            "memory for the KV cache of running answers (default: what is free, less the most a step needs)"
+        ),
     )
     gpu_memory_utilization: float | None = field(
         default=None,
@@ -79,7 +86,8 @@ class EngineConfig:
     prefix_cache_bytes: int | None = field(
         default=None,
         metadata=about(
-            "memory for beginnings of prompts that may come again (default: an eighth of what is free); 0 keeps none",
+            "memory for the prefix cache: beginnings of prompts that may come again (default: an eighth of what is "
+            "free); 0 keeps none",
             low=0,
         ),
     )
@@ -120,7 +128,8 @@ class EngineConfig:
     tensor_parallel_size: int = field(
         default=1,
         metadata=about(
-            "processes among which the weights are divided: as many GPUs, or parts of the CPU's cores", high=64
+            "processes among which the weights are divided: as many GPUs, or parts of the CPU's cores",
+            high=64,
         ),
     )
     threads: int | None = field(

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by id, `ORG/NAME[@revision]`: downloaded once, checked, kept in the hub's own cache.
+"""Models of the Hugging Face hub by id (`ORG/NAME[@revision]`) or address: downloaded once, checked, kept in its cache.
 
 `huggingface_hub` underneath: its cache (`HF_HOME`, `HF_HUB_CACHE`), token (`HF_TOKEN`, or `hf auth login`), offline
 mode (`HF_HUB_OFFLINE=1`) and endpoint (`HF_ENDPOINT`). What has been downloaded whole is used without asking the hub;
@@ -20,7 +20,11 @@ from typing import Any
 from spyglass.errors import ConfigError
 from spyglass.progress import Progress, shown_bytes, tell
 
-_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_ID = re.compile(
+    r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)/)?"  # the address of its page, as people copy it
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:(?:@|/tree/)(?P<revision>[\w./-]+?))?/?",
+    re.ASCII,
+)
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.md", "LICENSE*")
 _SNAPSHOT = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
 _CHUNK = 1 << 24

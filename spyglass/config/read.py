@@ -11,7 +11,7 @@ from spyglass.config.fields import Fields
 from spyglass.config.json_file import read_json_object
 from spyglass.config.model import ModelConfig
 from spyglass.config.shipped import shipped_models
-from spyglass.errors import ConfigError
+from spyglass.errors import ConfigError, did_you_mean
 from spyglass.families import V4, V41
 
 # `model_type` -> reader. Whole names only: one family's name may begin with another's.
@@ -31,9 +31,13 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """
     path = Path(folder)
     if not os.path.isdir(path):  # unlike pathlib, also says no to a name that is too long or may not be looked up
-        named = f"{path}: not a folder; give the folder that holds the checkpoint's config.json"
-        shipped = ", ".join(shipped_models())
-        raise ConfigError(named + (f", or the name of a shipped model ({shipped})" if shipped else ""))
+        shipped = shipped_models()
+        named = f", the name of a shipped model ({', '.join(shipped)})" if shipped else ""
+        near = did_you_mean(str(path), shipped)
+        raise ConfigError(
+            f"{path}: not a folder; give the folder that holds the checkpoint's config.json{named} or a hub id "
+            f"(ORG/NAME){near}"
+        )
     official, reference = path / "config.json", path / "inference" / "config.json"
     found = official if os.path.lexists(official) or not os.path.lexists(reference) else reference
     if not os.path.lexists(found) and os.path.lexists(path / "adapter_config.json"):

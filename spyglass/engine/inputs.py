@@ -40,21 +40,22 @@ def is_conversation(request: object) -> bool:
 
 
 def conversation(
-    chat: str | Sequence[Mapping[str, Any]], images: Sequence[ImageInput | str] = ()
+    chat: str | Sequence[Mapping[str, Any]], images: ImageInput | str | Sequence[ImageInput | str] = ()
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages of a chat; a text is what the user says. `images`, given from Python, stand before the text of the
-    last message; a text among them is a path, unless it is a data URL.
+    """The messages of a chat; a text is what the user says. `images`, one or a list given from Python, stand before the
+    text of the last message; a text among them is a path, unless it is a data URL.
 
     Raises:
         PromptError: images, and no message of the user at the end to hold them.
     """
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    if not images:
+    given = images if isinstance(images, list | tuple) else [images]
+    if not given:
         return messages
     last = messages[-1] if is_conversation(messages) else {}
     if last.get("role") != "user" or not isinstance(last.get("content"), str | list | tuple):
         raise PromptError("images go to the user's message at the end of the conversation, and there is none")
-    sources = [Path(one) if isinstance(one, str) and not is_data_url(one) else one for one in images]
+    sources = [Path(one) if isinstance(one, str) and not is_data_url(one) else one for one in given]
     said = last["content"]
     parts = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
     seen = [{"type": "image_url", "image_url": {"url": source}} for source in sources]

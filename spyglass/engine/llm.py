@@ -176,7 +176,7 @@ class LLM:
         messages: str | Messages,
         params: SamplingParams | None = None,
         *,
-        images: Sequence[ImageInput] = (),
+        images: ImageInput | Sequence[ImageInput] = (),
         thinking: bool = False,
         effort: Effort | None = None,
         adapter: str | None = None,
@@ -198,14 +198,14 @@ class LLM:
         messages: str | Messages | Sequence[str | Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        images: Sequence[ImageInput] = (),
+        images: ImageInput | Sequence[ImageInput] = (),
         thinking: bool = False,
         effort: Effort | None = None,
         adapter: AdapterNames = None,
     ) -> RequestOutput | list[RequestOutput]:
         """The answer to a conversation in OpenAI form or to a text, or the answers to a list of them.
 
-        `images` (paths, bytes, PIL, data URLs) stand before the text of the last message. Image parts of messages:
+        `images` (paths, bytes, PIL, data URLs; one or a list) stand before the text of the last message. Image parts:
         `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, bytes, a `pathlib.Path` or a PIL image.
         `thinking` lets the model reason first; `effort` says how much. The output has it as `reasoning`.
 

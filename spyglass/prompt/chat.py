@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from PIL import Image
 
 from spyglass.config.model import ModelConfig
-from spyglass.errors import PromptError
+from spyglass.errors import PromptError, json_kind
 from spyglass.families import FAMILIES
 from spyglass.prompt.data_url import is_data_url
 from spyglass.prompt.decode import ImageInput
@@ -205,7 +205,7 @@ def check_options(options: ChatOptions) -> None:
     if options.effort is not None and options.effort not in EFFORTS:
         raise PromptError(f"effort is {options.effort!r}; it is one of {', '.join(EFFORTS)}, or none with thinking off")
     if not isinstance(options.tools, list | tuple):
-        raise PromptError(f"tools must be a list of tools, not {type(options.tools).__name__}")
+        raise PromptError(f"tools must be a list of tools, not {json_kind(options.tools)}")
     if not isinstance(options.thinking, bool):
         raise PromptError(f"thinking is {options.thinking!r}; it is True or False")
     if options.effort is not None and not options.thinking:
@@ -215,12 +215,12 @@ def check_options(options: ChatOptions) -> None:
 def _without_images(messages: Sequence[Mapping[str, Any]], stubs: ImageStubs) -> list[dict[str, Any]]:
     """The messages with every image replaced by its stub."""
     if not isinstance(messages, list | tuple):
-        raise PromptError(f"messages must be a list of messages, not {type(messages).__name__}")
+        raise PromptError(f"messages must be a list of messages, not {json_kind(messages)}")
     plain = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, Mapping):
-            raise PromptError(f"{where} must be an object with role and content, not {type(message).__name__}")
+            raise PromptError(f"{where} must be an object with role and content, not {json_kind(message)}")
         content = message.get("content")
         if isinstance(content, list | tuple):
             role = message.get("role")
@@ -237,7 +237,7 @@ def plain_part(part: object, where: str, role: object, stubs: ImageStubs) -> dic
         PromptError: an unknown kind of part, or an image where none may be; named by `where`.
     """
     if not isinstance(part, Mapping):
-        raise PromptError(f"{where} must be an object with a type, not {type(part).__name__}")
+        raise PromptError(f"{where} must be an object with a type, not {json_kind(part)}")
     kind = part.get("type")
     if kind == "text":
         if not isinstance(part.get("text"), str):

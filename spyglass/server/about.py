@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,10 @@ def about_routes(llm: LLM, served: Served, started: int) -> Sequence[Route]:
         return JSONResponse(told)
 
     def card(name: str) -> dict[str, Any]:
-        same = {"name": f"{name}:latest", "model": f"{name}:latest", "size": llm.loaded.report.nbytes, "digest": ""}
+        tagged, size = f"{name}:latest", llm.loaded.report.nbytes
+        # its clients show the first twelve digits of what tells models apart; weights are not read for it
+        digest = hashlib.sha256(repr((name, size, served.config)).encode()).hexdigest()
+        same = {"name": tagged, "model": tagged, "size": size, "digest": digest}
         return {**same, "modified_at": since, "details": model_details(served)}
 
     async def tags(_: Request) -> Response:

@@ -48,6 +48,8 @@ from spyglass.server.readiness import Readiness
 from spyglass.server.stream import RequestTimer, send_content, send_events, send_whole
 from spyglass.server.workers import Workers
 
+_OLLAMA = "/api/"
+
 
 class Service:
     """One model behind HTTP: the engine's thread, and what all requests share."""
@@ -315,7 +317,7 @@ async def _pass_on(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        raise HTTPException(404, f"there is nothing at {where}", error.headers)
+        raise HTTPException(404, f"there is nothing at {where}; GET /docs lists what there is", error.headers)
     if error.status_code == 405:
         raise HTTPException(405, f"{where} is not allowed; see the allow header", error.headers)
     raise error
@@ -367,8 +369,11 @@ def _card(service: Service, name: str) -> Mapping[str, Any]:
 
 
 def _endpoint_of(by_path: Mapping[str, Endpoint], path: str) -> Endpoint | None:
-    """The protocol whose errors a path's clients understand: its own, or that of the longest path before it."""
+    """The protocol whose errors a path's clients understand: its own, or that of the longest path before it; all of
+    `/api/` is Ollama's."""
     known = [route for route in by_path if path == route or path.startswith(route + "/")]
+    if path.startswith(_OLLAMA):
+        known = known or [route for route in by_path if route.startswith(_OLLAMA)]
     return by_path[max(known, key=len)] if known else None
 
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from spyglass.config.json_file import parse_json_text
-from spyglass.errors import OverloadedError, PromptError
+from spyglass.errors import OverloadedError, PromptError, json_kind
 from spyglass.server.limits import (
     BODY_BYTES_PER_SECOND,
     BODY_PAUSE_SECONDS,
@@ -26,6 +26,7 @@ from spyglass.server.limits import (
 )
 from spyglass.server.memory import Reservation
 
+_FROM_CURL = ("application/x-www-form-urlencoded", "")
 _CLOSE = {"connection": "close"}
 _LARGE = 1 << 20  # bytes of a body whose values are counted before it is read
 
@@ -118,7 +119,7 @@ def parse_json(body: bytes, what: str = "the body") -> Mapping[str, Any]:
     except ValueError as error:
         raise PromptError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise PromptError(f"{what} is {_kind(value)}, expected a JSON object")
+        raise PromptError(f"{what} is {json_kind(value)}, expected a JSON object")
     _check_depth(value, what)
     if "\\ud" in text.lower():
         _check_surrogates(value, what)
@@ -136,9 +137,14 @@ def _refuse_many_values(body: bytes, what: str) -> None:
 
 
 def _check_headers(request: Request) -> None:
-    """A page of another origin can send anything but JSON without asking first, so nothing else is read."""
+    """A page of another origin can send anything but JSON without asking first, so of a browser nothing else is read.
+
+    What `curl -d` says of its bodies is taken from everybody else: Ollama's users write no header. Browsers tell where
+    a page is from.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    if media_type != "application/json" and (browser or media_type not in _FROM_CURL):
         found = f"is {media_type[:80]!r}" if media_type else "is missing"
         raise HTTPException(415, f"the content-type {found}; send application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -171,9 +177,3 @@ def _check_surrogates(value: object, what: str) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise PromptError(f"{what} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, list):
-        return "a list"
-    return "null" if value is None else f"a {type(value).__name__}"

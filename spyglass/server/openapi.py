@@ -43,18 +43,18 @@ border-bottom:1px solid #8884}code{overflow-wrap:anywhere}summary{cursor:pointer
 
 def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 description of a server with these protocols."""
-    paths: dict[str, Any] = {path: {} for _, path, _ in READS}
-    for method, path, summary in READS:
-        answer = {"responses": {"200": {"description": "The answer"}}}
-        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-        place = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-        paths[path][method] = {"summary": summary, **answer, **({"parameters": place} if place else {})}
+    paths: dict[str, Any] = {}
     for endpoint in endpoints:
         body = {"required": True, "content": {"application/json": {"schema": _object(endpoint.fields)}}}
         answers = {"200": {"description": "The answer, or a stream of it"}, "4XX": {"description": "What is wrong"}}
         paths[endpoint.path] = {
             "post": {"summary": (endpoint.__doc__ or "").split("\n\n")[0], "requestBody": body, "responses": answers}
         }
+    for method, path, summary in READS:
+        answer = {"responses": {"200": {"description": "The answer"}}}
+        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        place = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        paths.setdefault(path, {})[method] = {"summary": summary, **answer, **({"parameters": place} if place else {})}
     key = {"key": {"type": "http", "scheme": "bearer", "description": "If the server was started with a key"}}
     return {
         "openapi": "3.1.0",

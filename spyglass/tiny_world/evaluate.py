@@ -92,7 +92,8 @@ class Report:
     def thoughts(self) -> str | None:
         """How many whole thoughts were right, in words; None = no question asked for one."""
         thoughts = [verdict.thought for verdict in self.verdicts if verdict.thought is not None]
-        return f"thoughts: {sum(thoughts)} of {len(thoughts)} right, every word" if thoughts else None
+        told = f"reasoning: right to the last word in {sum(thoughts)} of {len(thoughts)} answers that had any"
+        return told if thoughts else None
 
     def table(self) -> str:
         """Right answers by kind and, of unseen combinations, by pair; the last line is the overall figure."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def test_every_option_variable_is_one_that_is_read(path: Path) -> None:
     known = {f"SPYGLASS_{item.name.upper()}" for item in fields(EngineConfig)}
     known |= {f"SPYGLASS_SERVER_{item.name.upper()}" for item in fields(ServerConfig)} | {"SPYGLASS_MODEL"}
     assert set(re.findall(r"SPYGLASS_[A-Z_]*[A-Z]", path.read_text())) <= known
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd on this machine")
+def test_the_unit_is_one_that_systemd_takes() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(DEPLOY / "spyglass.service")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_files_that_the_image_copies_are_there() -> None:

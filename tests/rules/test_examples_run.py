@@ -35,11 +35,13 @@ def blocks() -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two images that the documents use; the models come with the package."""
+    """A folder with the two images that the documents use: one where a checkout has it, one of the reader's own; the
+    models come with the package."""
     import skimage
 
     folder = tmp_path_factory.mktemp("desk")
-    shutil.copy(ROOT / "examples" / "shapes.jpg", folder / "shapes.jpg")
+    (folder / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "shapes.jpg", folder / "examples")
     shutil.copy(Path(skimage.__file__).parent / "data" / "rocket.jpg", folder / "photo.jpg")
     return folder
 
@@ -49,7 +51,7 @@ def run_shell(script: str, folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -67,8 +69,15 @@ def test_the_example_runs(place: str, language: str, code: str, desk: Path) -> N
         for answer in ANSWER.findall(code):
             assert answer in said, f"{place}\n{answer} is in none of {said}"
         return
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=desk, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", code],
+        cwd=desk,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, f"{place}\n{done.stdout}\n{done.stderr}"
     assert all(answer in done.stdout for answer in ANSWER.findall(code)), f"{place}\n{done.stdout}"

@@ -35,8 +35,8 @@ def small(llm: LLM) -> Iterator[Live]:
         (b"{'ids': 1}", "not JSON"),
         (b"[]", "a list"),
         (b"null", "null"),
-        (b"7", "a int"),
-        (b'"text"', "a str"),
+        (b"7", "a number"),
+        (b'"text"', "a string"),
         (b'{"temperature": NaN}', "NaN"),
         (b'{"temperature": -Infinity}', "Infinity"),
         (b'{"temperature": 1e999}', "too large"),
@@ -67,10 +67,19 @@ def test_what_json_allows_is_read_as_it_is() -> None:
     assert parse_json(json.dumps(body, ensure_ascii=False).encode()) == body
 
 
+@pytest.mark.parametrize("header", ["origin", "sec-fetch-site"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_what_a_page_elsewhere_may_send_without_asking_is_refused(kind: str, live: Live) -> None:
-    answer = live.client.post("/plain", content=b"{}", headers={"content-type": kind} if kind else {})
+def test_what_a_page_elsewhere_may_send_without_asking_is_refused(kind: str, header: str, live: Live) -> None:
+    sent = {"content-type": kind} if kind else {}
+    answer = live.client.post("/plain", content=b"{}", headers={**sent, header: "null"})
     assert answer.status_code == 415 and "application/json" in answer.json()["plain_error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", ""])
+def test_a_program_that_is_no_browser_may_leave_the_content_type_to_curl(kind: str, live: Live) -> None:
+    body = b'{"ids": [0, 5], "max_tokens": 1}'
+    assert live.client.post("/plain", content=body, headers={"content-type": kind} if kind else {}).is_success
+    assert live.client.post("/plain", content=body, headers={"content-type": "text/plain"}).status_code == 415
 
 
 def test_json_may_say_its_character_set_and_may_not_be_packed(live: Live) -> None:

@@ -324,7 +324,7 @@ def test_the_tokens_of_several_prompts_are_all_counted_once(client: openai.OpenA
 
 def test_of_several_prompts_a_bad_one_is_named_and_none_is_answered(client: openai.OpenAI) -> None:
     for prompts, told in (
-        (["a", 5], r"prompt\[1\] must be a text or a list of token ids, not int"),
+        (["a", 5], r"prompt\[1\] must be a text or a list of token ids, not a number"),
         ([[0, 5], [0, 10**9]], r"prompt\[1\]: part 0"),
         (["a"] * 129, "129 prompts, a request may have 128"),
         (["a"] * 65, "n 2 with 65 prompts are more than 128 answers"),

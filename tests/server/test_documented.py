@@ -38,7 +38,8 @@ def test_the_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copy(PAGE.parents[1] / "examples" / "shapes.jpg", tmp_path / "shapes.jpg")
+    (tmp_path / "examples").mkdir()
+    shutil.copy(PAGE.parents[1] / "examples" / "shapes.jpg", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     answers = ANSWER.findall(code)
     assert answers, "an example shows what comes back"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -187,6 +188,7 @@ class Seen(BaseModel):
 def test_its_own_client_sees_what_is_there(client: ollama.Client, shipped: Live) -> None:
     (card,) = client.list().models
     assert card.model == "spyglass-tiny-v4:latest" and client.ps().models[0].model == card.model
+    assert re.fullmatch("[0-9a-f]{64}", card.digest or ""), "`ollama list` cuts it to twelve digits"
     shown = client.show("spyglass-tiny-v4")
     assert {"vision", "tools", "completion"} <= set(shown.capabilities or ())
     question = "What shape is the red thing?"

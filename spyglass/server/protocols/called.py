@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spyglass.errors import json_kind
 from spyglass.server.protocols.fields import FieldReader, Fields, refuse, text_field
 
 _FUNCTION = Fields(read=frozenset({"name", "arguments"}))
@@ -26,7 +27,7 @@ def arguments_text(given: Mapping[str, Any], where: str) -> str:
     if isinstance(arguments, Mapping):
         return json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
-        refuse(f"{where}.arguments", f"must be a string with JSON, not {type(arguments).__name__}")
+        refuse(f"{where}.arguments", f"must be a string with JSON, not {json_kind(arguments)}")
     return arguments
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
+from spyglass.errors import json_kind
 from spyglass.prompt.chat import plain_part
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.called import CALL, answered_call, called
@@ -215,7 +216,7 @@ def _message(
         parts = enumerate(content)
         content = [_part(part, f"{where}.content[{n}]", role, images, reader) for n, part in parts]
     elif content is not None and not isinstance(content, str):
-        refuse(f"{where}.content", f"must be a string or a list of parts, not {type(content).__name__}")
+        refuse(f"{where}.content", f"must be a string or a list of parts, not {json_kind(content)}")
     found["content"] = content if content is not None or calls else ""
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams, TokenLogprob
-from spyglass.errors import PromptError
+from spyglass.errors import PromptError, json_kind
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.tokens import Prompt
@@ -150,7 +150,7 @@ def prompt_of(served: Served, prompt: object, *, start: bool = True, where: str 
         require_short(served, [prompt], where)
         prompt = [*first, *tokenizer_of(served).encode_text(prompt)]
     if not isinstance(prompt, list | tuple):
-        refuse(where, f"must be a text or a list of token ids, not {type(prompt).__name__}")
+        refuse(where, f"must be a text or a list of token ids, not {json_kind(prompt)}")
     if len(prompt) > served.max_length:
         raise TooLongError(len(prompt), served.max_length, field=where)
     placeholder = resolve_placeholder(served.config, served.tokenizer)

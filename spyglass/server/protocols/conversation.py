@@ -14,7 +14,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import THINK_END, SamplingParams, Structured
-from spyglass.errors import CapacityError, NotServedError, PromptError
+from spyglass.errors import CapacityError, NotServedError, PromptError, json_kind
 from spyglass.prompt.build import prompt_from_chat
 from spyglass.prompt.chat import ImageStubs, convert_request, render_conversation
 from spyglass.prompt.tokenizer import PromptTokenizer
@@ -135,7 +135,8 @@ class Images:
         if len(value) > self._limits.url_chars:
             refuse(where, f"has {len(value)} characters, an address may have {self._limits.url_chars}")
         if self._fetch is None:
-            refuse(where, "is a remote address; this server fetches no images, send it as a data URL")
+            how = "send it as a data URL, or start the server with --remote-images"
+            refuse(where, f"is a remote address; this server fetches no images, {how}")
         self._num_fetched += 1
         if self._num_fetched > self._limits.images:
             refuse(where, f"is image {self._num_fetched}, the limit is {self._limits.images}; send fewer")
@@ -157,7 +158,7 @@ def parse_tool(given: Mapping[str, Any], where: str, schema: str = "parameters")
     flag_field(given, "strict", where)  # without effect: a call that must be made fits its schema anyway
     description = text_field(given, "description", where) if "description" in given else None
     if not isinstance(parameters, Mapping):
-        refuse(place, f"must be a JSON schema of an object, not {type(parameters).__name__}")
+        refuse(place, f"must be a JSON schema of an object, not {json_kind(parameters)}")
     kinds = parameters.get("type", "object")
     if isinstance(kinds, list) and "object" in kinds:  # or null, which no call has
         parameters = {**parameters, "type": (kinds := "object")}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from spyglass.errors import PromptError
+from spyglass.errors import PromptError, json_kind
 
 _SHOWN_NAMES, _SHOWN_CHARS = 20, 100
 NEVER = ()  # no value of the field is neutral
@@ -63,7 +63,7 @@ class FieldReader:
             RequestError: not an object, or fields that are not to be had; the message names all of them.
         """
         if not isinstance(value, Mapping):
-            refuse(where or "the request", f"must be an object, not {type(value).__name__}", where or None)
+            refuse(where or "the request", f"must be an object, not {json_kind(value)}", where or None)
         given, faults = {}, list[tuple[str, str]]()
         for name, item in value.items():
             if name in fields.read:
@@ -99,7 +99,7 @@ def text_field(given: Mapping[str, Any], name: str, where: str) -> str:
     """
     value = given.get(name)
     place = f"{where}.{name}" if where else name
-    return value if isinstance(value, str) else refuse(place, f"must be a string, not {type(value).__name__}")
+    return value if isinstance(value, str) else refuse(place, f"must be a string, not {json_kind(value)}")
 
 
 def flag_field(given: Mapping[str, Any], name: str, where: str = "", *, default: bool = False) -> bool:
@@ -133,12 +133,8 @@ def list_of(value: object, where: str, *, least: int = 0) -> list[Any]:
         RequestError: it is none.
     """
     if not isinstance(value, list | tuple):
-        refuse(where, f"must be a list, not {_kind(value)}")
+        refuse(where, f"must be a list, not {json_kind(value)}")
     return list(value) if len(value) >= least else refuse(where, "is empty")
-
-
-def _kind(value: object) -> str:
-    return "null or missing" if value is None else type(value).__name__
 
 
 def _is_among(value: object, allowed: tuple[object, ...]) -> bool:

@@ -10,6 +10,7 @@ import deepseek_recipe
 
 from spyglass.config.json_file import parse_json_text
 from spyglass.engine.request import Structured
+from spyglass.errors import json_kind
 from spyglass.prompt.chat import IMAGE_LEFT_OUT
 from spyglass.server.errors import anthropic_error
 from spyglass.server.exchange import Call, Fetch, Served
@@ -239,7 +240,7 @@ def _content(value: object, where: str, role: str, images: Images, reader: Field
     return (
         value
         if isinstance(value, str)
-        else refuse(where, f"must be a string or a list of blocks, not {type(value).__name__}")
+        else refuse(where, f"must be a string or a list of blocks, not {json_kind(value)}")
     )
 
 
@@ -268,7 +269,7 @@ def _block(block: object, where: str, role: str, images: Images, reader: FieldRe
             except (ValueError, RecursionError) as error:
                 refuse(f"{where}.input", f"is text that is not JSON: {error}")
         if not isinstance(arguments, Mapping):
-            refuse(f"{where}.input", f"must be an object, not {type(arguments).__name__}")
+            refuse(f"{where}.input", f"must be an object, not {json_kind(arguments)}")
         names = {name: text_field(given, name, where) for name in ("id", "name")}
         return {"type": kind, **names, "input": arguments}
     if kind == "tool_result":

@@ -14,7 +14,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
-from spyglass.errors import NotServedError
+from spyglass.errors import NotServedError, json_kind
 from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.prompt.data_url import is_data_url
 from spyglass.server.exchange import Call, Fetch, Immediate, Served
@@ -309,7 +309,7 @@ def _past_call(call: object, where: str, call_id: str, reader: FieldReader) -> d
     function = reader.read(given.get("function"), _CALLED, f"{where}.function")
     arguments = function.get("arguments", {})
     if not isinstance(arguments, Mapping):
-        refuse(f"{where}.function.arguments", f"must be an object, not {type(arguments).__name__}")
+        refuse(f"{where}.function.arguments", f"must be an object, not {json_kind(arguments)}")
     name = text_field(function, "name", f"{where}.function")
     told = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": text_field({"id": call_id, **given}, "id", where), "type": "function", "function": told}

@@ -10,6 +10,7 @@ from typing import Any
 import deepseek_recipe
 
 from spyglass.engine.request import Structured
+from spyglass.errors import json_kind
 from spyglass.prompt.chat import IMAGE_LEFT_OUT, IMAGE_ROLES, STUB_URL
 from spyglass.server.exchange import Call, Fetch, Served
 from spyglass.server.protocols.called import arguments_text
@@ -200,7 +201,7 @@ def parse_responses(
 def _item(item: object, where: str, images: Images, reader: FieldReader) -> dict[str, Any]:
     """One input item for the library: known fields only, images as stubs, items of foreign tools as calls or words."""
     if not isinstance(item, Mapping):
-        refuse(where, f"must be an object, not {type(item).__name__}")
+        refuse(where, f"must be an object, not {json_kind(item)}")
     kind = item.get("type", "message")
     if isinstance(kind, str) and kind in _CALLS:
         work = item.get(_CALLS[kind])
@@ -259,7 +260,7 @@ def _content(value: object, where: str, role: str, images: Images, reader: Field
     return (
         value
         if isinstance(value, str)
-        else refuse(where, f"must be a string or a list of parts, not {type(value).__name__}")
+        else refuse(where, f"must be a string or a list of parts, not {json_kind(value)}")
     )
 
 

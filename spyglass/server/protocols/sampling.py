@@ -9,7 +9,7 @@ from typing import Any
 from spyglass.config.fields import integer
 from spyglass.config.json_file import parse_json_text
 from spyglass.engine.request import THINK_END, SamplingParams, Structured
-from spyglass.errors import PromptError
+from spyglass.errors import PromptError, json_kind
 from spyglass.server.limits import (
     MAX_ANSWERS,
     MAX_BIASES,
@@ -197,7 +197,7 @@ def _check_stops(stops: object, tokens: object) -> None:
 
 def _biases(value: object) -> Mapping[int, Any]:
     if not isinstance(value, Mapping):
-        refuse("logit_bias", f"must be an object of token ids, not {type(value).__name__}")
+        refuse("logit_bias", f"must be an object of token ids, not {json_kind(value)}")
     if len(value) > MAX_BIASES:
         refuse("logit_bias", f"has {len(value):,} tokens, it may have {MAX_BIASES:,}")
     biases = {}

@@ -105,16 +105,21 @@ def test_a_chat_takes_images_commands_and_ends_when_told(terminal: Terminal, tmp
     assert "1 image for the next question" in terminal.type(f"/image {SHAPES}")
     assert "triangle" in terminal.type("What shape is the red thing?")
     assert "triangle" in terminal.type(f"{SHAPES} What shape is the red thing?")
-    assert "/imgae is no command; /help lists them; did you mean image?" in terminal.type("/imgae x")
+    assert "/imgae is no command; /help lists them; did you mean /image?" in terminal.type("/imgae x")
     assert "nowhere.png cannot be read" in terminal.type("/image nowhere.png")
+    assert "no file nowhere.png here; it is sent as text" in terminal.type("nowhere.png What is it?")
+    terminal.type('"""What shape is', until="... ")
+    terminal.type('the red thing?"""')
     assert "temperature 0.5" in re.sub(" +", " ", terminal.type("/set temperature 0.5"))
     assert "temperature 0.0" in re.sub(" +", " ", terminal.type("/set temperature"))
     assert "error: temperature" in terminal.type("/set temperature hot")
-    assert "/save FILE" in terminal.type("/help")
+    about = terminal.type("/help")
+    assert "/save FILE" in about and all(len(line) < 80 for line in about.splitlines())
     terminal.type("/save talk.jsonl")
     (line,) = (tmp_path / "talk.jsonl").read_text().splitlines()
     messages = json.loads(line)["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 4
+    assert messages[6]["content"][0]["text"] == "What shape is\nthe red thing?"
     assert messages[0]["content"][0]["image_url"]["url"] == str(SHAPES)
     assert "a new conversation" in terminal.type("/clear")
     told = terminal.type("What shape is the red thing?")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spyglass.cli.main import VERBS, build_parser, load_verb, main, parse
+from spyglass.cli.main import OPTIONS_ELSEWHERE, VERBS, VERBS_ELSEWHERE, build_parser, load_verb, main, parse
 from spyglass.cli.options import ALIASES, engine_config, server_config
 from spyglass.config import EngineConfig
 from spyglass.errors import ConfigError
@@ -31,12 +31,26 @@ def test_an_alias_means_what_the_option_means() -> None:
     assert engine_config(args).gpu_memory_utilization == 0.5  # type: ignore[arg-type]
 
 
+def test_names_of_other_programs_mean_the_option_of_a_question() -> None:
+    args = read("run", "-m", "x", "-p", "why?", "-n", "5", "--temp", "0.5", "--ctx-size", "512", "-t", "2")
+    assert (args.prompt, args.max_tokens, args.temperature) == ("why?", 5, 0.5)  # type: ignore[attr-defined]
+    options = engine_config(args)  # type: ignore[arg-type]
+    assert (options.max_length, options.threads) == (512, 2)
+
+
 def test_every_alias_stands_in_the_table_beside_the_option_that_takes_it() -> None:
-    rows = dict(re.findall(r"^\| `(--[\w-]+)[^|]*\| `(-[\w-]+)", CLI, re.MULTILINE))
+    found = re.findall(r"^\| `(--[\w-]+)[^|]*\|([^|]*)\|", CLI, re.MULTILINE)
+    rows = {option: re.findall(r"`(-[\w-]+)", names) for option, names in found}
     for field, names in ALIASES.items():
-        assert rows["--" + field.replace("_", "-")] == names[0]
+        assert rows["--" + field.replace("_", "-")] == list(names)
     every = {o for verb in VERBS for a in build_parser(verb, load_verb(verb))._actions for o in a.option_strings}
-    assert {*rows, *rows.values()} - {"-V", "--version"} <= every
+    assert {*rows, *(name for names in rows.values() for name in names)} - {"-V", "--version"} <= every
+
+
+def test_what_other_programs_call_a_verb_or_option_is_told_and_is_there() -> None:
+    assert set(VERBS_ELSEWHERE.values()) <= set(VERBS) and not set(VERBS_ELSEWHERE) & set(VERBS)
+    every = {o for verb in VERBS for a in build_parser(verb, load_verb(verb))._actions for o in a.option_strings}
+    assert set(OPTIONS_ELSEWHERE.values()) <= every and not set(OPTIONS_ELSEWHERE) & every
 
 
 def test_numbers_of_processes_that_mean_nothing_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,11 @@ def test_a_model_of_another_family_is_refused_before_its_weights_come(hub: Hub, 
         ("org/name", HubId("org/name")),
         ("org/Name-1.5_x@v1", HubId("org/Name-1.5_x", "v1")),
         ("org/name@refs/pr/1", HubId("org/name", "refs/pr/1")),
+        ("https://huggingface.co/org/name", HubId("org/name")),
+        ("https://huggingface.co/org/name/", HubId("org/name")),
+        ("https://huggingface.co/org/name/tree/v1", HubId("org/name", "v1")),
+        ("hf.co/org/name@v1", HubId("org/name", "v1")),
+        ("https://example.com/org/name", None),
         ("name", None),
         ("./org/name", None),
         ("/org/name", None),
@@ -175,5 +180,7 @@ def test_a_model_of_another_family_is_refused_before_its_weights_come(hub: Hub, 
         ("what is 1/2 of it", None),
     ],
 )
-def test_a_hub_id_is_an_organisation_a_name_and_perhaps_a_revision(text: str, expected: HubId | None) -> None:
+def test_a_hub_id_is_an_organisation_a_name_and_perhaps_a_revision_or_the_address_of_its_page(
+    text: str, expected: HubId | None
+) -> None:
     assert read_hub_id(text) == expected

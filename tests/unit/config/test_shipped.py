@@ -118,10 +118,10 @@ def test_an_empty_name_is_no_folder(root: Path) -> None:
 
 def test_what_is_no_folder_is_answered_with_the_names_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spyglass.config.read.shipped_models", lambda: ("first", "second"))
-    with pytest.raises(ConfigError, match=r"frist: not a folder.*\(first, second\)"):
+    with pytest.raises(ConfigError, match=r"frist: not a folder.*\(first, second\) or a hub id.*did you mean first\?$"):
         read_model_config("frist")
     monkeypatch.setattr("spyglass.config.read.shipped_models", lambda: ())
-    with pytest.raises(ConfigError, match=r"config\.json$"):
+    with pytest.raises(ConfigError, match=r"config\.json or a hub id \(ORG/NAME\)$"):
         read_model_config("frist")
 
 

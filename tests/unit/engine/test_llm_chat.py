@@ -50,6 +50,7 @@ def test_images_are_paths_bytes_or_what_messages_hold(llm: LLM, tmp_path: Path) 
     told = llm.chat(question("?", photo), GREEDY)
     for source in (str(photo), photo, photo.read_bytes(), Image.open(photo)):
         assert llm.chat("?", GREEDY, images=[source]).token_ids == told.token_ids
+        assert llm.chat("?", GREEDY, images=source).token_ids == told.token_ids, "one is as good as a list of one"
     assert llm.chat(question("?"), GREEDY, images=[photo]).token_ids == told.token_ids
     with pytest.raises(PromptError, match="there is none"):
         llm.chat([*question("?"), {"role": "assistant", "content": "a"}], GREEDY, images=[photo])

@@ -141,7 +141,7 @@ def test_eval_runs_on_a_random_model(tiny_folder: Path, tmp_path: Path, capsys: 
     assert re.fullmatch(r"overall +0 +3 +0\.0 %", capsys.readouterr().out.splitlines()[-1])
     assert main(["eval", str(tiny_folder), "--num", "3", "--seed", "5", "--device", "cpu"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "thoughts: 0 of 1 right, every word" and last.startswith("overall")
+    assert first == "reasoning: right to the last word in 0 of 1 answers that had any" and last.startswith("overall")
     assert main(["eval", str(tiny_folder), "--sheet", str(tmp_path)]) == 2
     assert "is a folder; name the file" in capsys.readouterr().err
     with Image.open(sheet) as image:
