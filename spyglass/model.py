@@ -18,6 +18,7 @@ from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.checkpoint.dummy import dummy_folder, load_dummy
 from spyglass.checkpoint.load import LoadReport, load_into
 from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
+from spyglass.config.cache import stores_rows
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
@@ -219,6 +220,11 @@ class LoadedModel:
     dtype: torch.dtype
     numerics: Numerics
     report: LoadReport
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether the memory of an engine holds rows as the codes they are rounded to."""
+        return stores_rows(self.numerics, self.device.type)
 
 
 def load_model(

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.images import pack_images
+from spyglass.batch.rows import new_rows, poison
 from spyglass.batch.types import ImageBatch
 from spyglass.config.cache import cache_plans
 from spyglass.engram.feed import EngramFeed
@@ -234,12 +235,11 @@ class _Probe:
         """Pages for the prompt, of NaN: a row that is read before it was written shows."""
         pages: dict[tuple[str, int], torch.Tensor] = {}
         tables: dict[str, NDArray[np.int32]] = {}
-        for plan in cache_plans(self._loaded.config.text):
+        for plan in cache_plans(self._loaded.config.text, stored=self._loaded.stores_rows):
             count = -(-len(self._prompt) // plan.tokens_per_row // _PAGE_ROWS) + 1
             tables[plan.group] = np.arange(count, dtype=np.int32)
-            dtype = self._loaded.dtype if plan.dtype == "activation" else torch.float32
-            shape = (count, _PAGE_ROWS, plan.row_dim)
-            pages[plan.kind, plan.layer] = torch.full(shape, float("nan"), dtype=dtype, device=self._loaded.device)
+            rows = new_rows(plan, (count, _PAGE_ROWS), self._loaded.dtype, self._loaded.device)
+            pages[plan.kind, plan.layer] = poison(rows)
         return pages, tables
 
     def _steps(self, tables: Mapping[str, NDArray[np.int32]]) -> Iterator[StepInput]:

@@ -60,30 +60,35 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReads:
-    """Bytes that decode steps read: weights of every row, and routed experts on the GPU and on the host, of all."""
+    """Bytes that decode steps read: weights of every row, and routed experts on the GPU and on the host, of all.
+
+    `stored_rows`: those of the cache are codes, and not bf16.
+    """
 
     dense: float
     experts: float
     host: float
+    stored_rows: bool = False
 
     def of_step(self, text: TextConfig, batch: int, context: int) -> tuple[float, float]:
         """On the GPU and on the host, with the experts that `batch` rows are expected to choose, if they choose evenly,
         and the rows that they attend behind `context` tokens."""
         chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
-        return self.dense + self.experts * chosen + batch * attended_bytes(text, context), self.host * chosen
+        rows = batch * attended_bytes(text, context, self.stored_rows)
+        return self.dense + self.experts * chosen + rows, self.host * chosen
 
 
-def attended_bytes(text: TextConfig, context: int) -> float:
-    """Bytes of cached rows that one token reads: bf16 window and compressed rows, all index keys."""
+def attended_bytes(text: TextConfig, context: int, stored: bool) -> float:
+    """Bytes of cached rows, bf16 or as they are `stored`, that one token reads: window, compressed, all index keys."""
     total = 0.0
-    for plan in cache_plans(text):
-        stored = context // plan.tokens_per_row
+    for plan in cache_plans(text, stored=stored):
+        rows = context // plan.tokens_per_row
         if plan.kind == "window":
-            total += 2 * plan.row_dim * min(stored, text.sliding_window)
+            total += plan.row_bytes(2) * min(rows, text.sliding_window)
         elif plan.kind == "pool":
-            total += 2 * plan.row_dim * min(stored, text.index_topk if plan.tokens_per_row < 128 else stored)
+            total += plan.row_bytes(2) * min(rows, text.index_topk if plan.tokens_per_row < 128 else rows)
         elif plan.kind == "index":
-            total += 2 * plan.row_dim * stored
+            total += plan.row_bytes(2) * rows
     return total
 
 

@@ -16,14 +16,13 @@ from typing import Literal
 
 from spyglass.checkpoint.match import Source, match
 from spyglass.checkpoint.safetensors import open_checkpoint
-from spyglass.config.cache import CachePlan, cache_plans
+from spyglass.config.cache import cache_plans, stores_rows
 from spyglass.config.model import ModelConfig, TextConfig
 from spyglass.config.read import read_model_config
 from spyglass.errors import CapacityError
 from spyglass.machine import Device, Machine
 from spyglass.params.shard import Shard, even_sizes
 from spyglass.params.table import Param, ParamTable, most_tensors, param_table
-from spyglass.quant.formats import FakeQuant
 
 RowFormat = Literal["bfloat16", "float32", "packed"]
 Share = Literal["experts", "divided", "copied", "vision", "engram"]
@@ -43,7 +42,6 @@ TRAINED_NUMBER = 16  # bytes of a trained number: fp32 master, gradient, two mom
 # "Fine-tuning at real layer sizes")
 TRAINED_STEP = 4.2
 MIN_CONTEXT = 4096  # tokens of cache that must fit with the weights for a model to count as fitting
-_ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each.
+    """The whole plan. `weights` by share: experts and divided are split between devices, the rest is on each. `rows`:
+    how the cache of each kind of device holds rows, with the default numerics.
 
     `gpus` has the engram tables outside the GPUs, `gpus_with_tables` on them (empty for models without engram), for
     those numbers of GPUs that the model divides into. `adapter_bytes` is on each. `processor_bytes` is the least memory
@@ -91,6 +90,7 @@ class MemoryPlan:
 
     weights: Mapping[Share, Bytes]
     cache: Mapping[RowFormat, CacheBytes]
+    rows: Mapping[str, RowFormat]
     step_bytes: int
     here: tuple[Fit, ...]
     gpus: tuple[Fit, ...]
@@ -114,6 +114,7 @@ def plan_memory(
     weights, divisible = weight_bytes(sources, params), _bytes_by_units(sources, params)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
     cache = {format: cache_bytes(config.text, format) for format in formats}
+    rows: dict[str, RowFormat] = {kind: _rows_on(kind, sources) for kind in ("cpu", "cuda")}
     step = step_bytes(config)
 
     outside: Tables = "files" if weights["engram"].stored else "none"
@@ -130,26 +131,27 @@ def plan_memory(
         each = cache[rows].fixed + cache[rows].per_token * longest
         return Fit(device.name, count, held, usable, context, tables, int((usable - held - step) / each))
 
-    here = [fit(machine.ram, 1, "bfloat16")]
+    here = [fit(machine.ram, 1, rows["cpu"])]
     if outside == "files":
-        here.append(fit(machine.ram, 1, "bfloat16", "host"))
+        here.append(fit(machine.ram, 1, rows["cpu"], "host"))
     if machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.free)
         count = max(size for size in even_sizes(params) if size <= len(machine.gpus))
-        here.append(fit(smallest, count, "bfloat16"))
+        here.append(fit(smallest, count, rows["cuda"]))
         if outside == "files":
-            here.append(fit(smallest, count, "bfloat16", "devices"))
+            here.append(fit(smallest, count, rows["cuda"], "devices"))
     sizes = [Device(f"{size} GB", size * GIB, size * GIB) for size in GPU_SIZES]
     counts = [count for count in GPU_COUNTS if count in even_sizes(params)]
-    gpus = tuple(fit(device, count, "bfloat16") for device in sizes for count in counts)
+    gpus = tuple(fit(device, count, rows["cuda"]) for device in sizes for count in counts)
     on_gpus: tuple[Fit, ...] = ()
     if outside == "files":
-        on_gpus = tuple(fit(device, count, "bfloat16", "devices") for device in sizes for count in counts)
-    rows = cache["bfloat16"]
-    least = _bytes_per_device(divisible, 1, outside) + adapter_bytes + step + rows.fixed + MIN_CONTEXT * rows.per_token
+        on_gpus = tuple(fit(device, count, rows["cuda"], "devices") for device in sizes for count in counts)
+    least = _bytes_per_device(divisible, 1, outside) + adapter_bytes + step
+    least += cache[rows["cpu"]].fixed + int(MIN_CONTEXT * cache[rows["cpu"]].per_token)
     return MemoryPlan(
         weights=weights,
         cache=cache,
+        rows=rows,
         step_bytes=step,
         here=tuple(here),
         gpus=gpus,
@@ -202,17 +204,11 @@ def require_room(
 def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     """Rows of all layers (spec v4 4.7): windows and un-pooled compressor rows are fixed, pooled rows and keys grow.
 
-    "packed" is what engines with packed caches keep: rows in the format they are rounded to, a byte per block for its
-    scale, other channels in bfloat16; index keys in FP8 with one fp32 scale, or FP4 where the pools are (spec v41 4.6).
+    "packed": rows as the codes that the model rounds them to (`quant.formats.StoredRow`).
     """
     per_token, fixed = 0.0, 0
-    for plan in cache_plans(text):
-        if plan.dtype == "float32":
-            row = 4 * plan.row_dim
-        elif rows == "packed":
-            row = _packed_row(plan, text)
-        else:
-            row = plan.row_dim * (2 if rows == "bfloat16" else 4)
+    for plan in cache_plans(text, stored=rows == "packed"):
+        row = plan.row_bytes(4 if rows == "float32" else 2)
         if plan.retention is None:
             per_token += row / plan.tokens_per_row
         else:
@@ -220,19 +216,10 @@ def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     return CacheBytes(per_token, fixed)
 
 
-def _packed_row(plan: CachePlan, text: TextConfig) -> int:
-    rounding = text.reference_rounding
-    assert rounding.pool is not None and rounding.window is not None and rounding.index is not None
-    if plan.kind == "index":
-        return _rounded_bytes(plan.row_dim, rounding.index) if rounding.pool.element == "e2m1" else plan.row_dim + 4
-    quant = rounding.window if plan.kind == "window" else rounding.pool
-    rest = plan.row_dim - rounding.kv_dims
-    return -(-(_rounded_bytes(rounding.kv_dims, quant) + 2 * rest) // 8) * 8
-
-
-def _rounded_bytes(dims: int, quant: FakeQuant) -> int:
-    """Codes and a scale byte per block."""
-    return dims * _ELEMENT_BITS[quant.element] // 8 + -(-dims // quant.block)
+def _rows_on(kind: str, sources: Mapping[str, Source]) -> RowFormat:
+    """How the cache of a kind of device holds rows of a model whose numerics follow its weights."""
+    packed = any(source.scale is not None for source in sources.values())
+    return "packed" if stores_rows("reference" if packed else "plain", kind) else "bfloat16"
 
 
 def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spyglass.batch.rows import new_rows, poison
 from spyglass.batch.types import Batch, CacheView
 from spyglass.config.cache import cache_plans
 from spyglass.config.model import TextConfig
@@ -97,6 +98,7 @@ class Memory:
     device: str | torch.device = "cpu"
     seed: int = 0
     page_rows: dict[str, int] = field(default_factory=dict)
+    stored: bool = False  # rows as codes
     pages: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     tables: list[dict[str, NDArray[np.int32]]] = field(default_factory=list)
 
@@ -104,7 +106,7 @@ class Memory:
         shuffle = np.random.default_rng(self.seed)
         self.tables = [{} for _ in range(self.sequences)]
         counts: dict[str, int] = {}
-        for number, plan in enumerate(cache_plans(self.text)):
+        for number, plan in enumerate(cache_plans(self.text, stored=self.stored)):
             rows = self.page_rows.setdefault(plan.group, (5, 7, 3, 4)[number % 4])
             kept = self.length // plan.tokens_per_row
             if self.ring is not None and plan.retention is not None:
@@ -114,9 +116,8 @@ class Memory:
                 order = shuffle.permutation(self.sequences * count).astype(np.int32).reshape(self.sequences, count)
                 for table, mine in zip(self.tables, order, strict=True):
                     table[plan.group] = mine
-            dtype = self.dtype if plan.dtype == "activation" else torch.float32
-            shape = (self.sequences * count, rows, plan.row_dim)
-            self.pages[plan.kind, plan.layer] = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+            pages = new_rows(plan, (self.sequences * count, rows), self.dtype, self.device)
+            self.pages[plan.kind, plan.layer] = poison(pages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,9 @@ def run(model: VisionLanguageModel, memory: Memory, parts: Sequence[Part]) -> to
     return out.cpu()
 
 
-def memory_for(model: VisionLanguageModel, sequences: int, length: int, ring: int | None = None) -> Memory:
+def memory_for(
+    model: VisionLanguageModel, sequences: int, length: int, ring: int | None = None, stored: bool = False
+) -> Memory:
     """Memory of the model's dtype on its device."""
     build = model.options.build
     return Memory(
@@ -176,6 +179,7 @@ def memory_for(model: VisionLanguageModel, sequences: int, length: int, ring: in
         length=length,
         ring=ring,
         device=build.device,
+        stored=stored,
     )
 
 

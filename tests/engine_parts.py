@@ -54,13 +54,17 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     banned: Sequence[int] = (0,),
     engram: EngramFeed | None = None,
+    stored: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells."""
+    """An engine whose pages are tiny and poisoned; `step` is `max_step_tokens`, `token_bytes` what each id spells.
+
+    `dtype` is the model's; `stored`: its rows lie in memory as codes.
+    """
     settings = {"max_step_tokens": step, "step_milliseconds": 0, "max_sequences": 6, **NO_CACHES, **options}
     chosen = EngineConfig(**settings)
     blocks = CacheAllocator(
-        cache_plans(config.text, lookahead),
+        cache_plans(config.text, lookahead, stored=stored),
         dtype=dtype,
         device=torch.device("cpu"),
         max_sequences=chosen.max_sequences,

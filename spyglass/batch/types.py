@@ -79,7 +79,7 @@ class CacheView:
 
     Row `n` of sequence s in a group lies in page `table_SP[s, (n // page_rows) % P]` at offset `n % page_rows`; `n`
     counts rows (tokens for window and state, entries for pools). `pages[kind, layer]` is [num_pages, page_rows,
-    row_dim].
+    row_dim], or uint8 [num_pages, page_rows, bytes] where rows are stored as codes (`quant.formats.StoredRow`).
     """
 
     pages: Mapping[tuple[str, int], torch.Tensor]

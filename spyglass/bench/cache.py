@@ -79,7 +79,15 @@ def measure(folder: Path, preset: Preset, weights: WeightFormat, tokens: int, ro
     engram = None
     if config.text.engram is not None:
         engram = EngramFeed(open_engram(path, config), device=loaded.device, dtype=loaded.dtype)
-    engine = Engine(loaded.model, config, EngineConfig(), dtype=loaded.dtype, device=loaded.device, engram=engram)
+    engine = Engine(
+        loaded.model,
+        config,
+        EngineConfig(),
+        dtype=loaded.dtype,
+        device=loaded.device,
+        engram=engram,
+        stored_rows=loaded.stores_rows,
+    )
     first_token(engine, make_prompt(config, tokens, seed=0))  # kernels, memory
     times: list[tuple[float, float, float]] = []
     for seed in range(1, rounds + 1):

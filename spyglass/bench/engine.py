@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
         for requests in args.requests:
             bounds = {
-                "memory": requests * bandwidth / step_bytes(folder, loaded.config.text, requests),
+                "memory": requests * bandwidth / step_bytes(folder, loaded, requests),
                 "arithmetic": requests * multiplications / step_products(loaded, requests),
             }
             results.append(measure(loaded, folder, preset, requests, args.steps, bounds))

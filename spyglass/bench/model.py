@@ -25,7 +25,6 @@ from spyglass.checkpoint.random import new_checkpoint
 from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.cache import CachePlan, cache_plans
 from spyglass.config.engine import EngineConfig
-from spyglass.config.model import TextConfig
 from spyglass.config.presets import PRESETS, Preset
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import SamplingParams
@@ -138,7 +137,7 @@ def measure(
     results: list[Decode | Prefill | Memory] = []
     for batch in BATCHES:
         rate, host = decode_rate(loaded, folder, batch, steps if ops == "auto" else BASELINE_STEPS)
-        nbytes = step_bytes(folder, loaded.config.text, batch)
+        nbytes = step_bytes(folder, loaded, batch)
         bound = batch * product / nbytes
         decode = Decode(
             weights=weights,
@@ -220,13 +219,13 @@ def report_memory(folder: Path, tokens: str, threads: str) -> None:
     print(before, resident("VmHWM"))
 
 
-def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
+def step_bytes(folder: Path, loaded: LoadedModel, batch: int) -> int:
     """Bytes that one decode step of `batch` rows reads: weights as stored, and rows of a context of CONTEXT tokens.
 
     Experts count by the expected number of distinct choices, E (1 - (1 - K / E) ** batch). In a context of that length
     all compressed rows are attended, so nothing of the indexer is read but what makes its keys.
     """
-    dense = experts = 0
+    text, dense, experts = loaded.config.text, 0, 0
     table_rows = 0 if text.engram is None else batch * text.engram.columns
     for name, tensor in open_checkpoint(folder).tensors.items():
         if not name.startswith(("layers.", "head.", "norm.", "hc_head")) or name.endswith("tid2eid"):
@@ -240,7 +239,8 @@ def step_bytes(folder: Path, text: TextConfig, batch: int) -> int:
         else:
             dense += tensor.nbytes
     chosen = 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch
-    rows = sum(2 * plan.row_dim * attended_rows(plan) for plan in cache_plans(text) if plan.kind in ATTENDED)
+    plans = [plan for plan in cache_plans(text, stored=loaded.stores_rows) if plan.kind in ATTENDED]
+    rows = sum(plan.row_bytes(2) * attended_rows(plan) for plan in plans)
     return int(dense + experts * chosen + batch * rows)
 
 
@@ -293,7 +293,15 @@ def make_engine(loaded: LoadedModel, folder: Path) -> Engine:
     engram = None
     if config.text.engram is not None:
         engram = EngramFeed(open_engram(folder, config), device=loaded.device, dtype=loaded.dtype)
-    return Engine(loaded.model, config, EngineConfig(images=0), dtype=loaded.dtype, device=loaded.device, engram=engram)
+    return Engine(
+        loaded.model,
+        config,
+        EngineConfig(images=0),
+        dtype=loaded.dtype,
+        device=loaded.device,
+        engram=engram,
+        stored_rows=loaded.stores_rows,
+    )
 
 
 def _run_out(engine: Engine) -> None:

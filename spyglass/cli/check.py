@@ -118,7 +118,8 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
     report["memory"] = asdict(plan_memory(config, matched.sources, machine, adapter_bytes=beside))
     report["experts"] = hosted_experts(config, matched.sources, machine, beside, measures=measures)
-    report["speed"] = speed_here(config, matched.sources) if measures else {}
+    stored = report["memory"]["rows"]["cpu"] == "packed"
+    report["speed"] = speed_here(config, matched.sources, stored) if measures else {}
     here = [*report["memory"]["here"], *(row for row in report["experts"] if row["here"])]
     report["fits_here"] = any(fit["context"] for fit in here)
 

@@ -23,14 +23,17 @@ _TIMES = 4
 _SHARES = "of that a larger model reached 73 to 79 % with AVX512-BF16, and 54 % on one thread with AVX2"
 
 
-def speed_here(config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, float]:
+def speed_here(config: ModelConfig, sources: Mapping[str, Source], stored_rows: bool) -> dict[str, float]:
     """What this machine's processors read per second, measured now; what a token reads; what that allows at most."""
+    from dataclasses import replace
+
     from spyglass.params.table import param_table
     from spyglass.placement import ExpertPlacement, decode_reads
 
     text = config.text
     here = ExpertPlacement(host=(), layers=text.num_hidden_layers, host_bytes=0, device_bytes=0, place_bytes=0)
-    token, _ = decode_reads(sources, param_table(config), here).of_step(text, 1, _CONTEXT)
+    reads = replace(decode_reads(sources, param_table(config), here), stored_rows=stored_rows)
+    token, _ = reads.of_step(text, 1, _CONTEXT)
     rate = read_rate()
     return {"bytes_per_second": rate, "token_bytes": token, "tokens_per_second": rate / token}
 
@@ -79,11 +82,10 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
     loaded = [share for name, share in memory["weights"].items() if name != "engram"]
     stored, expanded = sum(share["stored"] for share in loaded), sum(share["expanded"] for share in loaded)
     tables = memory["weights"]["engram"]["stored"]
-    rows = memory["cache"]["bfloat16"]
     lines = [
         f"weights: {shown_bytes(stored)} as stored, {shown_bytes(expanded)} widened to bfloat16; a step of 2,048 "
         f"tokens about {shown_bytes(memory['step_bytes'])}",
-        f"cache (bfloat16): {rows['per_token']:,.0f} bytes per token and {rows['fixed'] / 1e6:.1f} MB per sequence",
+        _cache(memory),
     ]
     if memory["adapter_bytes"]:
         lines.append(f"adapters: {shown_bytes(memory['adapter_bytes'])} beside the weights, the same on every device")
@@ -110,6 +112,24 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
         return lines + _gpu_table(memory["gpus"], f"{title}:")
     lines += _gpu_table(memory["gpus"], f"{title}, engram tables in files or host memory:")
     return lines + _gpu_table(memory["gpus_with_tables"], f"{title}, engram tables on the GPUs:")
+
+
+def _cache(memory: dict[str, Any]) -> str:
+    """What rows take, by kind of device where they differ."""
+    names = {"packed": "rows as the model rounds them"}
+    places = {"cpu": "on a processor", "cuda": "on a GPU"}
+    told: dict[str, list[str]] = {}
+    for kind, rows in memory["rows"].items():
+        told.setdefault(rows, []).append(places[kind])
+    parts = []
+    for rows, where in told.items():
+        size = memory["cache"][rows]
+        place = f" {where[0]}" if len(told) > 1 else ""
+        parts.append(
+            f"{size['per_token']:,.0f} bytes per token and {size['fixed'] / 1e6:.1f} MB per sequence{place} "
+            f"({names.get(rows, rows)})"
+        )
+    return f"cache: {', '.join(parts)}"
 
 
 def _times(fit: dict[str, Any]) -> str:

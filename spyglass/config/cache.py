@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spyglass.config.model import TextConfig
+from spyglass.config.model import Rounding, TextConfig
+from spyglass.quant.formats import StoredRow
+
+# Kinds of device whose memory holds rows in the formats they are rounded to: those whose kernels do so, measured
+STORED_ON = frozenset({"cpu"})
+
+
+def stores_rows(numerics: Literal["reference", "plain"], device: str) -> bool:
+    """Whether memory on a kind of device holds rows as the codes they are rounded to, and not as activations."""
+    return numerics == "reference" and device in STORED_ON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +25,8 @@ class CachePlan:
     """One tensor of rows of one layer.
 
     `group` names the page table ("window", "pool4", "state4", ...). A row stands for `tokens_per_row` tokens.
-    `retention`: rows kept behind the newest one when a step starts, None = all. `dtype` "activation" follows the model.
-    `snapshot`: whether a resumable prefix must store it.
+    `retention`: rows kept behind the newest one when a step starts, None = all. `dtype` "activation" follows the model,
+    unless `stored` says which codes hold a row. `snapshot`: whether a resumable prefix must store it.
     """
 
     group: str
@@ -28,10 +37,17 @@ class CachePlan:
     tokens_per_row: int
     retention: int | None
     snapshot: bool
+    stored: StoredRow | None = None
+
+    def row_bytes(self, activation: int) -> int:
+        """Bytes of a row, of a model whose activations take `activation` bytes each."""
+        if self.stored is not None:
+            return self.stored.row_bytes
+        return self.row_dim * (4 if self.dtype == "float32" else activation)
 
 
-def cache_plans(text: TextConfig, lookahead: int = 0) -> tuple[CachePlan, ...]:
-    """Every row tensor of the backbone, layer by layer.
+def cache_plans(text: TextConfig, lookahead: int = 0, *, stored: bool = False) -> tuple[CachePlan, ...]:
+    """Every row tensor of the backbone, layer by layer; `stored`: rows lie in the formats that the model rounds to.
 
     So much is retained that the last `lookahead` tokens of a sequence may be taken back and others run in their place.
 
@@ -39,6 +55,7 @@ def cache_plans(text: TextConfig, lookahead: int = 0) -> tuple[CachePlan, ...]:
     where groups overlap (spec v4 5.4). A state group keeps `group_rows` tokens, enough to finish any open group.
     """
     plans: list[CachePlan] = []
+    rounding = text.reference_rounding if stored else Rounding()
     for layer in text.layers:
         plans.append(
             CachePlan(
@@ -50,6 +67,7 @@ def cache_plans(text: TextConfig, lookahead: int = 0) -> tuple[CachePlan, ...]:
                 tokens_per_row=1,
                 retention=text.sliding_window - 1 + lookahead,
                 snapshot=True,
+                stored=rounding.stored_row("window", text.head_dim),
             )
         )
         compressor = layer.compressor
@@ -72,6 +90,7 @@ def cache_plans(text: TextConfig, lookahead: int = 0) -> tuple[CachePlan, ...]:
                     tokens_per_row=ratio,
                     retention=None,
                     snapshot=False,
+                    stored=rounding.stored_row(pool_kind, dim),
                 )
             )
             if compressor.gated and (pool_kind == "pool" or compressor.index_keys == "compressor"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spyglass.quant.formats import FakeQuant
+from spyglass.quant.formats import FakeQuant, StoredRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,13 @@ class Rounding:
     hadamard: bool = False  # rotate index queries and keys before `index`
     kv_dims: int = 0  # V4: head_dim - rope_dim; V4.1: head_dim
     rope_dims_bf16: bool = False  # the channels behind kv_dims are stored as bf16 even when activations are fp32
+
+    def stored_row(self, which: Literal["window", "pool", "index"], dim: int) -> StoredRow | None:
+        """The bytes that hold what rounding leaves of a cached row of `dim` channels; None where nothing is rounded."""
+        quant = {"window": self.window, "pool": self.pool, "index": self.index}[which]
+        dims = dim if which == "index" else self.kv_dims
+        assert quant is None or dims == dim or self.rope_dims_bf16, "channels that are not rounded need more than bf16"
+        return None if quant is None else StoredRow(quant=quant, dim=dim, dims=dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class Engine:
     have engram layers. `grammars` compiles what `structured` asks for; None = it is refused. `truncate` can take back
     `lookahead` tokens. `drafter` proposes next tokens, at most `lookahead` at a time, of which those are kept that
     would have been drawn; it needs the tokens of each step, so none runs ahead. `ranks` have the other parts of a model
-    that is divided.
+    that is divided. `stored_rows`: memory holds rows in the formats that the model rounds them to.
 
     Raises:
         ConfigError: a step is too small for the largest image of the model.
@@ -73,6 +73,7 @@ class Engine:
         lookahead: int = 0,
         drafter: Drafter | None = None,
         ranks: Ranks | None = None,
+        stored_rows: bool = False,
     ) -> None:
         check_step_size(config, options)
         self._config, self._device, self._token_bytes = config, device, token_bytes
@@ -80,7 +81,7 @@ class Engine:
         limit = config.text.max_position_embeddings
         self.max_length = limit if options.max_length is None else min(options.max_length, limit)
         self.allocator = allocator or CacheAllocator(
-            cache_plans(config.text, lookahead),
+            cache_plans(config.text, lookahead, stored=stored_rows),
             dtype=dtype,
             device=device,
             max_sequences=options.max_sequences,

@@ -139,6 +139,7 @@ class LLM:
             else GrammarCompiler(token_bytes, self.config, cpu_seconds=options.grammar_seconds),
             engram=engram_feed,
             ranks=self.ranks,
+            stored_rows=self.loaded.stores_rows,
         )
         self._deltas: dict[int, deque[Delta]] = {}
         self._users: dict[int, str] = {}  # requests under way that use an adapter

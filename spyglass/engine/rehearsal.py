@@ -65,7 +65,7 @@ def launched_kernels(
     """What decode steps of every bucket, and prompts of lengths between which other kernels are chosen, launch."""
     model, text = _on_meta(loaded.model), loaded.config.text
     allocator = CacheAllocator(
-        cache_plans(text),
+        cache_plans(text, stored=loaded.stores_rows),
         dtype=loaded.dtype,
         device=_META,
         max_sequences=options.max_sequences,

@@ -89,7 +89,7 @@ def measured_step(
     steps take, of which the two largest are tried: the first brings the memory that all share.
     """
     allocator = CacheAllocator(
-        cache_plans(loaded.config.text),
+        cache_plans(loaded.config.text, stored=loaded.stores_rows),
         dtype=loaded.dtype,
         device=loaded.device,
         max_sequences=options.max_sequences,

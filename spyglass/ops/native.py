@@ -20,7 +20,7 @@ import torch
 from spyglass.errors import DeviceError
 from spyglass.ops.build import build, isas
 from spyglass.quant.codec import decode
-from spyglass.quant.formats import FakeQuant
+from spyglass.quant.formats import FakeQuant, StoredRow
 from spyglass.quant.packed import Packed
 
 _CODES: Mapping[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -34,8 +34,8 @@ _SIGNATURES = {
     "sg_lora_delta": "pilll" + "ppppp" + "ll" + "pi",
     "sg_engram_gate": "pilll" + "pppp" + "f" + "pi",
     "sg_router": "pill" + "pill" + "f" + "pppppp" + "ppi",
-    "sg_attention": "pilll" + "pilpl" + "ppp" + "pfl" + "plpl" + "ppll" + "pi",
-    "sg_index_topk": "pipif" + "lll" + "pilpl" + "pp" + "pll" + "lli" + "pi",
+    "sg_attention": "pilll" + "pllpl" + "ppp" + "pfl" + "pllpl" + "ppll" + "pi",
+    "sg_index_topk": "pipif" + "lll" + "pllpl" + "pp" + "pll" + "lli" + "pi",
     "sg_compress_pool": "ppp" + "llli" + "pii",
     "sg_compress_rows": "pppp" + "ll" + "pi",
     "sg_hyper_mix": "pilll" + "ppp" + "ffl" + "pppi",
@@ -47,6 +47,7 @@ _SIGNATURES = {
     "sg_fake_quant": "pill" + "liiii" + "pi",
     "sg_hadamard": "pill" + "pi",
     "sg_cache_write": "pipill" + "pi",
+    "sg_store_rows": "plpill" + "pi",
     "sg_swiglu": "ppill" + "f" + "pi",
     "sg_add_shared": "ppill" + "pi",
 }
@@ -91,6 +92,7 @@ class Kernels:
     fake_quant: Function
     hadamard: Function
     cache_write: Function
+    store_rows: Function
     swiglu: Function
     add_shared: Function
 
@@ -189,6 +191,22 @@ def dtype_code(op: str, tensor: torch.Tensor) -> int:
             f"the CPU kernel of {op} takes float32 or bfloat16 on the CPU, not {tensor.dtype} on {tensor.device}"
         )
     return code
+
+
+def row_code(op: str, pages: torch.Tensor, format: StoredRow | None) -> int:
+    """How the kernels call what rows of these pages are: `RowForm` in `csrc/stored.h`.
+
+    Raises:
+        DeviceError: a dtype without kernel, bytes of no format or of another width, or strided pages.
+    """
+    if not pages.is_contiguous():
+        raise DeviceError(f"the CPU kernel of {op} needs contiguous pages")
+    if pages.dtype != torch.uint8:
+        return dtype_code(op, pages)
+    if format is None or pages.shape[-1] != format.row_bytes or not pages.is_cpu:
+        raise DeviceError(f"the CPU kernel of {op} cannot read rows of {pages.shape[-1]} bytes as {format}")
+    element, block, e4m3_scale = quant_codes(format.quant)
+    return element << 1 | e4m3_scale << 3 | block << 4 | format.dims << 20
 
 
 def quant_codes(rounding: FakeQuant | None) -> tuple[int, int, int]:

@@ -56,3 +56,37 @@ class FakeQuant:
     element: Literal["e4m3", "e2m1"]
     block: int
     scale: Literal["e8m0", "e4m3"] = "e8m0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow:
+    """A row of the cache as the model rounds it: codes of its first `dims` channels, the others as bf16, then a scale
+    byte per block, filled up to a multiple of 4 bytes. `rows.py` has the arithmetic.
+
+    Two e2m1 codes share a byte, low nibble first. V4's rows of 512 channels take 448 + 128 + 7 + 1 = 584 bytes.
+    """
+
+    quant: FakeQuant
+    dim: int
+    dims: int
+
+    @property
+    def tail_at(self) -> int:
+        """Where the bf16 channels begin, in bytes: at an even one behind the codes."""
+        codes = self.dims if self.quant.element == "e4m3" else -(-self.dims // 2)
+        return codes + codes % 2
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales begin, in bytes."""
+        return self.tail_at + 2 * (self.dim - self.dims)
+
+    @property
+    def blocks(self) -> int:
+        """Scales of a row; the last block may be shorter."""
+        return -(-self.dims // self.quant.block)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return -(-(self.scales_at + self.blocks) // 4) * 4

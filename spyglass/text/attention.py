@@ -59,6 +59,7 @@ class Attention(nn.Module):
         self._q_eps = text.rms_norm_eps if text.q_head_norm else None
         self._stepwise = ctx.stepwise
         self._finish = RowFinish(ctx, "window")
+        self._pool_format = RowFinish(ctx, "pool").format
         self._ops, self._side = build.ops, build.side
 
     @property
@@ -129,6 +130,8 @@ class Attention(nn.Module):
             picks_TX=picks_TX,
             pool_width=width if picks_TX is None else picks_TX.shape[1],
             turn=Turn(cos_TR=cos_TR, sin_TR=sin_TR, eps=self._q_eps, stepwise=self._stepwise),
+            window_format=self._finish.format,
+            pool_format=self._pool_format,
         )
 
     def _picks(

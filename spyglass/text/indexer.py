@@ -97,6 +97,7 @@ class Indexer(nn.Module):
             "weight_scale": self._weight_scale,
             "stepwise": self._stepwise,
             "max_visible": pool.max_visible,
+            "key_format": self.finish.format,
         }
         scored = (
             q_TNI,

@@ -21,6 +21,8 @@ class RowFinish:
         rounding = ctx.rounding
         self._finish = ctx.build.ops.row_finish
         self.quant = {"window": rounding.window, "pool": rounding.pool, "index": rounding.index}[which]
+        dim = ctx.text.index_head_dim if which == "index" else ctx.text.head_dim
+        self.format = rounding.stored_row(which, dim)  # of the rows in pages of bytes
         self._hadamard = which == "index" and rounding.hadamard
         self._dims = None if which == "index" else rounding.kv_dims
         self._tail_bf16 = which != "index" and rounding.rope_dims_bf16
@@ -34,7 +36,7 @@ class RowFinish:
         pages_NBD: torch.Tensor | None = None,
         write_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The values that are stored or compared, in x's dtype; written into `pages_NBD` as well where it is given."""
+        """The values that are compared, in x's dtype, or written into `pages_NBD`: as codes where those are bytes."""
         return self._finish(
             x_THD,
             *tables,

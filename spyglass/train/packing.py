@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from spyglass.batch.images import pack_images
+from spyglass.batch.rows import new_rows
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.config.cache import cache_plans
 from spyglass.config.model import ModelConfig, TextConfig
@@ -108,7 +109,7 @@ def fresh_pages(
 ) -> dict[tuple[str, int], torch.Tensor]:
     """Memory [rows of its group, 1, row_dim] of every layer for one step: window, pool and index rows."""
     return {
-        (plan.kind, plan.layer): torch.zeros(rows[plan.group], 1, plan.row_dim, dtype=dtype, device=device)
+        (plan.kind, plan.layer): new_rows(plan, (rows[plan.group], 1), dtype, device).zero_()
         for plan in cache_plans(text)
         if plan.kind not in _FOR_LATER_STEPS
     }

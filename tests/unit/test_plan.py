@@ -40,7 +40,7 @@ def test_printed_cache_sizes() -> None:
     """Spec v4 4.7: growth per token of the whole model, and the windows of one sequence."""
     text = parse_model_config(preset_config("flash-vision", packed=True), "flash").text
     assert cache_bytes(text, "bfloat16").per_token == 21 * (1024 + 256) / 4 + 20 * 1024 / 128 == 6880
-    assert cache_bytes(text, "packed").per_token == 21 * (584 + 132) / 4 + 20 * 584 / 128 == 3850.25
+    assert cache_bytes(text, "packed").per_token == 21 * (584 + 68) / 4 + 20 * 584 / 128 == 3514.25
     state = 21 * 8 * 4 * 2 * 2 * (512 + 128) + 20 * 128 * 4 * 2 * 512  # un-pooled rows in fp32 (spec v4 5.4)
     assert cache_bytes(text, "packed").fixed - state == 43 * 128 * 584
     assert cache_bytes(text, "bfloat16").fixed - state == 43 * 128 * 1024
@@ -75,8 +75,8 @@ def test_more_memory_or_more_cards_never_fit_less(flash: MemoryPlan) -> None:
 
 
 def test_conversations_at_once_are_what_the_rest_of_the_memory_holds(flash: MemoryPlan) -> None:
-    rows = flash.cache["bfloat16"]
     for fit in (*flash.here, *flash.gpus):
+        rows = flash.cache[flash.rows["cpu" if fit in flash.here else "cuda"]]
         room = fit.usable - fit.weights - flash.step_bytes
         each = rows.fixed + rows.per_token * plan.CONVERSATION
         assert fit.conversations == (int(room / each) if fit.context else 0)
@@ -133,9 +133,10 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
     first = planned(tmp_path, "tiny")
     config = read_model_config(tmp_path)
     sources = match(open_checkpoint(tmp_path), param_table(config)).sources
-    bare = first.total.stored + first.step_bytes + first.cache["bfloat16"].fixed
+    rows = first.cache[first.rows["cpu"]]
+    bare = first.total.stored + first.step_bytes + rows.fixed
     for tokens, fits in ((4000, False), (4200, True)):
-        free = int((bare + tokens * first.cache["bfloat16"].per_token) / plan.USABLE)
+        free = int((bare + tokens * rows.per_token) / plan.USABLE)
         found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
         assert bool(found.here[0].context) == fits
 

@@ -90,7 +90,7 @@ class CacheAllocator:
 
     @property
     def pages(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Row tensors [num_pages, page_rows, row_dim] by (kind, layer), as CacheView wants them."""
+        """Row tensors by (kind, layer), as CacheView wants them."""
         return self.memory.pages
 
     @property

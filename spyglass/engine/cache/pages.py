@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spyglass.batch.rows import new_rows, poison
 from spyglass.config.cache import CachePlan
 from spyglass.engine.transfer import to_device
 
@@ -63,7 +64,7 @@ def _group(name: str, plans: tuple[CachePlan, ...], dtype: torch.dtype, page_row
     else:
         rows = max(1, min(_PAGE_ROWS, _POOL_PAGE_TOKENS // first.tokens_per_row))
     rows = page_rows.get(name, rows)
-    row_bytes = sum(p.row_dim * _row_dtype(p, dtype).itemsize for p in plans)
+    row_bytes = sum(p.row_bytes(dtype.itemsize) for p in plans)
     return Group(
         name=name,
         plans=plans,
@@ -75,12 +76,8 @@ def _group(name: str, plans: tuple[CachePlan, ...], dtype: torch.dtype, page_row
     )
 
 
-def _row_dtype(plan: CachePlan, dtype: torch.dtype) -> torch.dtype:
-    return dtype if plan.dtype == "activation" else torch.float32
-
-
 class PageMemory:
-    """Row tensors [num_pages, page_rows, row_dim] of each group, without pages at first, and what snapshots copied.
+    """Row tensors [num_pages, page_rows, row_dim or bytes] of each group, without pages first, and copies of snapshots.
 
     All that changes them beside the model's own writes is one of these operations, with numbers as arguments, so that
     processes which hold the same rows can do the same. `fill` poisons fresh pages, and those `clear` is told (tests).
@@ -119,7 +116,7 @@ class PageMemory:
         """Poison pages that nobody holds."""
         assert self._fill is not None
         for tensor in self.by_group[name].values():
-            tensor[torch.as_tensor(pages, device=self._device)] = self._fill
+            tensor[torch.as_tensor(pages, device=self._device)] = poison(tensor.new_empty(()), self._fill)
 
     def keep(self, number: int, name: str, place_W: NDArray[np.int64]) -> None:
         """Copy these flat rows of a group under the number of a snapshot."""
@@ -138,10 +135,8 @@ class PageMemory:
         self._kept.pop(number, None)
 
     def _new(self, group: Group, plan: CachePlan, capacity: int) -> torch.Tensor:
-        dtype = self._dtype if plan.dtype == "activation" else torch.float32
-        shape = (capacity, group.page_rows, plan.row_dim)
-        grown = torch.empty(shape, dtype=dtype, device=self._device)
-        return grown if self._fill is None else grown.fill_(self._fill)
+        grown = new_rows(plan, (capacity, group.page_rows), self._dtype, self._device)
+        return grown if self._fill is None else poison(grown, self._fill)
 
 
 class PagePool:

@@ -11,24 +11,62 @@
 namespace {
 
 constexpr i64 QUERIES = 16;  // that share one set of window rows
+constexpr i64 ALONE = 1 << 15;  // numbers that one thread decodes faster than two can meet
 constexpr i64 STRIDE = 48;   // key rows are shared out in multiples of every tile height
 
-// A list of stored rows, laid out as keys (Rows) and as values (Lanes of channels; a word holds M::per_word keys).
+struct Attention {
+  const void* q;  // [T, H, D]
+  int dtype;
+  i64 T, H, D;
+  Pages window, pool;
+  const i32 *seq, *lo, *hi, *visible, *picks;  // picks [T, X]
+  i64 X, window_width, pool_width;
+  const float* sink;
+  float scale;
+  void* out;
+
+  i64 last(i64 t) const { return std::min<i64>(hi[t], lo[t] + window_width - 1); }
+  // Compressed rows of query t when they are simply the first ones; -1 when they have to be listed.
+  i64 first_rows(i64 t) const {
+    if (!pool.data) return 0;
+    if (!picks) return std::min<i64>(visible[t], pool_width);
+    const i32* pick = picks + t * X;
+    i64 n = 0;
+    while (n < X && pick[n] == n && n < visible[t]) n++;
+    for (i64 i = n; i < X; i++)
+      if (pick[i] >= 0 && pick[i] < visible[t]) return -1;
+    return n;
+  }
+};
+
+// A list of rows, laid out as keys (Rows) and as values (Lanes of channels; a word holds M::per_word keys).
 template <class M> struct Keys {
-  Scratch list, keys, values;
+  Scratch list, keys, values, numbers;
   const char** at = nullptr;
   i64 n = 0, cap = 0, words = 0, D = 0;
   int dtype = 0;
   u32 *key_rows = nullptr, *value_lanes = nullptr;
 
-  void reserve(i64 most, i64 channels, int type) {
-    D = channels, dtype = type, words = row_size<M>(D);
+  void reserve(i64 most, const RowForm& form) {
+    D = form.D, dtype = form.stored() ? sizeof(typename M::Element) == 2 : form.dtype, words = row_size<M>(D);
+    if (form.stored()) numbers.get<u32>(most * words);
     at = list.get<const char*>(most + 2);
     cap = (most + STRIDE) / STRIDE * STRIDE + STRIDE;
     key_rows = keys.template get<u32>((words + KB - 1) / KB * cap * LDW);
     value_lanes = values.template get<u32>((D + MAX_LANES - 1) / MAX_LANES * MAX_LANES * (most + 2));
   }
   i64 steps() const { return (n + M::per_word - 1) / M::per_word; }
+  // Codes become numbers, which the list has instead: the first `near` rows are of the window. Every thread does its share.
+  void decode(const Attention& a, i64 near, Part part) {
+    if (!a.window.form.stored()) return;
+    for (i64 i = part.rank; i < n; i += part.size) {
+      if (!at[i]) continue;
+      u32* out = (u32*)numbers.memory + i * words;
+      read_row<M>(at[i], i < near ? a.window.form : a.pool.form, words, out);
+      at[i] = (const char*)out;
+    }
+    part.barrier();
+  }
   // Rows first .. stop of the list into the key rows from `place` on.
   void lay_keys(i64 first, i64 stop, i64 place) {
     for (i64 i = first; i < stop; i++)
@@ -53,31 +91,6 @@ template <class M> struct Keys {
           out[step * count + j] = row_words<M>(at[step], dtype, channel, D);
         }
       }
-  }
-};
-
-struct Attention {
-  const void* q;  // [T, H, D]
-  int dtype;
-  i64 T, H, D;
-  Pages window, pool;
-  const i32 *seq, *lo, *hi, *visible, *picks;  // picks [T, X]
-  i64 X, window_width, pool_width;
-  const float* sink;
-  float scale;
-  void* out;
-
-  i64 last(i64 t) const { return std::min<i64>(hi[t], lo[t] + window_width - 1); }
-  // Compressed rows of query t when they are simply the first ones; -1 when they have to be listed.
-  i64 first_rows(i64 t) const {
-    if (!pool.data) return 0;
-    if (!picks) return std::min<i64>(visible[t], pool_width);
-    const i32* pick = picks + t * X;
-    i64 n = 0;
-    while (n < X && pick[n] == n && n < visible[t]) n++;
-    for (i64 i = n; i < X; i++)
-      if (pick[i] >= 0 && pick[i] < visible[t]) return -1;
-    return n;
   }
 };
 
@@ -122,6 +135,7 @@ template <class M> class Attender {
     Keys<M>& keys = w_.shared;
     if (part_.rank == 0) list_shared(b);
     part_.barrier();
+    keys.decode(a_, b.width, part_);
     for (i64 i = part_.rank * STRIDE; i < keys.n; i += part_.size * STRIDE) keys.lay_keys(i, std::min(i + STRIDE, keys.n), i);
     for (i64 p = part_.rank; p * MAX_LANES < a_.D; p += part_.size) keys.lay_values(p, p);
     part_.barrier();
@@ -141,7 +155,7 @@ template <class M> class Attender {
 
   void list_shared(const Block& b) {
     Keys<M>& keys = w_.shared;
-    keys.reserve(b.width + b.pooled, a_.D, a_.window.dtype);
+    keys.reserve(b.width + b.pooled, a_.window.form);
     keys.n = b.width + b.pooled;
     std::fill(keys.at, keys.at + keys.n, nullptr);  // a position that no query sees may hold anything
     for (i64 t = b.first; t < b.first + b.n; t++)
@@ -154,7 +168,7 @@ template <class M> class Attender {
     Keys<M>& keys = w_.listed;
     keys.n = 0;
     if (a_.first_rows(t) >= 0) return;
-    keys.reserve(a_.X, a_.D, a_.pool.dtype);
+    keys.reserve(a_.X, a_.pool.form);
     for (i64 i = 0; i < a_.X; i++) {
       i64 entry = a_.picks[t * a_.X + i];
       if (entry >= 0 && entry < a_.visible[t]) keys.at[keys.n++] = a_.pool.row(a_.seq[t], entry);
@@ -187,6 +201,7 @@ template <class M> class Attender {
       w_.totals.template get<V>(MAX_COUNT);
     }
     part_.barrier();
+    listed.decode(a_, 0, part_);
     V *scores = (V*)w_.scores.memory, *listed_scores = (V*)w_.listed_scores.memory;
     score(keys, n * vectors_, scores, false);
     score(listed, vectors_, listed_scores, true);
@@ -288,21 +303,67 @@ template <class M> class Attender {
   }
 };
 
+// The rows of one query, as words: where they lie, or copies of those that do not lie in memory as such.
+struct Listed {
+  static constexpr i64 MORE = 4;  // the last one comes some times more, as `KEYS` are multiplied at a time
+  const u32** rows = nullptr;
+  i64 n = 0, near = 0;  // of them in the window
+  bool copied = false;
+
+  static i64 most(const Attention& a) { return a.window_width + (a.pool.data ? std::max(a.pool_width, a.X) : 0) + MORE; }
+  template <class M> static Listed of(const Attention& a, i64 t, const u32** memory) {
+    Listed found;
+    found.rows = memory;
+    for (i64 position = a.lo[t]; position <= a.last(t); position++) found.rows[found.n++] = (const u32*)a.window.row(a.seq[t], position);
+    found.near = found.n;
+    if (a.pool.data)
+      for (i64 i = 0; i < (a.picks ? a.X : a.pool_width); i++) {
+        i64 entry = a.picks ? a.picks[t * a.X + i] : i;
+        if (entry >= 0 && entry < a.visible[t]) found.rows[found.n++] = (const u32*)a.pool.row(a.seq[t], entry);
+      }
+    const RowForm& form = a.window.form;
+    const i64 size = form.dtype == BFLOAT16 ? 2 : 4;
+    found.copied = form.stored() || size * M::per_word != 4 || size * a.D != row_size<M>(a.D) * 4;
+    if (!found.copied) found.end();
+    return found;
+  }
+  // Rows first .. stop to `out`, which has room for all.
+  template <class M> void copy(const Attention& a, u32* out, i64 first, i64 stop) {
+    const i64 words = row_size<M>(a.D);
+    if (!copied) return;
+    for (i64 i = first; i < stop; i++) {
+      read_row<M>((const char*)rows[i], i < near ? a.window.form : a.pool.form, words, out + i * words);
+      rows[i] = out + i * words;
+    }
+    if (stop == n) end();
+  }
+  void end() {
+    for (i64 i = 0; n && i < MORE; i++) rows[n + i] = rows[n - 1];
+  }
+};
+
 // Attention of one query, as in decoding. Vectors run along the channels of rows that are read where they lie: scores are
 // summed across lanes at the end, outputs are rows times probabilities.
 template <class M> class Single {
  public:
   explicit Single(const Attention& a) : a_(a), words_(row_size<M>(a.D)) {}
 
-  // Heads first .. first + n of query t; what query `next` (-1: none) will read is fetched meanwhile.
-  void heads(i64 t, i64 first, i64 n, i64 next) {
+  // Heads first .. first + n of query t; what query `next` (-1: none) will read is fetched meanwhile. `found`: its rows.
+  void heads(i64 t, i64 first, i64 n, i64 next, const Listed* found) {
     SCRATCH(q_memory);
     SCRATCH(score_memory);
     SCRATCH(probability_memory);
     SCRATCH(factor_memory);
     SCRATCH(value_memory);
-    list(t);
-    next_ = next, tiles_ = (n + HEADS - 1) / HEADS;
+    SCRATCH(list_memory);
+    SCRATCH(copies);
+    Listed own;
+    if (!found) {
+      own = Listed::of<M>(a_, t, list_memory.get<const u32*>(Listed::most(a_)));
+      own.copy<M>(a_, copies.get<u32>(own.copied ? own.n * words_ : 0), 0, own.n);
+      found = &own;
+    }
+    rows_ = found->rows, n_ = found->n, next_ = next, tiles_ = (n + HEADS - 1) / HEADS;
     cap_ = (n_ + VL - 1) / VL * VL;
     q_ = q_memory.get<u32>(tiles_ * HEADS * words_);
     scores_ = score_memory.get<float>(tiles_ * HEADS * cap_);
@@ -329,30 +390,6 @@ template <class M> class Single {
   float *scores_ = nullptr, *factors_ = nullptr;  // [heads][keys], [heads]
   V* values_ = nullptr;
 
-  // Addresses of the rows of query t as words, copied if they do not lie in memory as such; the last one some times more.
-  void list(i64 t) {
-    SCRATCH(list_memory);
-    SCRATCH(copies);
-    const i64 most = std::max<i64>(a_.last(t) - a_.lo[t] + 1, 0) + (a_.pool.data ? std::max(a_.pool_width, a_.X) : 0);
-    rows_ = list_memory.get<const u32*>(most + KEYS);
-    n_ = 0;
-    for (i64 position = a_.lo[t]; position <= a_.last(t); position++) rows_[n_++] = (const u32*)a_.window.row(a_.seq[t], position);
-    if (a_.pool.data)
-      for (i64 i = 0; i < (a_.picks ? a_.X : a_.pool_width); i++) {
-        i64 entry = a_.picks ? a_.picks[t * a_.X + i] : i;
-        if (entry >= 0 && entry < a_.visible[t]) rows_[n_++] = (const u32*)a_.pool.row(a_.seq[t], entry);
-      }
-    const i64 size = a_.window.dtype == BFLOAT16 ? 2 : 4;
-    if (size * M::per_word != 4 || size * a_.D != words_ * 4) {
-      u32* copy = copies.get<u32>(n_ * words_);
-      for (i64 i = 0; i < n_; i++, copy += words_) {
-        for (i64 word = 0; word < words_; word += VL) store(copy + word, row_words<M>((const char*)rows_[i], a_.window.dtype, word, a_.D));
-        rows_[i] = copy;
-      }
-    }
-    for (i64 i = 0; n_ && i < KEYS; i++) rows_[n_ + i] = rows_[n_ - 1];
-  }
-
   // The share of the next query's rows that is fetched in one call of `dots` or `output`, as it has `steps` steps.
   Ahead ahead(i64 steps) {
     if (next_ < 0 || !n_) return Ahead();
@@ -360,7 +397,7 @@ template <class M> class Single {
     const i64 pooled = a_.pool.data && !a_.picks ? std::min<i64>(a_.visible[next_], a_.pool_width) : 0;
     const i64 calls = tiles_ * ((n_ + KEYS - 1) / KEYS + (words_ + 2 * VL - 1) / (2 * VL)), row = (width + pooled) * calls_++ / calls;
     const char* at = row < width ? a_.window.row(seq, a_.lo[next_] + row) : a_.pool.row(seq, row - width);
-    return Ahead{(const u8*)at, (width + pooled) * words_ * 4 / (calls * steps)};
+    return Ahead{(const u8*)at, (width + pooled) * a_.window.form.bytes / (calls * steps)};
   }
   static INLINE void fetch(const Ahead& next, i64 step) {
     __builtin_prefetch(next.at + next.bytes * step, 0, 2);
@@ -476,11 +513,28 @@ template <class M> void attention(const Attention& a, int threads) {
   count = std::remove_if(blocks, blocks + count, [](const Block& b) { return b.n == 1; }) - blocks;
   // few queries share out their heads
   i64 heads = num_singles < 2 * threads ? Single<M>::HEADS : a.H, parts = (a.H + heads - 1) / heads;
+  // and what they read is decoded once
+  SCRATCH(found_memory);
+  SCRATCH(list_memory);
+  SCRATCH(copies);
+  Listed* found = nullptr;
+  if (parts > 1 && num_singles && a.window.form.stored()) {
+    found = found_memory.get<Listed>(num_singles);
+    const i64 most = Listed::most(a), words = row_size<M>(a.D), stretches = (most + STRIDE - 1) / STRIDE;
+    const u32** lists = list_memory.get<const u32*>(num_singles * most);
+    u32* out = copies.get<u32>(num_singles * most * words);
+    for (i64 i = 0; i < num_singles; i++) found[i] = Listed::of<M>(a, singles[i], lists + i * most);
+    parallel(num_singles * most * a.D < ALONE ? 1 : threads, num_singles * stretches, [&](i64 task) {
+      Listed& one = found[task / stretches];
+      const i64 first = task % stretches * STRIDE;
+      if (first < one.n) one.copy<M>(a, out + task / stretches * most * words, first, std::min(first + STRIDE, one.n));
+    });
+  }
   parallel(threads, num_singles * parts, [&](i64 task) {
     i64 index = task / parts, head = task % parts * heads;
     i64 next = parts == 1 && index + threads < num_singles ? singles[index + threads] : -1;
     if (next >= 0 && a.lo[next] > a.last(next)) next = -1;
-    Single<M>(a).heads(singles[index], head, std::min(heads, a.H - head), next);
+    Single<M>(a).heads(singles[index], head, std::min(heads, a.H - head), next, found ? found + index : nullptr);
   });
   if (count >= 2 * threads) {
     parallel(threads, count, [&](i64 i) { Attender<M>(a, own, Part{0, 1}).block(blocks[i]); });
@@ -496,16 +550,16 @@ template <class M> void attention(const Attention& a, int threads) {
 }  // namespace
 
 // See `reference.py`; the pool's pointers are null without compressed rows, `picks` null when all visible rows are attended.
-extern "C" void sg_attention(const void* q, int dtype, i64 T, i64 H, i64 D, const void* window, int page_dtype, i64 window_rows,
+extern "C" void sg_attention(const void* q, int dtype, i64 T, i64 H, i64 D, const void* window, i64 window_format, i64 window_rows,
                              const i32* window_table, i64 window_cols, const i32* seq, const i32* lo, const i32* hi,
-                             const float* sink, float scale, i64 window_width, const void* pool, i64 pool_rows,
+                             const float* sink, float scale, i64 window_width, const void* pool, i64 pool_format, i64 pool_rows,
                              const i32* pool_table, i64 pool_cols, const i32* visible, const i32* picks, i64 X, i64 pool_width,
                              void* out, int threads) {
-  Pages near{(const char*)window, window_table, window_rows, window_cols, D, page_dtype};
-  Pages far{(const char*)pool, pool_table, pool_rows, pool_cols, D, page_dtype};
+  Pages near{(const char*)window, window_table, window_rows, window_cols, RowForm(window_format, D)};
+  Pages far{(const char*)pool, pool_table, pool_rows, pool_cols, RowForm(pool_format, D)};
   Attention a{q, dtype, T, H, D, near, far, seq, lo, hi, visible, picks, X, window_width, pool_width, sink, scale, out};
 #if SG_PAIRS
-  if (in_pairs(dtype, page_dtype)) return attention<Pairs>(a, threads);
+  if (in_pairs(dtype, near.form)) return attention<Pairs>(a, threads);
 #endif
   attention<Floats>(a, threads);
 }

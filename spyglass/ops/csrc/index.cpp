@@ -116,8 +116,7 @@ template <class M> void index_topk(const Index& x, int threads) {
       i64 n = std::min<i64>(most - p * MAX_LANES, MAX_LANES);
       for (i64 i = 0; i < n; i++) {
         at[i] = rows + i * words;
-        const char* row = x.keys.row(x.seq[start], p * MAX_LANES + i);
-        for (i64 word = 0; word < words; word += VL) store(rows + i * words + word, row_words<M>(row, x.keys.dtype, word, x.I));
+        read_row<M>(x.keys.row(x.seq[start], p * MAX_LANES + i), x.keys.form, words, rows + i * words);
       }
       pack_lanes(at, n, words, lanes + p * MAX_LANES * words, MAX_COUNT);
     });
@@ -148,13 +147,13 @@ template <class M> void index_topk(const Index& x, int threads) {
 }  // namespace
 
 extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, int weight_dtype, float weight_scale, i64 T, i64 N, i64 I, const void* keys,
-                              int key_dtype, i64 page_rows, const i32* table, i64 table_cols, const i32* seq, const i32* visible,
+                              i64 key_format, i64 page_rows, const i32* table, i64 table_cols, const i32* seq, const i32* visible,
                               const i32* blocks, i64 Y, i64 block_size, i64 X, i64 max_visible, int stepwise, i32* picks,
                               int threads) {
-  Pages pages{(const char*)keys, table, page_rows, table_cols, I, key_dtype};
+  Pages pages{(const char*)keys, table, page_rows, table_cols, RowForm(key_format, I)};
   Index x{q, weights, weight_scale, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, picks};
 #if SG_PAIRS
-  if (in_pairs(q_dtype, key_dtype)) return index_topk<Pairs>(x, threads);
+  if (in_pairs(q_dtype, pages.form)) return index_topk<Pairs>(x, threads);
 #endif
   index_topk<Floats>(x, threads);
 }

@@ -1,20 +1,21 @@
 // Rows of the cache, in pages.
 #pragma once
 #include "rows.h"
+#include "stored.h"
 
 // Paged rows: row n of sequence s lies in page table[s][(n / page_rows) % table_cols].
 struct Pages {
   const char* data;
   const i32* table;
-  i64 page_rows, table_cols, D;
-  int dtype;
+  i64 page_rows, table_cols;
+  RowForm form;
   const char* row(i64 seq, i64 n) const {
     i64 page = table[seq * table_cols + n / page_rows % table_cols];
-    return data + (page * page_rows + n % page_rows) * D * (dtype == BFLOAT16 ? 2 : 4);
+    return data + (page * page_rows + n % page_rows) * form.bytes;
   }
 };
 
-// VL words of a stored row (null: zeros), from channel word * per_word on.
+// VL words of a plain row (null: zeros), from channel word * per_word on.
 template <class M> INLINE V row_words(const char* row, int dtype, i64 word, i64 D) {
   if (!row) return V{};
   if constexpr (M::per_word == 2) {
@@ -31,4 +32,15 @@ template <class M> INLINE V row_words(const char* row, int dtype, i64 word, i64 
 
 template <class M> INLINE i64 row_size(i64 D) { return ((D + M::per_word - 1) / M::per_word + VL - 1) / VL * VL; }
 
-inline bool in_pairs(int q_dtype, int row_dtype) { return SG_PAIRS && q_dtype == BFLOAT16 && row_dtype == BFLOAT16; }
+// A row as `words` words, zero behind its last channel.
+template <class M> inline void read_row(const char* row, const RowForm& form, i64 words, u32* out) {
+  typedef typename M::Element E;
+  if (!form.stored()) {
+    for (i64 word = 0; word < words; word += VL) store(out + word, row_words<M>(row, form.dtype, word, form.D));
+    return;
+  }
+  decode_row((const u8*)row, form, (E*)out);
+  memset((E*)out + form.D, 0, words * 4 - form.D * sizeof(E));
+}
+
+inline bool in_pairs(int q_dtype, const RowForm& form) { return SG_PAIRS && q_dtype == BFLOAT16 && (form.stored() || form.dtype == BFLOAT16); }

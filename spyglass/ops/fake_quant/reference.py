@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.quant.codec import ceil_pow2_scale, round_e2m1, round_e4m3
 from spyglass.quant.formats import FakeQuant
-
-_FLOOR = {"e4m3": 1e-4, "e2m1": 6 * 2.0**-126}
-_TOP = {"e4m3": 448.0, "e2m1": 6.0}
+from spyglass.quant.rows import code_and_scale
 
 
 def fake_quant(
@@ -30,10 +27,5 @@ def fake_quant(
 
 def quantise(x: torch.Tensor, spec: FakeQuant) -> torch.Tensor:
     """Blocks of fp32 values along the last axis, one scale each, to the values they are stored as."""
-    top, amax = _TOP[spec.element], x.abs().amax(dim=-1, keepdim=True)
-    if spec.scale == "e8m0":
-        scale = ceil_pow2_scale(amax.clamp(min=_FLOOR[spec.element]), 1.0 / top)
-    else:
-        scale = round_e4m3((amax.clamp(min=6 * 2.0**-9) / 6).clamp(max=448.0))
-    code = (x / scale).clamp(-top, top)
-    return (round_e4m3(code) if spec.element == "e4m3" else round_e2m1(code)) * scale
+    code, scale = code_and_scale(x, spec)
+    return code * scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops.index_topk.reference import index_scores
+from spyglass.quant.formats import StoredRow
 
 SCORES_AT_ONCE = 1 << 24
 
@@ -22,6 +23,7 @@ def index_blocks(
     max_visible: int,
     stepwise: bool,
     weight_scale: float = 1.0,
+    key_format: StoredRow | None = None,
 ) -> torch.Tensor:
     """blocks_TY int32 = the min(num_blocks, blocks) best blocks of `block_size` entries, ascending, -1 = none.
 
@@ -42,6 +44,7 @@ def index_blocks(
             visible_T[rows],
             max_visible=max_visible,
             stepwise=stepwise,
+            key_format=key_format,
         )
         parts.append(best_blocks(scores_TP, visible_T[rows], num_blocks=num_blocks, block_size=block_size))
     width = min(num_blocks, -(-max_visible // block_size))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.ops.gpu import usable
+from spyglass.ops.gpu import refuse_codes, usable
 from spyglass.ops.index_blocks import reference
 from spyglass.ops.index_topk.triton import score, scoring, select, suits
+from spyglass.quant.formats import StoredRow
 
 __all__ = ["index_blocks", "usable"]
 
@@ -27,8 +28,14 @@ def index_blocks(
     max_visible: int,
     stepwise: bool,
     weight_scale: float = 1.0,
+    key_format: StoredRow | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves blocks of other sizes than powers of two and more than 32,768 blocks."""
+    """See `reference.py`, which also serves blocks of other sizes than powers of two and more than 32,768 blocks.
+
+    Raises:
+        DeviceError: keys are codes.
+    """
+    refuse_codes("index_blocks", keys_NBI)
     blocks = -(-max_visible // block_size) if block_size else 0
     if not suits(q_TNI, keys_NBI, max_visible) or block_size & (block_size - 1) or blocks > _MOST_BLOCKS:
         return reference.index_blocks(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.errors import DeviceError
 from spyglass.ops import native
 from spyglass.ops.build import usable
 from spyglass.ops.native import Kernels
+from spyglass.quant.formats import StoredRow
 
 __all__ = ["index_topk", "usable"]
 
@@ -26,18 +26,17 @@ def index_topk(
     weight_scale: float = 1.0,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
+    key_format: StoredRow | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Where no more entries are visible than may be picked, they are picked without a score.
 
     Raises:
-        DeviceError: an input wants a gradient, a dtype has no kernel, or the keys are strided.
+        DeviceError: an input wants a gradient, a dtype or format has no kernel, or the keys are strided.
     """
     native.refuse_gradient("index_topk", q_TNI, weights_TN, keys_NBI)
-    q_dtype, key_dtype = native.dtype_code("index_topk", q_TNI), native.dtype_code("index_topk", keys_NBI)
+    q_dtype, key_code = native.dtype_code("index_topk", q_TNI), native.row_code("index_topk", keys_NBI, key_format)
     weight_dtype = native.dtype_code("index_topk", weights_TN)
-    if not keys_NBI.is_contiguous():
-        raise DeviceError("the CPU kernel of index_topk needs contiguous keys")
     rows, heads, width = q_TNI.shape
     q_TNI, weights_TN, table_SP = q_TNI.contiguous(), weights_TN.contiguous(), native.int32(table_SP)
     seq_T, visible_T = native.int32(seq_T), native.int32(visible_T)
@@ -53,7 +52,7 @@ def index_topk(
         heads,
         width,
         keys_NBI.data_ptr(),
-        key_dtype,
+        key_code,
         keys_NBI.shape[1],
         table_SP.data_ptr(),
         table_SP.shape[1],

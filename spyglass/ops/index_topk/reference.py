@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops.sparse_attention.reference import flat_rows
+from spyglass.quant.formats import StoredRow
+from spyglass.quant.rows import read_rows
 
 SCORES_AT_ONCE = 1 << 24
 
@@ -23,6 +25,7 @@ def index_topk(
     weight_scale: float = 1.0,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
+    key_format: StoredRow | None = None,
 ) -> torch.Tensor:
     """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN with w = weights · scale, rounded to the dtype of the weights; picks_TX
     int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
@@ -30,7 +33,7 @@ def index_topk(
     Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
     the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
     With `blocks_TY` (int32, ascending, each once, then -1) only entries of the listed blocks of `block_size` may be
-    picked (spec v41 3.3).
+    picked (spec v41 3.3). Keys that are bytes are rows of `key_format`.
     """
     weights_TN = weights_TN * weight_scale
     heads, x = q_TNI.shape[1], min(k, max_visible)
@@ -46,6 +49,7 @@ def index_topk(
                 visible_T[t : t + step],
                 max_visible=max_visible,
                 stepwise=stepwise,
+                key_format=key_format,
             ),
             x,
             None if blocks_TY is None else allowed(blocks_TY[t : t + step], block_size, max_visible),
@@ -65,13 +69,15 @@ def index_scores(
     *,
     max_visible: int,
     stepwise: bool,
+    key_format: StoredRow | None = None,
 ) -> torch.Tensor:
     """Scores fp32 [T, max_visible]; -inf where an entry is not visible."""
     dtype = q_TNI.dtype if stepwise else torch.float32
     entry = torch.arange(max_visible, device=q_TNI.device)[None].expand(len(q_TNI), -1)
     ok = entry < visible_T[:, None]
-    keys = keys_NBI.flatten(0, 1)[flat_rows(table_SP, seq_T, torch.where(ok, entry, 0), keys_NBI.shape[1]).clamp(min=0)]
-    dots = torch.einsum("tni,tpi->tnp", q_TNI.float(), torch.where(ok[:, :, None], keys.float(), 0.0)).to(dtype)
+    rows = flat_rows(table_SP, seq_T, torch.where(ok, entry, 0), keys_NBI.shape[1]).clamp(min=0)
+    keys = read_rows(keys_NBI.flatten(0, 1)[rows], key_format, torch.float32)
+    dots = torch.einsum("tni,tpi->tnp", q_TNI.float(), torch.where(ok[:, :, None], keys, 0.0)).to(dtype)
     weighted = (dots.relu().float() * weights_TN.float()[:, :, None]).to(dtype)
     return weighted.float().sum(dim=1).to(dtype).float().masked_fill(~ok, float("-inf"))
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from spyglass.ops import tuned
-from spyglass.ops.gpu import overlap, processors, usable
+from spyglass.ops.gpu import overlap, processors, refuse_codes, usable
 from spyglass.ops.index_topk import reference
+from spyglass.quant.formats import StoredRow
 
 __all__ = ["index_topk", "score", "select", "suits", "usable"]
 
@@ -48,9 +49,15 @@ def index_topk(
     weight_scale: float = 1.0,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
+    key_format: StoredRow | None = None,
     how: Scoring | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries."""
+    """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries.
+
+    Raises:
+        DeviceError: keys are codes.
+    """
+    refuse_codes("index_topk", keys_NBI)
     inputs = (q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T)
     if not suits(q_TNI, keys_NBI, max_visible) or k > _MOST_PICKS:
         return reference.index_topk(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spyglass.ops import tuned
-from spyglass.ops.gpu import learns, usable
+from spyglass.ops.gpu import learns, refuse_codes, usable
 from spyglass.ops.row_finish import reference
 from spyglass.quant.formats import FakeQuant
 
@@ -29,7 +29,12 @@ def row_finish(
     write_T: torch.Tensor | None = None,
     launch: tuned.RowWise | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two."""
+    """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two.
+
+    Raises:
+        DeviceError: pages are to hold codes.
+    """
+    refuse_codes("row_finish", pages_NBD)
     dim = x_THD.shape[-1]
     dims = dim if dims is None else dims
     if learns(x_THD, weight_D) or not _suits(x_THD, cos_TR, quant, dims):

@@ -11,6 +11,7 @@ from spyglass.ops.native import Kernels
 from spyglass.ops.rope_partial.cpu import rope_partial
 from spyglass.ops.row_finish.cpu import row_finish
 from spyglass.ops.sparse_attention.reference import Turn
+from spyglass.quant.formats import StoredRow
 
 __all__ = ["sparse_attention", "usable"]
 
@@ -32,6 +33,8 @@ def sparse_attention(
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
+    window_format: StoredRow | None = None,
+    pool_format: StoredRow | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. Memory per thread is linear in the keys of one query; the softmax knows its maximum first.
@@ -42,13 +45,14 @@ def sparse_attention(
     native.refuse_gradient("sparse_attention", q_THD, window_NBD, pool_NBD, sink_H)
     if turn is not None:
         q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise, kernels=kernels)
-    dtype, page_dtype = native.dtype_code("sparse_attention", q_THD), native.dtype_code("sparse_attention", window_NBD)
+    dtype = native.dtype_code("sparse_attention", q_THD)
+    near = far = native.row_code("sparse_attention", window_NBD, window_format)
     if pool_width == 0:
         pool_NBD = None
-    if pool_NBD is not None and (pool_NBD.dtype != window_NBD.dtype or not pool_NBD.is_contiguous()):
-        raise DeviceError("the CPU kernel of sparse_attention needs contiguous pools of the window's dtype")
-    if not window_NBD.is_contiguous():
-        raise DeviceError("the CPU kernel of sparse_attention needs contiguous pages")
+    if pool_NBD is not None:
+        far = native.row_code("sparse_attention", pool_NBD, pool_format)
+        if pool_NBD.dtype != window_NBD.dtype:
+            raise DeviceError("the CPU kernel of sparse_attention needs pools of the window's dtype")
     rows, heads, width = q_THD.shape
     q_THD, sink_H = q_THD.contiguous(), native.float32(sink_H)
     window_table_SP, seq_T = native.int32(window_table_SP), native.int32(seq_T)
@@ -69,7 +73,7 @@ def sparse_attention(
         heads,
         width,
         window_NBD.data_ptr(),
-        page_dtype,
+        near,
         window_NBD.shape[1],
         window_table_SP.data_ptr(),
         window_table_SP.shape[1],
@@ -80,6 +84,7 @@ def sparse_attention(
         scale,
         window_width,
         native.address(pool_NBD),
+        far,
         page_rows,
         native.address(pool_table_SP),
         pool_columns,

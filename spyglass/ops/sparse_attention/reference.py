@@ -11,6 +11,8 @@ import torch
 
 from spyglass.ops.rope_partial.reference import rope_partial
 from spyglass.ops.row_finish.reference import row_finish
+from spyglass.quant.formats import StoredRow
+from spyglass.quant.rows import read_rows
 
 _QUERIES_AT_ONCE = 64
 
@@ -42,15 +44,17 @@ def sparse_attention(
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
+    window_format: StoredRow | None = None,
+    pool_format: StoredRow | None = None,
 ) -> torch.Tensor:
     """l_j = scale · q_h·k_j,  p_j = exp(l_j - m),  out_h = Σ_j round(p_j) k_j / (Σ_j p_j + exp(sink_h - m)).
 
     j runs over window positions lo_T..hi_T of the query's sequence and over compressed entries: those listed in
     `picks_TX` (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; a pick at or above
-    `visible_T` is ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D] are
-    read as CacheView says. Logits, softmax and sums in fp32; p is rounded to q's dtype before the product with the
-    rows; output has q's dtype. A row without any key gives zeros. With `turn` q is row_finish(q) and the output is
-    rope_partial(output, inverse).
+    `visible_T` is ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D], or
+    bytes of their formats, are read as CacheView says. Logits, softmax and sums in fp32; p is rounded to q's dtype
+    before the product with the rows; output has q's dtype. A row without any key gives zeros. With `turn` q is
+    row_finish(q) and the output is rope_partial(output, inverse).
     """
     if turn is not None:
         q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise)
@@ -63,6 +67,7 @@ def sparse_attention(
             ),
             sink_H=sink_H,
             scale=scale,
+            formats=(window_format, pool_format),
         )
         for t in range(0, len(q_THD), _QUERIES_AT_ONCE)
     ]
@@ -79,12 +84,14 @@ def _attend(
     *,
     sink_H: torch.Tensor,
     scale: float,
+    formats: tuple[StoredRow | None, StoredRow | None],
 ) -> torch.Tensor:
-    keys, ok = window_TWD, window_ok_TW
+    keys, ok = read_rows(window_TWD, formats[0], torch.float32), window_ok_TW
     if pool_TXD is not None and pool_ok_TX is not None:
-        keys, ok = torch.cat([keys, pool_TXD], dim=1), torch.cat([ok, pool_ok_TX], dim=1)
+        pooled = read_rows(pool_TXD, formats[1], torch.float32)
+        keys, ok = torch.cat([keys, pooled], dim=1), torch.cat([ok, pool_ok_TX], dim=1)
     # an absent row may hold anything, NaN included: it must not reach the product
-    keys = torch.where(ok[:, :, None], keys.float(), 0.0)
+    keys = torch.where(ok[:, :, None], keys, 0.0)
     logits = torch.einsum("thd,tkd->thk", q_THD.float(), keys) * scale
     logits = logits.masked_fill(~ok[:, None], float("-inf"))
     top = logits.amax(dim=-1, keepdim=True).clamp(min=-1e30)

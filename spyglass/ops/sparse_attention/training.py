@@ -21,6 +21,7 @@ from spyglass.ops.row_finish.training import row_finish
 from spyglass.ops.sparse_attention import fused, triton
 from spyglass.ops.sparse_attention.blocks import Block, KeyRows, blocks_of, keys_of
 from spyglass.ops.sparse_attention.reference import Turn
+from spyglass.quant.formats import StoredRow
 
 
 def sparse_attention(
@@ -40,8 +41,11 @@ def sparse_attention(
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
+    window_format: StoredRow | None = None,
+    pool_format: StoredRow | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`. Picks must be different entries; the choice of them has no gradient."""
+    """See `reference.py`; rows are plain. Picks must be different entries; the choice of them has no gradient."""
+    assert window_NBD.dtype != torch.uint8, "codes have no gradient"
     places = KeyRows(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
     if gpu.trains(q_THD, window_NBD) and triton.suits(q_THD, window_NBD, pool_NBD):
         how = fused.How(places, scale, window_width, pool_width, turn)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from spyglass.ops import tuned
-from spyglass.ops.gpu import GENERATIONS, generation, here, learns, processors, usable
+from spyglass.ops.gpu import GENERATIONS, generation, here, learns, processors, refuse_codes, usable
 from spyglass.ops.sparse_attention import reference
 from spyglass.ops.sparse_attention.reference import Turn
+from spyglass.quant.formats import StoredRow
 
 __all__ = ["Launch", "attend", "choose", "launch_for", "sparse_attention", "suits", "usable"]
 
@@ -55,9 +56,16 @@ def sparse_attention(
     picks_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
+    window_format: StoredRow | None = None,
+    pool_format: StoredRow | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves gradients and rows of other sizes than powers of two."""
+    """See `reference.py`, which also serves gradients and rows of other sizes than powers of two.
+
+    Raises:
+        DeviceError: pages hold codes.
+    """
+    refuse_codes("sparse_attention", window_NBD, pool_NBD)
     if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
         return reference.sparse_attention(
             q_THD,

@@ -12,7 +12,6 @@ from spyglass.bench.model import step_bytes
 from spyglass.bench.train import random_samples, step_flops
 from spyglass.bench.vision import TOWERS, tower_flops
 from spyglass.checkpoint.random import preset_tensors
-from spyglass.config import read_model_config
 from spyglass.config.presets import preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.model import load_model
@@ -41,11 +40,12 @@ def test_a_step_multiplies_the_dense_weights_and_the_chosen_experts(checkpoint_o
 
 def test_a_step_reads_all_dense_weights_and_the_chosen_experts(checkpoint_of: Callable[..., Path]) -> None:
     folder = checkpoint_of("tiny", format="bf16")
-    text = read_model_config(folder).text
-    one, many = step_bytes(folder, text, 1), step_bytes(folder, text, 10**4)
+    loaded = load_model(folder, dtype="bfloat16", images=False, progress=False)
+    text = loaded.config.text
+    one, many = step_bytes(folder, loaded, 1), step_bytes(folder, loaded, 10**4)
     expert = 3 * text.hidden_size * text.moe_intermediate_size * 2
     left_out = len(text.layers) * expert * (text.n_routed_experts - text.num_experts_per_tok)
-    rows = (step_bytes(folder, text, 2 * 10**4) - many) / 10**4  # cache rows of one sequence
+    rows = (step_bytes(folder, loaded, 2 * 10**4) - many) / 10**4  # cache rows of one sequence
     assert (many - 10**4 * rows) - (one - rows) == pytest.approx(left_out, rel=1e-3)
     head = text.vocab_size * text.hidden_size * 2
     assert head < one < head + 40e6
