@@ -12,12 +12,11 @@ from spyglass.prompt.decode import (
     oriented_size,
     to_rgb,
 )
-from spyglass.prompt.digest import prompt_digest
 from spyglass.prompt.image import cut, normalisation_table, normalise, patchify, resize
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.plan import contained_size, layout_block, plan_image, plan_patches
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
-from spyglass.prompt.tokens import ImagePlan, ImageSpan, Patches, Prompt, TokenKind
+from spyglass.prompt.tokens import ImagePlan, ImageSpan, Patches, Prompt, TokenKind, prompt_digest
 from spyglass.prompt.visibility import legal_cuts, visible_extra, window_range
 
 __all__ = [

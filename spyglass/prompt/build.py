@@ -31,12 +31,11 @@ from spyglass.prompt.decode import (
     read_source,
     to_rgb,
 )
-from spyglass.prompt.digest import prompt_digest
 from spyglass.prompt.image import cut, resize
 from spyglass.prompt.placeholder import resolve_placeholder
 from spyglass.prompt.plan import layout_block, plan_image, plan_patches
 from spyglass.prompt.tokenizer import PromptTokenizer
-from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind
+from spyglass.prompt.tokens import ImagePlan, ImageSpan, Prompt, TokenKind, prompt_digest
 from spyglass.prompt.visibility import visible_extra
 
 IMAGE_POSITION = -1  # what `Prompt.ids_T` holds at image positions

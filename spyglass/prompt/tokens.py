@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -91,3 +93,23 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.ids_T)
+
+
+def prompt_digest(pixels: NDArray[Any], plan: ImagePlan) -> bytes:
+    """What caches know an image by: SHA-256 over dtype, shape, plan and every byte of `pixels` [N, 3, p, p]; 32 bytes.
+
+    The prompt position of the image is left out: the same image elsewhere has other leading pads but the same rows.
+    """
+    facts = (
+        *pixels.shape,
+        *plan.resized,
+        *plan.vit_grid,
+        *plan.llm_grid,
+        plan.num_tokens,
+        plan.stretch,
+        plan.patch_size,
+    )
+    digest = hashlib.sha256(f"{pixels.dtype.str} {pixels.ndim} ".encode())
+    digest.update(struct.pack(f"<{len(facts)}q", *facts))
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.digest()

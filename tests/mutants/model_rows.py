@@ -26,7 +26,7 @@ MODEL_ROWS: list[Mutant] = [
     *faults("spyglass/text/v4.py", "tests/unit/text/test_independent.py",
         ("norm of the other sub-layer", "self.hc_ffn.read(residual, self.ffn_norm,", "self.hc_ffn.read(residual, self.attn_norm,"),
         ("experts mixed by the other connection", "self.hc_ffn.read(residual, self.ffn_norm,", "self.hc_attn.read(residual, self.ffn_norm,")),
-    *faults("spyglass/text/router.py", "tests/unit/text/test_independent.py",
+    *faults("spyglass/text/experts.py", "tests/unit/text/test_independent.py",
         ("bias_vl dropped", "self.bias_vl.tensor()", "self.bias.tensor()"),
         ("bias dropped", "bias_E=None if forced is not None else self.bias.value", "bias_E=None"),
         ("hash layers choose by score", "forced = None if self.tid2eid is None else", "forced = None if True else"),
