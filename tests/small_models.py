@@ -104,22 +104,9 @@ def random_weights(slots: Sequence[WeightSlot], seed: int = 0, packed: bool = Fa
     return out
 
 
-def build_model(
-    config: ModelConfig,
-    weights: Mapping[str, Packed],
-    *,
-    dtype: torch.dtype = torch.float32,
-    numerics: Numerics = "plain",
-    ops: Ops | None = None,
-    expand: bool = True,
-    pictures: bool = True,
-    device: str = "cpu",
-    host: HostSide | None = None,
-) -> VisionLanguageModel:
-    """A model, filled; reference ops unless others are given."""
-    model = empty_model(
-        config, dtype=dtype, numerics=numerics, ops=ops, expand=expand, pictures=pictures, device=device, host=host
-    )
+def build_model(config: ModelConfig, weights: Mapping[str, Packed], **options: Any) -> VisionLanguageModel:
+    """A model, filled; `options` as `empty_model`."""
+    model = empty_model(config, **options)
     for slot in model.slots():
         slot.put(weights[slot.name])
     return model
@@ -136,7 +123,8 @@ def empty_model(
     device: str = "cpu",
     host: HostSide | None = None,
 ) -> VisionLanguageModel:
-    """The same before any weight arrives; `host`: whose experts are in host memory."""
+    """A model before any weight arrives, on reference ops unless others are given; `host`: whose experts are in host
+    memory."""
     bound = bind_ops(device, str(dtype).removeprefix("torch."), "reference") if ops is None else ops
     build = BuildContext(ops=bound, device=torch.device(device), dtype=dtype, expand=expand, host=host)
     return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, pictures=pictures)).eval()
