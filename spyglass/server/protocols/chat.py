@@ -45,15 +45,10 @@ from spyglass.server.protocols.fields import (
     text_field,
 )
 from spyglass.server.protocols.sampling import (
-    EXTRA,
-    FORMATS,
-    HARMLESS,
-    INNER,
-    NATIVE,
-    NEUTRAL,
     STREAM_OPTIONS,
     answers,
     limit_field,
+    sampled_fields,
     sampling,
     schema_at,
     token_limit,
@@ -89,21 +84,19 @@ _CHOICE = Fields(read=frozenset({"type", "function"}), inner={"function": _CHOSE
 _REASONING = Fields(read=frozenset({"effort", "enabled"}), ignored=frozenset({"exclude", "max_tokens", "summary"}))
 _THINKING = Fields(read=frozenset({"type"}), ignored=frozenset({"budget_tokens", "display"}))
 _TEMPLATE = Fields(read=frozenset({"thinking", "enable_thinking"}))
-CHAT_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"messages", "thinking", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
+CHAT_FIELDS = sampled_fields(
+    read={"messages", "thinking", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls", "response_format"}
     | {"model", "n", "max_tokens", "max_completion_tokens", "logit_bias", "stop", "logprobs", "top_logprobs"}
     | {"stream", "stream_options", "chat_template_kwargs", "reasoning", "enable_thinking"},
-    ignored=HARMLESS
-    | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    ignored={"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"prediction", "cache_control", "context_management", "client_metadata", "return_progress"},
     neutral={
-        **NEUTRAL, "modalities": (["text"],), "verbosity": ("medium",), "functions": ([],),
+        "modalities": (["text"],), "verbosity": ("medium",), "functions": ([],),
         "function_call": ("none", "auto"), "audio": NEVER, "web_search_options": NEVER, "echo": (False,),
         "add_special_tokens": (False,), "moderation": NEVER,
     },
     inner={
-        **INNER, "messages": (_MESSAGE,), "tools": (_TOOL,), "tool_choice": _CHOICE,
+        "messages": (_MESSAGE,), "tools": (_TOOL,), "tool_choice": _CHOICE,
         "thinking": _THINKING, "reasoning": _REASONING, "response_format": _FORMAT,
         "chat_template_kwargs": _TEMPLATE, "stream_options": STREAM_OPTIONS,
     },

@@ -30,26 +30,20 @@ from spyglass.server.protocols.conversation import (
 from spyglass.server.protocols.events import Tokens, failure, sse
 from spyglass.server.protocols.fields import Fields, RequestError, flag_field, refuse, text_field
 from spyglass.server.protocols.sampling import (
-    EXTRA,
-    FORMATS,
-    HARMLESS,
-    INNER,
-    NATIVE,
-    NEUTRAL,
     STREAM_OPTIONS,
     answers,
     asked_format,
+    sampled_fields,
     sampling,
     token_limit,
 )
 
-_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"model", "prompt", "suffix", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
+_FIELDS = sampled_fields(
+    read={"model", "prompt", "suffix", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
     | {"logprobs", "echo", "logit_bias", "add_special_tokens"},
-    ignored=HARMLESS | {"metadata", "store", "service_tier", "return_progress"},
-    neutral={name: values for name, values in NEUTRAL.items() if name != "echo"},
-    inner={**INNER, "stream_options": STREAM_OPTIONS},
+    ignored={"metadata", "store", "service_tier", "return_progress"},
+    neutral={},
+    inner={"stream_options": STREAM_OPTIONS},
 )  # fmt: skip
 _MAX_TOKENS = 16  # the protocol's own default
 

@@ -44,12 +44,7 @@ from spyglass.server.protocols.fields import (
 )
 from spyglass.server.protocols.messages_reply import MessagesReply
 from spyglass.server.protocols.sampling import (
-    EXTRA,
-    FORMATS,
-    HARMLESS,
-    INNER,
-    NATIVE,
-    NEUTRAL,
+    sampled_fields,
     sampling,
     schema_at,
 )
@@ -90,14 +85,13 @@ _TOOL = Fields(
     neutral={"allowed_callers": (["direct"],)},
 )
 _CHOICE = Fields(read=frozenset({"type", "name", "disable_parallel_tool_use"}))
-MESSAGES_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"messages", "system", "max_tokens", "thinking", "output_config", "output_format", "tools", "tool_choice"}
+MESSAGES_FIELDS = sampled_fields(
+    read={"messages", "system", "max_tokens", "thinking", "output_config", "output_format", "tools", "tool_choice"}
     | {"model", "stream", "stop_sequences"},
-    ignored=HARMLESS | {"metadata", "service_tier", "cache_control", "inference_geo", "context_management", "betas"},
-    neutral={**NEUTRAL, "mcp_servers": ([],), "container": NEVER, "speed": ("standard",)},
+    ignored={"metadata", "service_tier", "cache_control", "inference_geo", "context_management", "betas"},
+    neutral={"mcp_servers": ([],), "container": NEVER, "speed": ("standard",)},
     inner={
-        **INNER, "messages": (_MESSAGE,), "system": (_BLOCKS["text"], _BLOCKS["image"]), "tools": (_TOOL,),
+        "messages": (_MESSAGE,), "system": (_BLOCKS["text"], _BLOCKS["image"]), "tools": (_TOOL,),
         "tool_choice": _CHOICE, "thinking": _THINKING, "output_config": _OUTPUT, "output_format": _FORMAT,
     },
 )  # fmt: skip

@@ -46,13 +46,8 @@ from spyglass.server.protocols.fields import (
 )
 from spyglass.server.protocols.responses_reply import ResponsesReply
 from spyglass.server.protocols.sampling import (
-    EXTRA,
-    FORMATS,
-    HARMLESS,
-    INNER,
-    NATIVE,
-    NEUTRAL,
     limit_field,
+    sampled_fields,
     sampling,
     schema_at,
     token_limit,
@@ -107,20 +102,18 @@ _NOTES = {
     "mcp_approval_request": "name", "mcp_approval_response": "approve", "compaction": "id",
 }  # fmt: skip
 _NOTE_CHARS = 2000
-RESPONSES_FIELDS = Fields(
-    read=NATIVE | EXTRA | FORMATS
-    | {"input", "instructions", "reasoning", "text", "tools", "tool_choice", "max_output_tokens", "top_logprobs"}
+RESPONSES_FIELDS = sampled_fields(
+    read={"input", "instructions", "reasoning", "text", "tools", "tool_choice", "max_output_tokens", "top_logprobs"}
     | {"model", "stream", "include", "parallel_tool_calls", "stop", "max_tokens"},
-    ignored=HARMLESS
-    | {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    ignored={"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"stream_options", "max_tool_calls", "client_metadata", "access_programs"},
     neutral={
-        **NEUTRAL, "background": (False,), "truncation": ("disabled", "auto"), "context_management": ([], {}),
+        "background": (False,), "truncation": ("disabled", "auto"), "context_management": ([], {}),
         "response_format": ({"type": "text"},),
         "previous_response_id": NEVER, "conversation": NEVER, "prompt": NEVER, "moderation": NEVER,
     },
     inner={
-        **INNER, "input": tuple(_ITEMS.values()), "reasoning": _REASONING, "text": _TEXT,
+        "input": tuple(_ITEMS.values()), "reasoning": _REASONING, "text": _TEXT,
         "tools": (_TOOL, _NAMESPACE), "tool_choice": _CHOICE,
     },
 )  # fmt: skip

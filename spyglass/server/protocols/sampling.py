@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from spyglass.server.limits import (
 from spyglass.server.protocols.fields import NEVER, FieldReader, Fields, RequestError, refuse
 
 # Fields of the same name in `SamplingParams`; those that a protocol does not have itself come as extra fields.
-NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
-EXTRA = frozenset({"top_k", "min_tokens", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
-FORMATS = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
+_NATIVE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
+_EXTRA = frozenset({"top_k", "min_tokens", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"})
+_FORMATS = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
 # What other engines (vLLM, SGLang, llama.cpp) add and scripts send at its neutral value.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False),
     "include_stop_str_in_output": (False,), "use_beam_search": (False,), "num_beams": (1,), "best_of": (1,),
     "length_penalty": (1,), "early_stopping": (False,), "no_stop_trim": (False,), "no_repeat_ngram_size": (0,),
@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "grammar": ("",), "json_schema": ("", {}), "format": ("",), "n_predict": (-1,),
     "guided_decoding": NEVER, "structural_tag": NEVER, "vllm_xargs": ({},), "samplers": NEVER,
 }  # fmt: skip
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     {"guided_decoding_backend", "guided_whitespace_pattern", "priority", "cache_prompt", "request_id", "cache_salt"}
     | {"kv_transfer_params", "id_slot", "slot_id", "session_id", "timings_per_token", "rid", "n_probs", "user"}
 )
@@ -56,7 +56,22 @@ STRUCTURED_FIELDS = Fields(
         "disable_additional_properties": (False,),
     },
 )
-INNER: Mapping[str, Fields] = {"structured_outputs": STRUCTURED_FIELDS}
+
+
+def sampled_fields(
+    *,
+    read: Set[str],
+    ignored: Set[str],
+    neutral: Mapping[str, tuple[object, ...]],
+    inner: Mapping[str, Fields | tuple[Fields, ...]],
+) -> Fields:
+    """A protocol's own fields of a request that draws tokens, beside those that all protocols take."""
+    return Fields(
+        read=_NATIVE | _EXTRA | _FORMATS | read,
+        ignored=_HARMLESS | ignored,
+        neutral={**_NEUTRAL, **neutral},
+        inner={"structured_outputs": STRUCTURED_FIELDS, **inner},
+    )
 
 
 def sampling(given: Mapping[str, Any], names: Mapping[str, str] | None = None, **named: Any) -> SamplingParams:
@@ -66,7 +81,7 @@ def sampling(given: Mapping[str, Any], names: Mapping[str, str] | None = None, *
     Raises:
         PromptError: a value is out of range; the message names the field as the request has it.
     """
-    values = {name: given[name] for name in (*NATIVE, *EXTRA) if name in given and not _means_none(name, given[name])}
+    values = {name: given[name] for name in (*_NATIVE, *_EXTRA) if name in given and not _means_none(name, given[name])}
     named = {name: value for name, value in named.items() if not _means_none(name, value)}
     _check_stops(named.get("stop"), values.get("stop_token_ids"))
     if given.get("logit_bias"):
@@ -159,7 +174,7 @@ def asked_format(
         RequestError: more than one format, or one that means nothing.
     """
     formats = [] if own is None else [own]
-    for name in sorted(FORMATS & given.keys()):
+    for name in sorted(_FORMATS & given.keys()):
         if name == "structured_outputs":
             inner = reader.read(given[name], STRUCTURED_FIELDS, name)
             formats += [_format(kind, value, f"{name}.{kind}") for kind, value in inner.items() if value is not False]
