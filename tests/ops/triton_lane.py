@@ -5,11 +5,12 @@ Ops are called with tensors that have a shape and no memory; what they launch is
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -93,18 +94,27 @@ def compile_op(op: str, generation: int) -> list[Compiled]:
     return found
 
 
+def launches_of(op: str) -> tuple[Callable[[], Iterator[Launch]], Callable[[], None] | None]:
+    """What yields an op's launches, in a file of its own or in `row_wise.py`, and what launches its backward."""
+    if importlib.util.find_spec(f"tests.ops.launches.{op}") is None:
+        module, names = importlib.import_module("tests.ops.launches.row_wise"), (op, f"train_{op}")
+    else:
+        module, names = importlib.import_module(f"tests.ops.launches.{op}"), ("launches", "train")
+    return getattr(module, names[0]), vars(module).get(names[1])
+
+
 def launched(op: str, generation: int) -> dict[Kernel, bool]:
     """Kernels that the op's launch file launches, and whether one may spill."""
     function = getattr(importlib.import_module(f"spyglass.ops.{op}.triton"), op)
-    launches = importlib.import_module(f"tests.ops.launches.{op}")
+    launches, train = launches_of(op)
     found: dict[Kernel, bool] = {}
-    for launch in launches.launches():
+    for launch in launches():
         with torch.inference_mode(), recorded(generation) as kernels:
             function(*launch.args, **launch.options)
         found |= dict.fromkeys(kernels, generation in launch.may_spill)
-    if hasattr(launches, "train"):
+    if train is not None:
         with torch.inference_mode(), recorded(generation) as kernels:
-            launches.train()
+            train()
         found |= dict.fromkeys(kernels, False)
     return found
 
