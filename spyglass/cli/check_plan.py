@@ -20,7 +20,7 @@ _CONTEXT = 4096  # tokens behind which a step is counted
 _READ = 64 << 20  # bytes that a thread reads at a time when memory is timed
 _TIMES = 4
 # Of an 8-layer model of packed weights, one answer at a time: log.md, "Speed on a CPU" and "Packed weights with AVX2".
-_SHARES = "of that a larger model reached 73 to 79 % with AVX512-BF16, and 54 % on one thread with AVX2"
+_SHARES = "of that a larger model reached 73 to 79 % with AVX512-BF16 and 88 % with AVX2"
 
 
 def speed_here(config: ModelConfig, sources: Mapping[str, Source], stored_rows: bool) -> dict[str, float]:
