@@ -1,4 +1,4 @@
-"""Whether models may be shipped: `python -m scripts.tiny.judge DIR` asks all that they must know, on a CPU.
+"""Whether models may be shipped: `python -m scripts.tiny.judge DIR` asks them and their adapters everything, on a CPU.
 
 DIR is laid out as `spyglass/models`. Printed is a table by kind for each model; the program ends with 1 where a goal is
 missed, each named.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from scripts.tiny.adapters import RECIPES
 from scripts.tiny.models import FAMILIES, NAMES, Family
 from spyglass.config.shipped import SHIPPED
-from spyglass.engine import LLM
+from spyglass.engine import LLM, RequestOutput, SamplingParams
 from spyglass.tiny_world.cases import Split
 from spyglass.tiny_world.evaluate import Report, evaluate
 from spyglass.tiny_world.uses import use_kinds_of
 
 ALL = "overall"
+OF_ADAPTERS: Mapping[str, float] = {ALL: 0.95}
 GOALS: Mapping[tuple[str, Split], Mapping[str, float]] = {
     ("taught", "test"): {ALL: 0.97, "": 0.92},  # "" = each kind
     ("taught", "unseen"): {ALL: 0.90, "count": 0.85},
@@ -27,6 +31,18 @@ GOALS: Mapping[tuple[str, Split], Mapping[str, float]] = {
 OF_FAMILY: Mapping[tuple[Family, str, Split], Mapping[str, float]] = {
     ("v41", "taught", "test"): {"count": 0.92, "grounding": 0.97}
 }
+
+
+@dataclass(frozen=True, slots=True)
+class WithAdapter:
+    """A model with one of its adapters, as `evaluate` asks it."""
+
+    llm: LLM
+    adapter: str
+
+    def chat(self, messages: Sequence[Any], params: SamplingParams, **options: Any) -> list[RequestOutput]:
+        """Answers to conversations, in order."""
+        return self.llm.chat(messages, params, adapter=self.adapter, **options)
 
 
 def shares(report: Report) -> dict[str, float]:
@@ -62,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"\n{NAMES[family]}, {what}, {split}\n{report.table()}", flush=True)
             goals = {**goals, **OF_FAMILY.get((family, what, split), {})}
             faults += [f"{NAMES[family]}, {what}, {split}: {fault}" for fault in missed(shares(report), goals)]
+        for recipe in RECIPES.values():
+            if recipe.family == family:
+                llm.add_adapter(recipe.name, args.models / recipe.place)
+                asked = WithAdapter(llm, recipe.name)
+                report = evaluate(asked, max(1, args.num // 4), args.seed, variant=recipe.variant)
+                print(f"\n{NAMES[family]}, {recipe.name}\n{report.table()}", flush=True)
+                faults += [f"{recipe.key}: {fault}" for fault in missed(shares(report), OF_ADAPTERS)]
     print("\n" + "\n".join(faults or ["every goal is reached"]), flush=True)
     raise SystemExit(bool(faults))
 
