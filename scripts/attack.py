@@ -38,7 +38,6 @@ LOOSE = {"": (10.0, 2.0), " p99": (3.0, LAW_SECONDS)}
 # (packed rows of linear maps and outputs of experts, 64 MB each; decoded weights).
 MOST_GROWTH = 384 << 20
 SERVER = (
-    *("--step-milliseconds", "100"),
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--numerics", "plain", "--threads", "1"),
     *("--max-sequences", "16", "--max-waiting", "16", "--grace-seconds", "5", "--model-name", "tiny"),
     *("--cache-bytes", str(150 << 20), "--prefix-cache-bytes", str(32 << 20), "--image-cache-bytes", str(1 << 20)),

@@ -16,6 +16,7 @@ from spyglass.engine.cache.prefix import PrefixCache
 from spyglass.engine.drafts import Drafter
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
+from spyglass.engine.shares import Pace
 from spyglass.engram.feed import EngramFeed
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.build import prompt_from_parts
@@ -138,6 +139,19 @@ def logits_of(engine: Engine, prompt: Prompt, adapter: AdapterHandle = NO_ADAPTE
 def pages_used(engine: Engine) -> dict[str, int]:
     """Pages that sequences hold, by group."""
     return {name: pool.num_used for name, pool in engine.allocator.pools.items()}
+
+
+class Impatient(Pace):
+    """Answers are due before each layer, and any prompt takes too long for them."""
+
+    def __init__(self, target_s: float, slice_s: float | None = None) -> None:
+        super().__init__(target_s, None if slice_s is None else 0.0)
+
+    def leaves_answers_out(self, tokens: float) -> bool:
+        return self.slice_s is not None
+
+    def prompt_tokens(self, *, alone: bool = False) -> int:
+        return 200
 
 
 class FailingModel:

@@ -65,7 +65,7 @@ class ScriptedEngine:
         self.live[self._next] = Answer(self._next, prompt, params, list(self.script(prompt, params)))
         return self._next
 
-    def step(self) -> list[Delta]:
+    def step(self, deliver: object = None) -> list[Delta]:
         if self.lost:
             lost, self.lost = self.lost, []
             return lost

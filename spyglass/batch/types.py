@@ -7,7 +7,7 @@ A padding row has position -1, sees no key and is written nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,13 +18,15 @@ class ImageBatch:
     """Images of one call of the tower, packed.
 
     `patches_U` uint8 pixels [U, 3, p, p] or normalised floats; `grids_I2` (rows, columns) per image, on the host;
-    `cu_seqlens_I1` int32 [I + 1] offsets into U; `slot_I` adapter slot per image (0 = none).
+    `cu_seqlens_I1` int32 [I + 1] offsets into U; `slot_I` adapter slot per image (0 = none). `between_layers` is called
+    before each layer, as that of a `Batch`.
     """
 
     patches_U: torch.Tensor
     grids_I2: tuple[tuple[int, int], ...]
     cu_seqlens_I1: torch.Tensor
     slot_I: torch.Tensor
+    between_layers: Callable[[], object] | None = None
 
     def to(self, device: torch.device | str) -> ImageBatch:
         """The same on another device."""
@@ -53,6 +55,7 @@ class Batch:
     slot_T: torch.Tensor | None = None  # int32 adapter slot per row, None = no adapters
     engram_rows: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> gathered rows
     capture: tuple[int, ...] = ()  # layers whose streams are wanted in aux
+    between_layers: Callable[[], object] | None = None  # called before each layer: others' steps may run there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class InstantEngine:
         self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0
         return self._next
 
-    def step(self) -> list[Delta]:
+    def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
         """As `Engine`."""
         time.sleep(self._pause_s)
         return [self._say(request) for request in list(self._live)]

@@ -55,10 +55,11 @@ class EngineConfig:
         default=2048, metadata=about("max tokens of one step, of all answers (chunked prefill)", high=1 << 20)
     )
     step_milliseconds: int = field(
-        default=1000,
+        default=200,
         metadata=about(
-            "how long a step with prompts and images may take, which others wait for: prompts are cut so, by what "
-            "steps took lately (one that is alone may take 8 times as long); 0: no bound",
+            "how long answers may wait for the prompts and images of others: on a CPU they go on between the layers of "
+            "a long step, elsewhere a step has as much of prompts as fits by what steps took lately (one that is alone "
+            "may take 8 times as long); 0: no bound",
             low=0,
         ),
     )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -94,7 +94,12 @@ class Engine:
             most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
             prefixes = PrefixCache(self.allocator, most)
         self.prefixes, self.image_cache = prefixes, ImageCache(options.image_cache_bytes)
-        self._pace = Pace(options.step_milliseconds / 1000)
+        auto, wait_s = options.async_scheduling == "auto", options.step_milliseconds / 1000
+        ahead = (auto and device.type != "cpu") or options.async_scheduling == "on"
+        if wait_s and device.type == "cpu" and ranks is None and not ahead:  # a layer takes half of what is waited
+            self._pace = Pace(config.text.num_hidden_layers * wait_s / 2, wait_s)
+        else:
+            self._pace = Pace(wait_s)
         paced = self._pace if options.step_milliseconds else None
         self._scheduler = Scheduler(self.allocator, options.max_step_tokens, prefixes, paced)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
@@ -122,7 +127,7 @@ class Engine:
             self.image_cache,
             GrammarMasks(config.text.vocab_size, usable, config.eos_token_ids),
             self._pace,
-            ahead=options.async_scheduling == "on" or (options.async_scheduling == "auto" and device.type != "cpu"),
+            ahead=ahead,
             lookahead=lookahead,
             drafter=drafter,
         )
@@ -238,8 +243,11 @@ class Engine:
         """
         self._loop.truncate(request_id, tokens)
 
-    def step(self) -> list[Delta]:
+    def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
         """Run one step; what it added to each answer, or, where steps run one ahead, what the step before it added.
+
+        A step that takes long because of prompts lets the answers of others go on between its layers (`Pace`). What
+        that adds is given to `deliver` at once, which must not call the engine; without it, it comes with the rest.
 
         If the model fails, or a request cannot go on, the error comes through. The requests of that step, or those that
         cannot go on, are over: what they held is free, and the next call returns their last deltas. All others go on,
@@ -247,7 +255,7 @@ class Engine:
         """
         if self._ranks is not None:
             self._ranks.require_alive()
-        return self._loop.step()
+        return self._loop.step(deliver)
 
     def warm_up(self, tokens: int = 1) -> None:
         """Run the largest images (if the model sees) and a token of text through everything; nothing is left behind.

@@ -85,8 +85,10 @@ class LeadSteps(StepRunner):
         engram_rows: EngramRows | None = None,
         amend: Callable[[Batch], None] | None = None,
         argmax: bool = False,
+        between_layers: Callable[[], object] | None = None,
     ) -> StepResult:
         """See `StepRunner`. Raises RankError if it fails here or elsewhere."""
+        assert between_layers is None, "the ranks of a model run one step at a time"
         ranks, group = self._ranks, self._ranks.group
         memories = None if engram_rows is None else {layer: rows.contiguous() for layer, rows in engram_rows().items()}
 

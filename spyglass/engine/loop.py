@@ -5,6 +5,9 @@ its input ids are taken over on the device. Only then are these tokens read, mas
 the tokens of the new step sampled. So the device never waits for the host. An answer that turns out to have ended has
 one row too much in the step under way, which changes nothing: work on the device is done in order, so pages that are
 given back now are written again only after that step.
+
+On a CPU a step with prompts may take long. Between its layers, steps of the answers that are not in it run from start
+to end (`_go_on`): no answer waits for the prompts of others longer than `Pace.slice_s` and a layer.
 """
 
 from __future__ import annotations
@@ -60,6 +63,12 @@ class StepLoop:
         self.sequences: dict[int, TokenSequence] = {}
         self._running: RunningStep | None = None
         self._lost: list[Delta] = []  # deltas for the next call of `step`
+        self._outer: Sequence[Chunk] = ()  # those of the step between whose layers others may run
+        self._is_within = False  # such another runs
+        self._within_s = 0.0  # what they took in this step
+        self._within_error: BaseException | None = None
+        self._answered = self._layer_began = 0.0  # when answers had a step last, and when a layer began
+        self._deliver: Callable[[list[Delta]], object] | None = None
         self.counted = Counters()
 
     @property
@@ -99,15 +108,15 @@ class StepLoop:
         sequence.answer.truncate(tokens)
         self._keep(sequence, sequence.known - tokens)
 
-    def step(self) -> list[Delta]:
+    def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
         """As `Engine.step`."""
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
-        began = time.perf_counter()
         chunks: Sequence[Chunk] = []
         deltas: list[Delta] = []
-        done = False
+        self._deliver, self._within_s, done = deliver or deltas.extend, 0.0, False
+        began = self._layer_began = time.perf_counter()
         try:
             with torch.inference_mode():
                 chunks = self._plan()
@@ -115,16 +124,51 @@ class StepLoop:
                     deltas += self._collect()
                     chunks = [chunk for chunk in chunks if self._is_live(chunk.sequence)]
                 if chunks:
+                    self._outer = chunks
+                    self._go_on()
                     self._run(chunks, deltas, began)
             done = True
-            self._count(chunks, deltas, time.perf_counter() - began)
+            self._count(chunks, deltas, time.perf_counter() - began - self._within_s)
         except StuckError as error:
             self._lost = self._give_up(error.sequences, str(error))
             raise
         finally:
+            self._outer = ()
             if not done:
                 self._fail(deltas, chunks)
+        failed, self._within_error = self._within_error, None
+        if failed is not None:
+            self._lost = deltas + self._lost
+            raise failed
         return deltas
+
+    def _go_on(self) -> None:
+        """Before a layer of a step: a step of all answers that are not in it, if they cannot wait for its end."""
+        now = time.perf_counter()
+        layer_s, self._layer_began = now - self._layer_began, now
+        if self._pace.slice_s is None or now + layer_s < self._answered + self._pace.slice_s:
+            return
+        chunks = self._scheduler.answers([chunk.sequence.request_id for chunk in self._outer])
+        if not chunks:
+            return
+        deltas: list[Delta] = []
+        self._is_within = True
+        try:
+            chunks = self._with_drafts(chunks)
+            self._run(chunks, deltas, now)
+            self._count(chunks, deltas, time.perf_counter() - now)
+        except BaseException as error:
+            self._fail(deltas, chunks)
+            if not is_recoverable(error):
+                raise
+            self._within_error = error  # told behind the step around it, which goes on
+        else:
+            assert self._deliver is not None
+            self._deliver(deltas)
+        finally:
+            self._is_within = False
+            self._layer_began = time.perf_counter()
+            self._within_s += self._layer_began - now
 
     def _fail(self, deltas: list[Delta], chunks: Sequence[Chunk]) -> None:
         """End the requests of a step that failed, behind the tokens of the step before it."""
@@ -137,8 +181,11 @@ class StepLoop:
             self._lost = deltas + self._lost + self._give_up([chunk.sequence for chunk in lost], _FAILED)
 
     def _plan(self) -> list[Chunk]:
-        """The chunks of the next step, with drafts behind answers."""
-        chunks = self._scheduler.schedule()
+        """The chunks of the next step."""
+        return self._with_drafts(self._scheduler.schedule())
+
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Chunks with drafts behind answers."""
         if self._drafter is None:
             return chunks
         most = [
@@ -164,8 +211,9 @@ class StepLoop:
             if chunk.rows_wanted:
                 chunk.sequence.expect(chunk.drafts)
         ahead = [(s, n) for s, n in self._scheduler.encode_ahead if s.row is not None and self._is_live(s)]
-        step = self._runner.run(chunks, resumable, self._running, ahead)
-        step.began = began
+        go_on = None if self._is_within or self._pace.slice_s is None else self._go_on
+        step = self._runner.run(chunks, resumable, self._running, ahead, go_on)
+        step.began = began + self._within_s
         self._score(step)
         if self._running is not None:
             deltas += self._collect()
@@ -216,7 +264,10 @@ class StepLoop:
             chunk.sequence.in_flight -= 1
         deltas: list[Delta] = []
         prompts = sum([chunk.stop - chunk.start for chunk in step.chunks if chunk.is_prompt])
-        self._pace.ran(step.began, prompts, step.encoded, read=tokens is not None)
+        if not self._is_within:
+            self._pace.ran(step.began, prompts, step.encoded, read=tokens is not None)
+        if prompts < sum([chunk.stop - chunk.start for chunk in step.chunks]):
+            self._answered = time.perf_counter()
         if tokens is None:
             return deltas
         drawn = zip(tokens.ids, tokens.logprobs, tokens.is_finite, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -95,16 +95,17 @@ class Runner:
         resumable: Sequence[tuple[int, int]],
         before: RunningStep | None,
         ahead: Sequence[tuple[TokenSequence, int]] = (),
+        between_layers: Callable[[], object] | None = None,
     ) -> RunningStep:
         """One forward pass over all chunks; afterwards their tokens count as computed. Images `ahead` go through the
-        tower too, for a later step.
+        tower too, for a later step. `between_layers` may run steps of other sequences meanwhile.
 
         Ids that the host does not know yet are those that the step `before` samples.
         """
         engram_rows = self._fetch_engram(chunks)
         images = [_images(chunk) for chunk in chunks]
         needed = [(chunk.sequence, image) for chunk, each in zip(chunks, images, strict=True) for image in each]
-        encoded = self._encode_images([*needed, *ahead])
+        encoded = self._encode_images([*needed, *ahead], between_layers)
         image_rows, image_index_T = _image_rows(chunks, images)
         counts = [chunk.stop - chunk.start for chunk in chunks]
         first = list(accumulate(counts[:-1], initial=0))
@@ -131,6 +132,7 @@ class Runner:
             engram_rows=engram_rows,
             amend=None if before is None else partial(_put_sampled, chunks, first, before),
             argmax=bool(wanted) and all(chunk.sequence.is_greedy for chunk in chunks if chunk.rows_wanted),
+            between_layers=between_layers,
         )
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
@@ -182,7 +184,9 @@ class Runner:
             self._engram.expect(*_engram_step(following, depth))
         return rows
 
-    def _encode_images(self, needed: Sequence[tuple[TokenSequence, int]]) -> int:
+    def _encode_images(
+        self, needed: Sequence[tuple[TokenSequence, int]], between_layers: Callable[[], object] | None
+    ) -> int:
         """Rows of all images that are first needed now: known ones, and the others, each encoded once; how many."""
         unknown: dict[Key, list[tuple[TokenSequence, int]]] = {}
         for sequence, image in needed:
@@ -205,7 +209,7 @@ class Runner:
                 device=self._device,
                 slots=[sequence.adapter.slot for sequence, _ in holders],
             )
-            rows = self.steps.encode_images(batch)
+            rows = self.steps.encode_images(replace(batch, between_layers=between_layers))
             parts = rows.split([_cells(sequence.prompt, image) for sequence, image in holders])
             for key, part in zip(keys, parts, strict=True):
                 self._image_cache.put(key, part)

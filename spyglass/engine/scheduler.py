@@ -13,7 +13,8 @@ the quantum comes behind the others, unless it would not fit there; then it goes
 Pace. The prompts of a step have so many tokens that it takes about as long as it should (`pace`), images that must go
 through the tower counted as the tokens that take as long. Then answers are outside of what is shared, and a piece that
 exceeds it goes alone, if it is its turn to go first: beside answers its images go through the tower in one step
-(`encode_ahead`), and its tokens run in a later one.
+(`encode_ahead`), and its tokens run in a later one. Where a step can be left between two layers, answers are not part
+of one whose prompts take long: they run in steps of their own meanwhile (`answers`).
 
 Memory. Pages are taken as tokens come, oldest request first. When they run out, the youngest running request is
 preempted: it goes back into the queue and is run again later, with all it has drawn.
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -130,12 +131,30 @@ class Scheduler:
             ready = [sequence for sequence in ready if sequence.row is not None]
         if not chunks and (ready or (self.waiting and not self.running)):
             raise StuckError(ready or [self.waiting[0]], "no step can be made for this request")
+        prompts = [chunk for chunk in chunks if chunk.is_prompt]
+        if self.pace is not None and 0 < len(prompts) < len(chunks):
+            cell = self.pace.cell_tokens
+            if self.pace.leaves_answers_out(sum(c.sequence.work(c.start, c.stop, cell) for c in prompts)):
+                chunks = prompts
+        self._count(chunks)
+        return chunks
+
+    def answers(self, running: Collection[int]) -> list[Chunk]:
+        """The chunks of a step for the answers under way, while one with these `running` requests has not ended; their
+        memory taken. Nobody gives way for them: those for whom there is no memory wait."""
+        ready = [s for s in self.running if s.request_id not in running and s.pending == 1 and not s.waits_for_steps]
+        chunks = [Chunk.of(sequence, sequence.length) for sequence in ready[: self._step_tokens]]
+        if chunks and not self._reserve(chunks):
+            chunks = [chunk for chunk in chunks if self._has_memory(chunk)]
+        self._count(chunks)
+        return chunks
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
         used = Counter[Client]()
         for chunk in chunks:
             chunk.sequence.served = self._step
             used[chunk.sequence.client] += chunk.stop - chunk.start
         self._use.count(used)
-        return chunks
 
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is, and free its memory."""
@@ -252,7 +271,8 @@ class Scheduler:
             stop = sequence.reach(start, min(max(quantum, piece), left), cell)
             if goes_first and stop == start:  # alone more than a paced step, which it then has for itself
                 stop, left = start + sequence.next_piece(), 0.0
-                if stops.keys() - {s.request_id for s in ready}:  # answers, so that the step has something without it
+                answers = stops.keys() - {s.request_id for s in ready}  # so that the step has something without it
+                if answers and self.pace is not None and self.pace.slice_s is None:
                     self.encode_ahead = [(sequence, image) for image in sequence.new_images(start, stop)]
                     stop = start if self.encode_ahead else stop
             stops[sequence.request_id] = stop
@@ -287,12 +307,18 @@ class Scheduler:
         if self._reserve(chunks):
             return chunks
         for chunk in chunks:
-            while chunk.sequence.row is not None and not self._reserve([chunk]):
-                if not self._prefixes.evict_one():
-                    if len(self.running) == 1:
-                        raise StuckError(self.running, "the memory of this request was promised and is not there")
-                    self.preempt(next(iter(self._over_due() or ()), None))
+            while chunk.sequence.row is not None and not self._has_memory(chunk):
+                if len(self.running) == 1:
+                    raise StuckError(self.running, "the memory of this request was promised and is not there")
+                self.preempt(next(iter(self._over_due() or ()), None))
         return [chunk for chunk in chunks if chunk.sequence.row is not None]
+
+    def _has_memory(self, chunk: Chunk) -> bool:
+        """Take the pages of a chunk, if prefixes that nobody uses make room for them."""
+        while not self._reserve([chunk]):
+            if not self._prefixes.evict_one():
+                return False
+        return True
 
     def _reserve(self, chunks: Sequence[Chunk]) -> bool:
         rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)

@@ -189,10 +189,13 @@ class _Estimate:
 
 class Pace:
     """How much of prompts a step may have so that it takes `target_s` seconds, by what steps took lately. What comes
-    out does not depend on how a prompt was cut; only when it comes does. One thread calls it."""
+    out does not depend on how a prompt was cut; only when it comes does. One thread calls it.
 
-    def __init__(self, target_s: float) -> None:
-        self._target_s = target_s
+    `slice_s`: where answers can get tokens between the layers of a step with prompts, how long they wait at most.
+    """
+
+    def __init__(self, target_s: float, slice_s: float | None = None) -> None:
+        self._target_s, self.slice_s = target_s, slice_s
         self.forget()
 
     def forget(self) -> None:
@@ -217,6 +220,11 @@ class Pace:
         answers_s = self._answers.seconds or 0.0
         seconds = _ALONE * self._target_s if alone else max(self._target_s - answers_s, answers_s / 2)
         return max(_LEAST, int(min(seconds / max(self._token.seconds, 1e-9), 1 << 30)))
+
+    def leaves_answers_out(self, tokens: float) -> bool:
+        """Whether answers get their tokens between the layers of a step with so much work for prompts, in tokens,
+        because that step takes longer than they should wait."""
+        return self.slice_s is not None and tokens * (self._token.seconds or 1.0) > self.slice_s
 
     def ran(self, began: float, tokens: int, cells: int, *, read: bool) -> None:
         """A step with so many tokens of prompts and rows from the tower has ended; it began at `began` of the clock

@@ -37,7 +37,7 @@ class EngineParts(Protocol):
     def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
         """Queue a prepared request; returns its id."""
 
-    def step(self) -> list[Delta]:
+    def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
         """Run one step."""
 
     def abort(self, request_id: int) -> Delta | None:
@@ -251,7 +251,7 @@ class EngineWorker:
     def _step(self) -> None:
         self._began = time.monotonic()
         try:
-            deltas = self._engine.step()
+            deltas = self._engine.step(self._deliver)
         except BaseException as error:
             if isinstance(error, RankError) or not is_recoverable(error):  # after the first there is no other step
                 raise
@@ -295,8 +295,8 @@ class EngineWorker:
             outputs.setdefault(stream.loop, []).append((stream, index, delta))
         for loop, items in outputs.items():
             if not self._call(loop, partial(_hand_over, items)):
-                for stream, _, _ in items:
-                    self._end(stream)
+                with self._changed:  # a step may be under way, so the engine is not asked now
+                    self._commands += [partial(self._end, stream) for stream, _, _ in items]
 
     def _end(self, stream: ResponseStream) -> None:
         """Abort what is left of a call; nothing of it is delivered."""

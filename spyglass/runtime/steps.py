@@ -107,8 +107,10 @@ class StepRunner:
         engram_rows: EngramRows | None = None,
         amend: Callable[[Batch], None] | None = None,
         argmax: bool = False,
+        between_layers: Callable[[], object] | None = None,
     ) -> StepResult:
-        """One step. `engram_rows` gives the gathered rows of each layer's memory table.
+        """One step. `engram_rows` gives the gathered rows of each layer's memory table. `between_layers` is called
+        before each layer of a step that has no graph; it may run others.
 
         `amend` may write into the tensors of the batch what the host does not know, as ids that were just drawn. What
         comes back is memory of its own.
@@ -119,12 +121,13 @@ class StepRunner:
             frame.put_engram(engram_rows())
         if amend is not None:
             amend(frame.batch)
-        started = time.perf_counter()
+        started, seconds = time.perf_counter(), self.seconds
         try:
             behind = argmax and self.capture.backend == "cuda_graph"  # where launches behind a graph cost nothing
             within = argmax and not behind
             run = partial(self.forward, frame, image_rows_IC, within)
             if not (captures and frame.reused):
+                frame.batch = replace(frame.batch, between_layers=between_layers)
                 return self._result(frame, run(), behind)
 
             @contextmanager
@@ -143,7 +146,7 @@ class StepRunner:
             outputs = self.capture.run(key, run, lasting=partial(self._known, frame, pages), harmless=padding)
             return self._result(frame, tuple([output.clone() for output in outputs]), behind)
         finally:
-            self.seconds += time.perf_counter() - started
+            self.seconds = seconds + time.perf_counter() - started  # those of steps within are in it
 
     def use(self, pages: Pages) -> None:
         """What was captured with other weights or pages is forgotten."""

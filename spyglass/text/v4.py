@@ -63,6 +63,8 @@ class V4Backbone(nn.Module):
         step = make_step(batch, cache, self.ropes, self._plans)
         residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
+            if batch.between_layers is not None:
+                batch.between_layers()
             assert isinstance(layer, V4Layer)
             if self.run_layer is run_part:
                 residual = layer.advance(residual, step, cache)

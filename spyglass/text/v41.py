@@ -79,6 +79,8 @@ class V41Backbone(nn.Module):
         pre_TM[:, 0].fill_(1.0)  # an assignment would copy from the host
         residual = Residual(streams_TMC)
         for index, layer in enumerate(self.layers):
+            if batch.between_layers is not None:
+                batch.between_layers()
             assert isinstance(layer, V41Layer)
             if layer.engram is not None or index in batch.capture:
                 residual = Residual(layer.recall(residual.written(self._ops), step))

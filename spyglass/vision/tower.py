@@ -7,7 +7,7 @@ never leaves the image (spec v4 9.3, v41 7.4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,16 +138,20 @@ class VisionTower(nn.Module):
 
         Every op runs once per layer, however many images there are.
         """
-        return self.encode(self.patch_values(images.patches_U), self._rows(images))
+        return self.encode(self.patch_values(images.patches_U), self._rows(images), images.between_layers)
 
     def patch_values(self, patches_U: torch.Tensor) -> torch.Tensor:
         """Patches [U, 3 p p] as the embedding reads them: normalised, of the activation dtype."""
         return normalised(patches_U, self._dtype, self._pixels).flatten(1)
 
-    def encode(self, patches_UF: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    def encode(
+        self, patches_UF: torch.Tensor, rows: PackedRows, between_layers: Callable[[], object] | None = None
+    ) -> torch.Tensor:
         """The tower behind its input: device tensors only, so that a graph can hold it."""
         x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.slot_U)
         for block in self.blocks:
+            if between_layers is not None:
+                between_layers()
             x_UY = self.run_block(block, x_UY, rows)
         out: torch.Tensor = self.norm(x_UY)
         return out

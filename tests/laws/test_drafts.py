@@ -20,7 +20,7 @@ from spyglass.engine.sequence import TokenSequence
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.prompt.build import prompt_from_parts
 from spyglass.prompt.tokens import Prompt
-from tests.engine_parts import NO_CACHES, mixed_parts, pages_used, run_all
+from tests.engine_parts import NO_CACHES, Impatient, mixed_parts, pages_used, run_all
 from tests.laws.test_interleavings import FAMILIES, World, assert_as_alone, make_world, play
 from tests.tolerance import LAW_OF_MAX
 
@@ -72,12 +72,19 @@ def guesser(world: World, **options: Any) -> Guesser:
 
 
 @pytest.mark.parametrize(
-    "caches", [NO_CACHES, {"prefix_cache_bytes": 1_000_000, "image_cache_bytes": 10_000}], ids=["cold", "cached"]
+    "caches",
+    [
+        NO_CACHES,
+        {"prefix_cache_bytes": 1_000_000, "image_cache_bytes": 10_000},
+        {**NO_CACHES, "step_milliseconds": 1},
+    ],
+    ids=["cold", "cached", "between layers"],
 )
 def test_drafted_answers_are_those_that_would_have_been_drawn(
     caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and random ones, with penalties, stop ids, log-probabilities, images, preemption and cancels."""
+    monkeypatch.setattr("spyglass.engine.engine.Pace", Impatient)
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     drafter = guesser(world, capture=(1,))
     engine = world.family.engine(

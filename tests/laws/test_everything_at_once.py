@@ -15,6 +15,7 @@ from PIL import Image
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import RequestOutput, SamplingParams, Structured
 from spyglass.prompt.tokens import Prompt
+from tests.engine_parts import Impatient
 from tests.tolerance import LOGPROB_LAW
 
 REQUESTS = 24
@@ -108,19 +109,25 @@ def play(llm: LLM, asked: list[Asked], random: np.random.Generator) -> dict[int,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ahead", "ranks"),
-    [("spyglass-tiny-v4", "on", 1), ("spyglass-tiny-v41", "off", 1), ("spyglass-tiny-v41", "on", 2)],
+    [
+        ("spyglass-tiny-v4", "on", 1),
+        ("spyglass-tiny-v4", "off", 1),
+        ("spyglass-tiny-v41", "off", 1),
+        ("spyglass-tiny-v41", "on", 2),
+    ],
 )
 def test_whatever_comes_together_each_gets_what_it_gets_alone(
     model: str, ahead: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps one by one, and one ahead; on one process, and on two."""
+    """Steps one by one, some between the layers of others, and steps one ahead; on one process, and on two."""
     quiet = make_llm(model, prefix_cache_bytes=0, image_cache_bytes=0)
     asked = make_requests(quiet, np.random.default_rng(3))
     alone = [quiet.generate([one.prompt], one.params, adapter=one.adapter)[0] for one in asked]
+    monkeypatch.setattr("spyglass.engine.engine.Pace", Impatient)
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     sizes = {
         "max_step_tokens": 420,
-        "step_milliseconds": 0,
+        "step_milliseconds": int(ahead == "off"),
         "max_sequences": 8,
         "cache_bytes": BYTES[model],
         "async_scheduling": ahead,

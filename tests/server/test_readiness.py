@@ -52,9 +52,9 @@ def test_a_server_is_not_ready_before_each_feature_has_drawn_a_token(llm: LLM) -
     gate = threading.Semaphore(0)
 
     class Waiting(ScriptedEngine):
-        def step(self) -> Any:
+        def step(self, *more: Any) -> Any:
             gate.acquire()
-            return super().step()
+            return super().step(*more)
 
     with held(llm, Waiting()) as server:
         for tried in range(len(EVERYTHING)):
@@ -84,8 +84,8 @@ def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: py
 
 def test_a_feature_that_ends_without_a_token_is_not_ready(llm: LLM) -> None:
     class Silent(ScriptedEngine):
-        def step(self) -> Any:
-            return [replace(d, output=replace(d.output, token_ids=())) if d.output else d for d in super().step()]
+        def step(self, *more: Any) -> Any:
+            return [replace(d, output=replace(d.output, token_ids=())) if d.output else d for d in super().step(*more)]
 
     with held(llm, Silent()) as server:
         wait_for(lambda: health(server)[1]["status"] == "failing")

@@ -81,6 +81,9 @@ class PageMemory:
 
     All that changes them beside the model's own writes is one of these operations, with numbers as arguments, so that
     processes which hold the same rows can do the same. `fill` poisons fresh pages, and those `clear` is told (tests).
+
+    `pages` has all row tensors, also by group; one that grew is replaced there, so a step between whose layers others
+    run finds it.
     """
 
     def __init__(
@@ -92,11 +95,7 @@ class PageMemory:
         self.by_group: dict[str, dict[Key, torch.Tensor]] = {
             group.name: {(plan.kind, plan.layer): self._new(group, plan, 0) for plan in group.plans} for group in groups
         }
-
-    @property
-    def pages(self) -> dict[Key, torch.Tensor]:
-        """All row tensors."""
-        return {key: tensor for tensors in self.by_group.values() for key, tensor in tensors.items()}
+        self.pages = {key: tensor for tensors in self.by_group.values() for key, tensor in tensors.items()}
 
     @torch.inference_mode(False)  # pages outlive the step that makes them grow
     def resize(self, name: str, capacity: int) -> None:
@@ -104,7 +103,9 @@ class PageMemory:
         group, tensors = self.groups[name], self.by_group[name]
         for plan in group.plans:
             held = tensors[plan.kind, plan.layer]
-            tensors[plan.kind, plan.layer] = grown = self._new(group, plan, capacity)
+            tensors[plan.kind, plan.layer] = self.pages[plan.kind, plan.layer] = grown = self._new(
+                group, plan, capacity
+            )
             grown[: len(held)] = held
 
     def copy(self, name: str, source: int, target: int, rows: int) -> None:

@@ -190,10 +190,10 @@ def test_an_engine_that_only_raises_is_given_up_and_said_to_fail_until_it_works(
     class Stuck(ScriptedEngine):
         broken = True
 
-        def step(self) -> list[Delta]:
+        def step(self, *more: Any) -> list[Delta]:
             if self.broken:
                 raise RuntimeError("no step works")
-            return super().step()
+            return super().step(*more)
 
     async def test() -> None:
         engine = Stuck()
