@@ -6,7 +6,7 @@ string, a raw config or the environment. Sources: spec v4 sections 1-7, spec v41
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spyglass.quant.formats import FakeQuant, StoredRow
@@ -61,6 +61,7 @@ class CompressorPlan:
     `overlap`: a row pools the previous group too (V4 ratio 4: projections are twice as wide).
     `positional_bias`: the checkpoint has `ape`. `gated`: it has `wgate` (V4.1 ratio 1 has none).
     `index_keys`: where the layer's index keys come from: its own small compressor (V4), the latent (V4.1), or none.
+    `group_rows`: un-pooled rows that one pooled row reads (B).
     """
 
     ratio: int
@@ -68,11 +69,10 @@ class CompressorPlan:
     positional_bias: bool
     gated: bool
     index_keys: Literal["compressor", "latent"] | None
+    group_rows: int = field(init=False)
 
-    @property
-    def group_rows(self) -> int:
-        """Un-pooled rows that one pooled row reads (B)."""
-        return self.ratio * (2 if self.overlap else 1)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_rows", self.ratio * (2 if self.overlap else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ to a byte, low nibble first, with one scale per row and 32 inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -64,29 +64,22 @@ class StoredRow:
     byte per block, filled up to a multiple of 4 bytes. `rows.py` has the arithmetic.
 
     Two e2m1 codes share a byte, low nibble first. V4's rows of 512 channels take 448 + 128 + 7 + 1 = 584 bytes.
+    In bytes: `tail_at`, where the bf16 channels begin, an even place behind the codes; `scales_at`, where the scales
+    begin; `row_bytes`. `blocks`: scales of a row; the last block may be shorter.
     """
 
     quant: FakeQuant
     dim: int
     dims: int
+    tail_at: int = field(init=False)
+    scales_at: int = field(init=False)
+    blocks: int = field(init=False)
+    row_bytes: int = field(init=False)
 
-    @property
-    def tail_at(self) -> int:
-        """Where the bf16 channels begin, in bytes: at an even one behind the codes."""
+    def __post_init__(self) -> None:
         codes = self.dims if self.quant.element == "e4m3" else -(-self.dims // 2)
-        return codes + codes % 2
-
-    @property
-    def scales_at(self) -> int:
-        """Where the scales begin, in bytes."""
-        return self.tail_at + 2 * (self.dim - self.dims)
-
-    @property
-    def blocks(self) -> int:
-        """Scales of a row; the last block may be shorter."""
-        return -(-self.dims // self.quant.block)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return -(-(self.scales_at + self.blocks) // 4) * 4
+        tail, blocks = codes + codes % 2, -(-self.dims // self.quant.block)
+        scales = tail + 2 * (self.dim - self.dims)
+        found = {"tail_at": tail, "scales_at": scales, "blocks": blocks, "row_bytes": -(-(scales + blocks) // 4) * 4}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
