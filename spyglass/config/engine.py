@@ -55,7 +55,7 @@ class EngineConfig:
         default=2048, metadata=about("max tokens of one step, of all answers (chunked prefill)", high=1 << 20)
     )
     step_milliseconds: int = field(
-        default=200,
+        default=150,
         metadata=about(
             "how long answers may wait for the prompts and images of others: on a CPU they go on between the layers of "
             "a long step, elsewhere a step has as much of prompts as fits by what steps took lately (one that is alone "
