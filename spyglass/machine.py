@@ -49,8 +49,10 @@ class Cores:
 
     @property
     def threads(self) -> int:
-        """How many threads are worth starting: one on each physical core, and none that would only use up the quota."""
-        return max(1, min(len(self.cores), int(len(self.cores) if self.quota is None else self.quota)))
+        """How many threads are worth starting: one on each physical core, and none that would only use up the quota.
+
+        A quota of 1.6 and more counts as 2: one thread would leave a third of it."""
+        return max(1, min(len(self.cores), int(len(self.cores) if self.quota is None else self.quota + 0.4)))
 
     def __str__(self) -> str:
         count, processors = len(self.cores), sum(map(len, self.cores))
@@ -94,7 +96,8 @@ def _quota(group: Path) -> float | None:
 
 def _groups(system: Path, groups: Path, controller: str) -> Iterator[Path]:
     """Folders of the control groups that this process is in, of both versions, each with all those above it."""
-    for line in (_text(groups) or "0::/").splitlines():
+    # where nothing is said of version 1, as where /proc is hidden, its top is looked at
+    for line in [*(_text(groups) or "0::/").splitlines(), f"0:{controller}:/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top = system / "fs/cgroup"
@@ -103,7 +106,7 @@ def _groups(system: Path, groups: Path, controller: str) -> Iterator[Path]:
         else:
             continue
         own = top / path.lstrip("/")  # a container names the group on its host, which it does not see
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and os.path.isdir(folder))
 
 
 def this_machine() -> Machine:
@@ -173,7 +176,7 @@ def _read_number(file: Path) -> int | None:
 def _text(file: Path) -> str | None:
     """What a file of the kernel says; None where it is not there, or not for us."""
     try:
-        return file.read_text(encoding="ascii").strip()
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 

@@ -224,7 +224,8 @@ class LoadedModel:
     @property
     def stores_rows(self) -> bool:
         """Whether the memory of an engine holds rows as the codes they are rounded to."""
-        return stores_rows(self.numerics, self.device.type)
+        differentiable = self.model.options.build.ops.chosen["row_finish"] == "training"
+        return stores_rows(self.numerics, self.device.type) and not differentiable
 
 
 def load_model(

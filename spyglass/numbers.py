@@ -318,7 +318,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_copied, value))
     if is_dataclass(value) and not isinstance(value, Packed | type):
-        return replace(value, **{one.name: _copied(getattr(value, one.name)) for one in fields(value)})
+        return replace(value, **{one.name: _copied(getattr(value, one.name)) for one in fields(value) if one.init})
     return value
 
 

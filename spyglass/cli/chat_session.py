@@ -75,14 +75,19 @@ class Chat:
         while True:
             try:
                 line = input("> ").strip()
-                while line.startswith(_QUOTES) and (len(line) < 2 * len(_QUOTES) or not line.endswith(_QUOTES)):
-                    line = f"{line}\n{input('... ')}".rstrip()
-                return line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip() if line.startswith(_QUOTES) else line
+                return self._several(line) if line.startswith(_QUOTES) else line
             except EOFError:
                 print()
                 return None
             except KeyboardInterrupt:
                 print("\n(Ctrl+D or /exit ends the chat)")
+
+    def _several(self, line: str) -> str:
+        """A message of several lines, from its first on; the end of input ends it, too."""
+        with contextlib.suppress(EOFError):
+            while len(line) < 2 * len(_QUOTES) or not line.endswith(_QUOTES):
+                line = f"{line}\n{input('... ')}".rstrip()
+        return line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip()
 
     def _take(self, line: str) -> bool:
         """Do what a line says; False to end."""

@@ -155,9 +155,11 @@ def _kinds(args: argparse.Namespace) -> tuple[str, ...] | None:
 
     uses = () if args.control is not None or args.variant is not None else use_kinds_of(args.split)
     known = (*kinds_of(args.split, args.variant), *uses)
-    asked = [kind for name in args.kinds.split(",") for kind in (uses if name == USES and uses else (name,))]
+    names = [name.strip() for name in args.kinds.split(",")]
+    asked = [kind for name in names for kind in (uses if name == USES and uses else (name,))]
     if unknown := [kind for kind in asked if kind not in known]:
-        raise ConfigError(f"--kinds: there is no kind {unknown[0]!r} here; there are {', '.join(known)}, and {USES!r}")
+        more = f", and {USES!r} for all of {', '.join(uses)}" if uses else ""
+        raise ConfigError(f"--kinds: there is no kind {unknown[0]!r} here; there are {', '.join(known)}{more}")
     return tuple(asked)
 
 

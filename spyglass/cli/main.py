@@ -54,6 +54,7 @@ OPTIONS_ELSEWHERE = {  # what means the same; other names that are taken as they
 }  # fmt: skip
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 USER_FAULT = 2
+_SEVERAL_LETTERS = ("-ngl", "-np", "-cnv", "-cb", "-tb", "-ub", "-fa", "-hf", "-sm", "-ctk", "-ctv")  # of llama.cpp
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--?[A-Za-z][\w-]*)")
 _OPTION_WITHOUT_VALUE = re.compile(r"(--?[A-Za-z][\w-]*)=")
 
@@ -125,6 +126,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     """
     if _hands_on(parser):
         return parser.parse_args(arguments)
+    stated = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for one in stated:  # before "-np 4" is read as -n with the value "p"
+        if one in _SEVERAL_LETTERS and one not in parser._option_string_actions:
+            parser.error(f"unrecognized arguments: {one}")
     read_config_file(parser, arguments)
     return parser.parse_args(arguments) if "--" in arguments else parser.parse_intermixed_args(arguments)
 

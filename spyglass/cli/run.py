@@ -114,7 +114,7 @@ def add_talk_options(parser: argparse.ArgumentParser, *, batch: str = "") -> Non
 def run(args: argparse.Namespace) -> int:
     """Answer one question, or hold a chat; the result is the exit code."""
     words = args.words if args.prompt is None else [*args.words, args.prompt]
-    placed, args.question = _model_and_question(words, args.model_option)
+    placed, args.question = _model_and_question(words, args.model_option, is_named=args.prompt is not None)
     args.model = placed or args.model  # of a file of options
     folder = model_folder(stated_model(args))
     _check(args, folder)
@@ -183,8 +183,10 @@ def _say_nothing(text: str) -> None:
     """What `--quiet` tells."""
 
 
-def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple[str | None, str | None]:
-    """What the arguments without an option are.
+def _model_and_question(
+    words: Sequence[str], model_option: str | None, *, is_named: bool
+) -> tuple[str | None, str | None]:
+    """What the arguments without an option are; the last is the question if it `is_named` so by an option.
 
     Raises:
         ConfigError: there are too many, or the only one names a model, which is never meant as a question.
@@ -195,7 +197,7 @@ def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple
         _refuse_question(*words)
         return words[0], words[1]
     question = words[0] if words else None
-    if question is not None and model_option is None and names_model(question):
+    if question is not None and model_option is None and not is_named and names_model(question):
         raise ConfigError(
             f"{question!r} names a model, and stands where the question is; say `spyglass chat {question}` to talk to "
             f'it, or `spyglass run {question} "your question"`'
@@ -206,11 +208,17 @@ def _model_and_question(words: Sequence[str], model_option: str | None) -> tuple
 def _refuse_question(model: str, question: str) -> None:
     """Raises ConfigError where what stands in a model's place is an image, or a question before an image."""
     images = [word for word in (model, question) if Path(word).suffix.lower() in IMAGE_SUFFIXES]
-    if images and not os.path.isdir(model):
-        other = question if images[0] == model else model
+    if images and " " not in images[0] and not os.path.isdir(model):
+        said = (
+            f'"{question}"'
+            if images[0] == model
+            else f'{model} "your question"'
+            if names_model(model)
+            else f'"{model}"'
+        )
         raise ConfigError(
             f"an image is shown with --image, and what stands before a question is a model; say "
-            f'`spyglass run --image {images[0]} "{other}"`'
+            f"`spyglass run --image {images[0]} {said}`"
         )
 
 

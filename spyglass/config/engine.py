@@ -54,12 +54,12 @@ class EngineConfig:
     max_step_tokens: int = field(
         default=2048, metadata=about("max tokens of one step, of all answers (chunked prefill)", high=1 << 20)
     )
-    step_milliseconds: int = field(
-        default=150,
+    step_milliseconds: int | None = field(
+        default=None,
         metadata=about(
             "how long answers may wait for the prompts and images of others: on a CPU they go on between the layers of "
-            "a long step, elsewhere a step has as much of prompts as fits by what steps took lately (one that is alone "
-            "may take 8 times as long); 0: no bound",
+            "a long step (default: 150), elsewhere a step has as much of prompts as fits by what steps took lately "
+            "(default: 1,000; one that is alone may take 8 times as long); 0: no bound",
             low=0,
         ),
     )

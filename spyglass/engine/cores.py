@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,8 +19,9 @@ _SAME = 0.97  # of the best rate: what a short measurement cannot tell from it
 _PROBED = 1 << 29  # bytes, more than caches hold
 _MUCH = 8 * _PROBED
 _RUNS = 3
-_SET_POLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the call set_mempolicy
-_INTERLEAVE = 3
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # numbers of set_mempolicy and get_mempolicy
+_DEFAULT, _INTERLEAVE = 0, 3
 _LOG = logging.getLogger(__name__)
 
 
@@ -32,12 +34,16 @@ def default_threads(
 ) -> int:
     """Threads of each of so many processes: one for each physical core that may be used and whose time is allowed.
 
-    Fewer where torch was told fewer, or where fewer read memory faster. What was chosen is said in the log.
+    Fewer where torch was told fewer, or where fewer read memory faster. What was chosen is said in the log. Where the
+    environment binds threads to processors (`OMP_PROC_BIND` and the like), the first one has a processor of its own by
+    now, and what the process may use is no longer seen: torch's number holds.
     `reads`: whether they will read weights. `rate`: bytes per second that so many threads read; measured, where there
     are many of them and much memory, unless given.
     """
+    is_bound = cores is None and any(os.environ.get(name, "false").lower() not in ("", "false") for name in _BINDING)
     cores = usable_cores() if cores is None else cores
-    most = max(1, min(torch.get_num_threads(), cores.threads) // processes)
+    threads = torch.get_num_threads() if is_bound else min(torch.get_num_threads(), cores.threads)
+    most = max(1, threads // processes)
     rates: dict[int, float] = {}
     if reads and most > _FEW and processes == 1 and (rate is not None or host_memory().free >= _MUCH):
         measure = _rate() if rate is None else rate
@@ -68,25 +74,38 @@ def _rate() -> Callable[[int], float]:
     return measure
 
 
-def spread_memory(nodes: Sequence[int], call: Callable[..., int] | None = None) -> bool:
-    """Let pages that this thread and those that it starts will write first lie in all `nodes` in turn.
+@contextmanager
+def spread_memory(nodes: Sequence[int], call: Callable[..., int] | None = None) -> Iterator[bool]:
+    """Inside, pages that this thread and those that it starts write first lie in all `nodes` in turn.
 
     Threads of all nodes read every weight, so that none has more than its share of the way to another node. False where
-    there is one node, or the system does not let it be; then pages lie where they are written first. `call`: the
-    system's own, by number.
+    there is one node, where somebody has chosen a policy (`numactl`), or where the system does not let it be; then
+    pages lie where they are written first. `call`: the system's own, by number.
     """
-    number = _SET_POLICY.get(platform.machine())
-    if len(nodes) < 2 or number is None:
-        return False
-    mask = ctypes.c_ulong(sum(1 << node for node in nodes))
+    numbers = _POLICY_CALLS.get(platform.machine())
+    if len(nodes) < 2 or numbers is None:
+        yield False
+        return
     system = ctypes.CDLL(None, use_errno=True).syscall if call is None else call
-    if system(number, _INTERLEAVE, ctypes.byref(mask), 8 * ctypes.sizeof(mask) + 1) == 0:
-        _LOG.info("memory lies in %d nodes in turn", len(nodes))
-        return True
-    _LOG.warning(
-        "memory cannot be spread over the machine's %d nodes (%s): weights lie where they are read from disk, and "
-        "threads of other nodes wait for them; start the process under `numactl --interleave=all`",
-        len(nodes),
-        os.strerror(ctypes.get_errno()),
-    )
-    return False
+    (change, ask), bits, policy = numbers, 8 * ctypes.sizeof(ctypes.c_ulong), ctypes.c_int(_DEFAULT)
+    mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
+    for node in nodes:
+        mask[node // bits] |= 1 << node % bits
+    if system(ask, ctypes.byref(policy), None, 0, None, 0) == 0 and policy.value != _DEFAULT:
+        _LOG.info("memory lies where the policy of this process says")
+        yield False
+        return
+    if system(change, _INTERLEAVE, ctypes.byref(mask), bits * len(mask) + 1) != 0:
+        _LOG.warning(
+            "memory cannot be spread over the machine's %d nodes (%s): weights lie where they are read from disk, and "
+            "threads of other nodes wait for them; start the process under `numactl --interleave=all`",
+            len(nodes),
+            os.strerror(ctypes.get_errno()),
+        )
+        yield False
+        return
+    _LOG.info("weights lie in %d nodes in turn", len(nodes))
+    try:
+        yield True
+    finally:
+        system(change, _DEFAULT, None, 0)

@@ -30,7 +30,7 @@ from spyglass.engine.request import Delta, SamplingParams
 from spyglass.engine.runner import Runner
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Answer, Request, TokenSequence
-from spyglass.engine.shares import ANYBODY, Client, Pace
+from spyglass.engine.shares import ANYBODY, Client, make_pace
 from spyglass.engine.stats import EngineStats
 from spyglass.engine.structured.grammar import GrammarCompiler, GrammarMasks, Matcher, MinLength
 from spyglass.engine.warm_up import largest_prompts
@@ -39,6 +39,8 @@ from spyglass.errors import CapacityError, PromptError, SpyglassError
 from spyglass.lora.use import NO_ADAPTER, AdapterHandle
 from spyglass.prompt.tokens import Prompt
 from spyglass.runtime.steps import ModelParts
+
+_WAIT_BETWEEN_LAYERS, _WAIT_FOR_STEPS = 150, 1000  # defaults of `step_milliseconds`; short steps cost tokens
 
 
 class Engine:
@@ -94,13 +96,14 @@ class Engine:
             most = prefix_bytes(device) if options.prefix_cache_bytes is None else options.prefix_cache_bytes
             prefixes = PrefixCache(self.allocator, most)
         self.prefixes, self.image_cache = prefixes, ImageCache(options.image_cache_bytes)
-        auto, wait_s = options.async_scheduling == "auto", options.step_milliseconds / 1000
+        auto = options.async_scheduling == "auto"
         ahead = (auto and device.type != "cpu") or options.async_scheduling == "on"
-        if wait_s and device.type == "cpu" and ranks is None and not ahead:  # a layer takes half of what is waited
-            self._pace = Pace(config.text.num_hidden_layers * wait_s / 2, wait_s)
-        else:
-            self._pace = Pace(wait_s)
-        paced = self._pace if options.step_milliseconds else None
+        between_layers = device.type == "cpu" and ranks is None and not ahead
+        milliseconds = options.step_milliseconds
+        if milliseconds is None:
+            milliseconds = _WAIT_BETWEEN_LAYERS if between_layers else _WAIT_FOR_STEPS
+        self._pace = make_pace(milliseconds / 1000, config.text.num_hidden_layers if between_layers else None)
+        paced = self._pace if milliseconds else None
         self._scheduler = Scheduler(self.allocator, options.max_step_tokens, prefixes, paced)
         usable = sorted(set(banned) & set(range(config.text.vocab_size)) - set(config.eos_token_ids))
         banned_ids = torch.tensor(usable, dtype=torch.int64, device=device)

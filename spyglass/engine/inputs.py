@@ -40,7 +40,7 @@ def is_conversation(request: object) -> bool:
 
 
 def conversation(
-    chat: str | Sequence[Mapping[str, Any]], images: ImageInput | str | Sequence[ImageInput | str] = ()
+    chat: str | Sequence[Mapping[str, Any]], images: ImageInput | str | Sequence[ImageInput | str] | None = ()
 ) -> Sequence[Mapping[str, Any]]:
     """The messages of a chat; a text is what the user says. `images`, one or a list given from Python, stand before the
     text of the last message; a text among them is a path, unless it is a data URL.
@@ -49,7 +49,7 @@ def conversation(
         PromptError: images, and no message of the user at the end to hold them.
     """
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    given = images if isinstance(images, list | tuple) else [images]
+    given = images if isinstance(images, list | tuple) else [] if images is None else [images]
     if not given:
         return messages
     last = messages[-1] if is_conversation(messages) else {}

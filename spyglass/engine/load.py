@@ -39,9 +39,6 @@ def load_ranks(
         RankError: another process failed.
     """
     size = options.tensor_parallel_size
-    torch.set_num_threads(options.threads or default_threads(size, reads=device.type == "cpu" or bool(host_experts)))
-    if device.type == "cpu" and size == 1:
-        spread_memory(usable_cores().nodes)
     how: dict[str, Any] = {
         "path": path,
         "dtype": options.dtype,
@@ -53,8 +50,13 @@ def load_ranks(
         "load": options.load,
         "without": tuple(without),
     }
-    if size == 1:
-        return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
+    nodes = usable_cores().nodes if device.type == "cpu" and size == 1 else ()
+    with spread_memory(nodes):  # the threads of the kernels, which begin here, take it over
+        torch.set_num_threads(
+            options.threads or default_threads(size, reads=device.type == "cpu" or bool(host_experts))
+        )
+        if size == 1:
+            return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
     require_even(param_table(read_model_config(path)), size)
     require_devices(device, size)
     ranks = Ranks(size, device, how, threads=torch.get_num_threads())

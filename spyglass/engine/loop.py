@@ -7,7 +7,8 @@ one row too much in the step under way, which changes nothing: work on the devic
 given back now are written again only after that step.
 
 On a CPU a step with prompts may take long. Between its layers, steps of the answers that are not in it run from start
-to end (`_go_on`): no answer waits for the prompts of others longer than `Pace.slice_s` and a layer.
+to end (`_go_on`): an answer waits for the prompts of others about `Pace.slice_s` and a layer, or for twice what a step
+of answers takes, if that is more, so that prompts have two thirds of the time.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class StepLoop:
         self._within_s = 0.0  # what they took in this step
         self._within_error: BaseException | None = None
         self._answered = self._layer_began = 0.0  # when answers had a step last, and when a layer began
+        self._answers_s = 0.0  # what the last step of answers between layers took
         self._deliver: Callable[[list[Delta]], object] | None = None
         self.counted = Counters()
 
@@ -115,7 +117,8 @@ class StepLoop:
             return lost
         chunks: Sequence[Chunk] = []
         deltas: list[Delta] = []
-        self._deliver, self._within_s, done = deliver or deltas.extend, 0.0, False
+        early: list[Delta] = []  # of steps between the layers, if nobody takes them at once
+        self._deliver, self._within_s, done = deliver or early.extend, 0.0, False
         began = self._layer_began = time.perf_counter()
         try:
             with torch.inference_mode():
@@ -134,9 +137,10 @@ class StepLoop:
             raise
         finally:
             self._outer = ()
+            failed, self._within_error = self._within_error, None
+            deltas[:0] = early
             if not done:
                 self._fail(deltas, chunks)
-        failed, self._within_error = self._within_error, None
         if failed is not None:
             self._lost = deltas + self._lost
             raise failed
@@ -146,7 +150,8 @@ class StepLoop:
         """Before a layer of a step: a step of all answers that are not in it, if they cannot wait for its end."""
         now = time.perf_counter()
         layer_s, self._layer_began = now - self._layer_began, now
-        if self._pace.slice_s is None or now + layer_s < self._answered + self._pace.slice_s:
+        wait_s = self._pace.wait_s(self._answers_s)
+        if self._is_within or wait_s is None or now + layer_s < self._answered + wait_s:
             return
         chunks = self._scheduler.answers([chunk.sequence.request_id for chunk in self._outer])
         if not chunks:
@@ -168,7 +173,8 @@ class StepLoop:
         finally:
             self._is_within = False
             self._layer_began = time.perf_counter()
-            self._within_s += self._layer_began - now
+            self._answers_s = self._layer_began - now
+            self._within_s += self._answers_s
 
     def _fail(self, deltas: list[Delta], chunks: Sequence[Chunk]) -> None:
         """End the requests of a step that failed, behind the tokens of the step before it."""
@@ -264,9 +270,10 @@ class StepLoop:
             chunk.sequence.in_flight -= 1
         deltas: list[Delta] = []
         prompts = sum([chunk.stop - chunk.start for chunk in step.chunks if chunk.is_prompt])
+        answers = not all(chunk.is_prompt for chunk in step.chunks)
         if not self._is_within:
-            self._pace.ran(step.began, prompts, step.encoded, read=tokens is not None)
-        if prompts < sum([chunk.stop - chunk.start for chunk in step.chunks]):
+            self._pace.ran(step.began, prompts, step.encoded, answers=answers, read=tokens is not None)
+        if answers:
             self._answered = time.perf_counter()
         if tokens is None:
             return deltas
@@ -311,6 +318,7 @@ class StepLoop:
                     sequence.sink[start : start + count] = logits_RV
                 if sequence.params.prompt_logprobs is not None:
                     keep_prompt_logprobs(sequence, start, logits_RV)
+                self._go_on()
 
     def _accept(self, sequence: TokenSequence, token: int, logprob: TokenLogprob | None, is_finite: bool) -> Delta:
         """Take a drawn token; whatever goes wrong with the text or the grammar of one answer ends only that answer."""

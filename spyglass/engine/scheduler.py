@@ -82,6 +82,7 @@ class Scheduler:
             tuple[TokenSequence, int]
         ] = []  # images for the tower in the planned step, beside its own
         self._use = RecentUse()
+        self._served = Counter[Client]()  # tokens that are not counted in `_use` yet
         self.preemptions = 0
 
     @property
@@ -136,7 +137,9 @@ class Scheduler:
             cell = self.pace.cell_tokens
             if self.pace.leaves_answers_out(sum(c.sequence.work(c.start, c.stop, cell) for c in prompts)):
                 chunks = prompts
-        self._count(chunks)
+        self._serve(chunks)
+        self._use.count(self._served)  # with what was served between the layers of the step before
+        self._served = Counter()
         return chunks
 
     def answers(self, running: Collection[int]) -> list[Chunk]:
@@ -146,15 +149,13 @@ class Scheduler:
         chunks = [Chunk.of(sequence, sequence.length) for sequence in ready[: self._step_tokens]]
         if chunks and not self._reserve(chunks):
             chunks = [chunk for chunk in chunks if self._has_memory(chunk)]
-        self._count(chunks)
+        self._serve(chunks)
         return chunks
 
-    def _count(self, chunks: Sequence[Chunk]) -> None:
-        used = Counter[Client]()
+    def _serve(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             chunk.sequence.served = self._step
-            used[chunk.sequence.client] += chunk.stop - chunk.start
-        self._use.count(used)
+            self._served[chunk.sequence.client] += chunk.stop - chunk.start
 
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is, and free its memory."""

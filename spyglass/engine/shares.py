@@ -21,6 +21,7 @@ from typing import TypeVar
 _MEMORY = 1024  # steps, after which 1/e of a use is left
 _FIRST = 256  # tokens of prompts, before anything was measured
 _ALONE = 8.0  # targets that a step of one prompt may take
+_LONGEST_S = 1.0  # of a step between whose layers others run, unless the wait is longer
 _LEAST = 16  # tokens of prompts that any step may have, so that a slow machine gets on
 _UP, _DOWN = 0.5, 0.1  # how far an estimate goes towards a measurement above it, and below it
 _MOST_UP = 4.0  # of an estimate: what a measurement above it counts at most
@@ -204,6 +205,7 @@ class Pace:
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._cells = 0
+        self._with_answers = False
 
     @property
     def cell_tokens(self) -> float:
@@ -221,26 +223,43 @@ class Pace:
         seconds = _ALONE * self._target_s if alone else max(self._target_s - answers_s, answers_s / 2)
         return max(_LEAST, int(min(seconds / max(self._token.seconds, 1e-9), 1 << 30)))
 
+    def wait_s(self, answers_s: float) -> float | None:
+        """How long answers wait between the layers of a step, if a step of theirs takes `answers_s`: twice that at
+        least, so that prompts have two thirds of the time. None where they wait for its end."""
+        return None if self.slice_s is None else max(self.slice_s, 2 * answers_s)
+
     def leaves_answers_out(self, tokens: float) -> bool:
         """Whether answers get their tokens between the layers of a step with so much work for prompts, in tokens,
         because that step takes longer than they should wait."""
         return self.slice_s is not None and tokens * (self._token.seconds or 1.0) > self.slice_s
 
-    def ran(self, began: float, tokens: int, cells: int, *, read: bool) -> None:
-        """A step with so many tokens of prompts and rows from the tower has ended; it began at `began` of the clock
-        `time.perf_counter`. Unless it was `read`, a device may still be at it, and it is measured with the next one."""
+    def ran(self, began: float, tokens: int, cells: int, *, read: bool, answers: bool = True) -> None:
+        """A step with so many tokens of prompts and rows from the tower has ended, which also had `answers`; it began
+        at `began` of the clock `time.perf_counter`. Unless it was `read`, a device may still be at it, and it is
+        measured with the next one."""
         self._began = began if self._began is None else min(began, self._began)
+        self._with_answers |= answers
         self._tokens, self._cells = self._tokens + tokens, self._cells + cells
         if not read:
             return
         now, tokens, cells = time.perf_counter(), self._tokens, self._cells
         seconds = now - max(self._began, self._ended)  # a device begins when the step before has ended
-        self._began, self._ended, self._tokens, self._cells = None, now, 0, 0
+        beside = self._answers.seconds or 0.0 if self._with_answers else 0.0
+        self._began, self._ended, self._tokens, self._cells, self._with_answers = None, now, 0, 0, False
         if not tokens and not cells:
             self._answers.follow(seconds)
             return
-        seconds = max(0.0, seconds - (self._answers.seconds or 0.0))
+        seconds = max(0.0, seconds - beside)
         if not cells:
             self._token.follow(seconds / tokens)
         elif not tokens or self._token.seconds is not None:
             self._cell.follow(max(0.0, seconds - tokens * (self._token.seconds or 0.0)) / cells)
+
+
+def make_pace(wait_s: float, layers: int | None) -> Pace:
+    """The pace where answers may wait so long, 0 = for ever. `layers` of the text part, where steps of answers run
+    between those of others: one layer takes half of the wait, and all of them at most a second or the wait, since who
+    comes or leaves meanwhile waits for the end of the step."""
+    if not wait_s or layers is None:
+        return Pace(wait_s)
+    return Pace(min(layers * wait_s / 2, max(wait_s, _LONGEST_S)), wait_s)

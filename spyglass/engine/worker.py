@@ -251,7 +251,7 @@ class EngineWorker:
     def _step(self) -> None:
         self._began = time.monotonic()
         try:
-            deltas = self._engine.step(self._deliver)
+            deltas = self._engine.step(self._deliver_early)
         except BaseException as error:
             if isinstance(error, RankError) or not is_recoverable(error):  # after the first there is no other step
                 raise
@@ -261,11 +261,14 @@ class EngineWorker:
             if self._failures % _GIVE_UP_AFTER == 0:
                 self._end_all("the engine failed")
         else:
-            if any(delta.output is None or delta.output.error is None for delta in deltas):
-                self._failures = 0
             self._deliver(deltas)
         finally:
             self._began = None
+
+    def _deliver_early(self, deltas: Sequence[Delta]) -> None:
+        """What came between the layers of a step, which therefore does not hang."""
+        self._began = time.monotonic()
+        self._deliver(deltas)
 
     def _admit(self, stream: ResponseStream, requests: Sequence[Request], adapter: AdapterHandle) -> None:
         refusal: Exception | None = None
@@ -282,6 +285,8 @@ class EngineWorker:
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         """Enqueue deltas for their event loops: one call for each loop, however many requests ran."""
+        if any(delta.output is None or delta.output.error is None for delta in deltas):
+            self._failures = 0
         outputs: dict[asyncio.AbstractEventLoop, list[tuple[ResponseStream, int, Delta]]] = {}
         for delta in deltas:
             entry = self._streams.get(delta.request_id)

@@ -35,7 +35,9 @@ class EngramFeed:
     def __init__(self, store: EngramStore, *, device: torch.device, dtype: torch.dtype) -> None:
         self.store = store
         self._device, self._dtype = device, dtype
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engram")
+        self._thread, self._ahead = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("engram", "read-ahead")
+        )
         self._codes = _codes_of(dtype) if device.type == "cpu" else None
         self._tables: dict[int, Packed] = {}
         if store.placement == "device":
@@ -70,7 +72,7 @@ class EngramFeed:
         Tables that are in memory already are left alone, and so are steps that are gathered at once.
         """
         if self.store.placement == "mmap" and len(ids_T) > _INLINE_TOKENS:
-            self._thread.submit(self._read_ahead, ids_T, kinds_T, lookback_SL, query_start_S)
+            self._ahead.submit(self._read_ahead, ids_T, kinds_T, lookback_SL, query_start_S)
 
     def _read_ahead(
         self,

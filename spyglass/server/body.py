@@ -27,6 +27,7 @@ from spyglass.server.limits import (
 from spyglass.server.memory import Reservation
 
 _FROM_CURL = ("application/x-www-form-urlencoded", "")
+_OF_BROWSERS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")  # a proxy may take one of them away
 _CLOSE = {"connection": "close"}
 _LARGE = 1 << 20  # bytes of a body whose values are counted before it is read
 
@@ -143,7 +144,7 @@ def _check_headers(request: Request) -> None:
     a page is from.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    browser = any(name in request.headers for name in _OF_BROWSERS)
     if media_type != "application/json" and (browser or media_type not in _FROM_CURL):
         found = f"is {media_type[:80]!r}" if media_type else "is missing"
         raise HTTPException(415, f"the content-type {found}; send application/json")

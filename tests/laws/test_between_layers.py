@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from spyglass.engine.engine import Engine
 from spyglass.engine.request import Delta, RequestOutput
 from spyglass.engine.scheduler import Scheduler
 from spyglass.engine.sequence import Chunk
+from spyglass.engine.shares import Client, Pace, RecentUse
 from tests.cache_parts import BOTH_CACHES, SHOWN, World, finish, make_world, picture, text
 from tests.engine_parts import NO_CACHES, Impatient, pages_used
 
@@ -20,16 +21,19 @@ ANSWER = replace(SHOWN, max_tokens=20)
 
 
 class Broken:
-    """A model that fails in steps of answers alone while `fails` is set."""
+    """A model that fails in steps of answers alone while `fails` is set, in any while `fails_always` is; `watch` sees
+    what is embedded."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.fails = model, False
+        self._model, self.fails, self.fails_always = model, False, False
+        self.watch: Callable[[Any], None] = lambda batch: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def embed(self, batch: Any, rows: Any) -> torch.Tensor:
-        if self.fails and len(batch.ids_T) == len(batch.logit_rows_R):
+        self.watch(batch)
+        if self.fails and (self.fails_always or len(batch.ids_T) == len(batch.logit_rows_R)):
             raise RuntimeError("broken on purpose")
         out: torch.Tensor = self._model.embed(batch, rows)
         return out
@@ -42,7 +46,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spyglass.engine.engine.Pace", Impatient)
+    monkeypatch.setattr("spyglass.engine.shares.Pace", Impatient)
 
 
 def with_answers(engine: Engine, world: World) -> list[int]:
@@ -80,7 +84,7 @@ def test_answers_are_those_of_steps_that_run_to_their_end(caches: dict[str, int]
         rounds += bool(early)
     for request, prompt in ids:
         world.check(done[request], prompt, ANSWER)
-    assert rounds > 3
+    assert rounds > 2
     engine.prefixes.clear()
     assert set(pages_used(engine).values()) == {0}
 
@@ -134,6 +138,74 @@ def test_a_step_between_layers_that_fails_ends_its_own_requests_alone(world: Wor
     assert {request for request, output in done.items() if output.error} == set(answers)
     world.check(done[number], prompt, ANSWER)
     assert set(pages_used(engine).values()) == {0}
+
+
+def test_an_error_between_layers_is_not_told_to_a_later_step_if_the_step_around_it_failed_too(world: World) -> None:
+    model = Broken(world.model)
+    engine = world.build(model, step=300, step_milliseconds=1, **NO_CACHES)
+    with_answers(engine, world)
+    engine.add(world.prompt([text(50, 3)]), ANSWER)
+    model.fails = model.fails_always = True
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engine.step()
+    model.fails = model.fails_always = False
+    while engine.has_work:
+        engine.step()
+    prompt = world.prompt([text(9, 4)])
+    world.check(finish(engine, [engine.add(prompt, ANSWER)])[0], prompt, ANSWER)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_tokens_are_counted_once_whoever_takes_them(takes: bool, world: World) -> None:
+    engine = make_engine(world)
+    before = engine.stats().generated_tokens
+    answers = with_answers(engine, world)
+    answers.append(engine.add(world.prompt([text(50, 3)]), ANSWER))
+    while engine.has_work:
+        engine.step((lambda deltas: None) if takes else None)
+    assert engine.stats().generated_tokens - before == len(answers) * ANSWER.max_tokens
+
+
+def test_a_step_between_layers_does_not_shorten_the_memory_of_who_used_what(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    whole = RecentUse.count
+
+    def count(use: RecentUse, tokens: Mapping[Client, int]) -> None:
+        counted.append(sum(tokens.values()))
+        whole(use, tokens)
+
+    engine = make_engine(world)
+    answers = with_answers(engine, world)
+    engine.add(world.prompt([text(50, 3)]), ANSWER)
+    monkeypatch.setattr(RecentUse, "count", count)
+    engine.step()
+    engine.step()
+    rounds = 1 + world.model.config.text.num_hidden_layers
+    assert counted == [50, rounds * len(answers) + 3]
+
+
+def test_prompts_have_two_thirds_of_the_time_where_a_step_of_answers_takes_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a step of answers takes 9 s and that of a prompt 1 s."""
+    monkeypatch.setattr(Impatient, "wait_s", Pace.wait_s)
+    now = [0.0]
+    model = Broken(world.model)
+    engine = world.build(model, step=300, step_milliseconds=1, **NO_CACHES)
+    with_answers(engine, world)
+    engine.step_runner.capture.backend = "eager"  # else nothing is embedded, and the clock stands still
+    monkeypatch.setattr("spyglass.engine.loop.time.perf_counter", lambda: now[0])
+
+    def tick(batch: Any) -> None:
+        now[0] += 9.0 if len(batch.ids_T) == len(batch.logit_rows_R) else 1.0
+
+    model.watch = tick
+    engine.add(world.prompt([text(50, 3)]), ANSWER)
+    early: list[Delta] = []
+    engine.step(early.extend)
+    assert len(early) == 2, "one step before the first layer; the others are not due for 18 s"
 
 
 def test_nobody_gives_way_between_layers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_drafted_answers_are_those_that_would_have_been_drawn(
     caches: dict[str, int], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and random ones, with penalties, stop ids, log-probabilities, images, preemption and cancels."""
-    monkeypatch.setattr("spyglass.engine.engine.Pace", Impatient)
+    monkeypatch.setattr("spyglass.engine.shares.Pace", Impatient)
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     drafter = guesser(world, capture=(1,))
     engine = world.family.engine(

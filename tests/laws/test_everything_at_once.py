@@ -123,7 +123,7 @@ def test_whatever_comes_together_each_gets_what_it_gets_alone(
     quiet = make_llm(model, prefix_cache_bytes=0, image_cache_bytes=0)
     asked = make_requests(quiet, np.random.default_rng(3))
     alone = [quiet.generate([one.prompt], one.params, adapter=one.adapter)[0] for one in asked]
-    monkeypatch.setattr("spyglass.engine.engine.Pace", Impatient)
+    monkeypatch.setattr("spyglass.engine.shares.Pace", Impatient)
     monkeypatch.setattr("spyglass.engine.scheduler.GROWTH", 0)  # memory runs out in the middle of answers
     sizes = {
         "max_step_tokens": 420,

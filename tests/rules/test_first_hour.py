@@ -63,6 +63,11 @@ REFUSED = {
     "pull spyglass-tiny-v4": "there is nothing to download",
     "rm spyglass-tiny-v4": "are not deleted",
     "inspect nowhere.jpg": "nowhere.jpg cannot be read",
+    "run -ngl 99 hi": "unrecognized arguments: -ngl",
+    "run -np 4 hi": "did you mean --max-sequences?",
+    "run nowhere 'is there a square in photo.jpg'": "nowhere: not a folder",
+    "run spyglass-tiny-v4 shapes.png": "`spyglass run --image shapes.png spyglass-tiny-v4 \"your question\"`",
+    "eval --kinds nothing --control grey": "there is no kind 'nothing' here; there are colour",
     "run --config nowhere.yaml hi": "nowhere.yaml cannot be read",
 }  # fmt: skip
 TYPED = """

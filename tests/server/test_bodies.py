@@ -67,7 +67,7 @@ def test_what_json_allows_is_read_as_it_is() -> None:
     assert parse_json(json.dumps(body, ensure_ascii=False).encode()) == body
 
 
-@pytest.mark.parametrize("header", ["origin", "sec-fetch-site"])
+@pytest.mark.parametrize("header", ["origin", "referer", "sec-fetch-site", "sec-fetch-mode"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_a_page_elsewhere_may_send_without_asking_is_refused(kind: str, header: str, live: Live) -> None:
     sent = {"content-type": kind} if kind else {}

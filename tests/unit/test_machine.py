@@ -47,6 +47,7 @@ def test_processors_of_which_nothing_is_said_are_cores(tmp_path: Path, groups: P
 @pytest.mark.parametrize(
     ("quotas", "threads"),
     [({}, 8), ({".": "max 100000"}, 8), ({".": "350000 100000"}, 3), ({".": "50000 100000"}, 1),
+     ({".": "190000 100000"}, 2),
      ({".": "600000 100000", "a": "max 100000", "a/b": "700000 100000"}, 6), ({"a/b": "200000 100000"}, 2),
      ({"other": "100000 100000"}, 8)],
 )  # fmt: skip
@@ -153,3 +154,16 @@ def test_shared_memory_is_what_its_place_has_left(tmp_path: Path) -> None:
     found = shared_memory(tmp_path)
     assert found is not None and found > 0
     assert shared_memory(tmp_path / "missing") is None
+
+
+def test_names_of_groups_in_any_alphabet_and_folders_that_may_not_be_searched_are_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "groups").write_bytes("0::/ü/b\n".encode())
+    assert usable_cores(tmp_path, tmp_path / "groups", range(2)).quota is None
+    closed = tmp_path / "fs/cgroup"
+    (closed / "a").mkdir(parents=True)
+    (tmp_path / "groups").write_text("0::/a/b\n")
+    closed.chmod(0)
+    try:
+        assert usable_cores(tmp_path, tmp_path / "groups", range(2)).quota is None
+    finally:
+        closed.chmod(0o700)

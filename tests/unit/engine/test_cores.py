@@ -75,18 +75,40 @@ def test_the_rate_of_this_machine_can_be_measured(
         assert ("on 10 physical cores (10 read " in caplog.text) == measured, "not where memory is short"
 
 
-@pytest.mark.parametrize("error", [0, -1])
-def test_memory_is_spread_over_the_nodes_that_the_process_runs_on(error: int) -> None:
+@pytest.mark.parametrize(("error", "policy"), [(0, 0), (-1, 0), (0, 2)])
+def test_weights_are_spread_over_the_nodes_that_the_process_runs_on(error: int, policy: int) -> None:
+    """Unless somebody has chosen a policy, and for as long as they are loaded."""
     calls: list[tuple[Any, ...]] = []
+    set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(platform.machine(), (0, 0))
 
-    def call(*arguments: Any) -> int:
+    def call(number: int, *arguments: Any) -> int:
+        if number == get_policy:
+            ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_int))[0] = policy
+            return 0
+        assert number == set_policy
         calls.append(arguments)
         return error
 
-    assert not spread_memory((0,), call) and not spread_memory((), call) and not calls
-    known = platform.machine() in ("x86_64", "aarch64")
-    assert spread_memory((0, 2, 3), call) == (known and error == 0)
-    if known:
-        ((_, interleave, mask, bits),) = calls
-        assert interleave == 3 and bits > 64
-        assert ctypes.cast(mask, ctypes.POINTER(ctypes.c_ulong))[0] == 0b1101
+    for nodes in ((0,), ()):
+        with spread_memory(nodes, call) as spread:
+            assert not spread and not calls
+    with spread_memory((0, 2, 67), call) as spread:
+        assert spread == (set_policy > 0 and error == policy == 0)
+    if set_policy and policy == 0:
+        (interleave, mask, bits), *after = calls
+        assert interleave == 3 and bits > 128
+        words = ctypes.cast(mask, ctypes.POINTER(ctypes.c_ulong))
+        assert (words[0], words[1]) == (0b101, 0b1000)
+        assert after == ([] if error else [(0, None, 0)])
+    else:
+        assert not calls
+
+
+def test_threads_that_the_environment_binds_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them has one processor by then, which is all that is seen of the machine."""
+    monkeypatch.setattr("spyglass.engine.cores.usable_cores", lambda: cores(1))
+    assert default_threads(reads=False) == 1
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert default_threads(reads=False) == 192
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert default_threads(reads=False) == 1

@@ -210,6 +210,20 @@ def test_an_engine_that_only_raises_is_given_up_and_said_to_fail_until_it_works(
     run(test)
 
 
+def test_answers_that_go_on_are_not_ended_by_steps_that_fail_around_them() -> None:
+    class Half(ScriptedEngine):
+        def step(self, deliver: Any = None) -> list[Delta]:
+            deliver(super().step())
+            raise RuntimeError("a prompt broke")
+
+    async def test() -> None:
+        async with working(Half()) as worker:
+            assert (await texts(worker.submit(requests(prompt(), params(9)))))[0] == "0 1 2 3 4 5 6 7 8 "
+            assert not worker.stats().failing
+
+    run(test)
+
+
 def test_when_the_thread_dies_everybody_is_told_and_nothing_more_is_taken() -> None:
     class Doomed(ScriptedEngine):
         def abort(self, request_id: int) -> Delta | None:
