@@ -147,6 +147,10 @@ class Impatient(Pace):
     def __init__(self, target_s: float, slice_s: float | None = None) -> None:
         super().__init__(target_s, None if slice_s is None else 0.0)
 
+    @property
+    def cell_tokens(self) -> float:
+        return 1.0
+
     def wait_s(self, answers_s: float) -> float | None:
         return self.slice_s
 

@@ -88,11 +88,14 @@ def test_a_text_model_agrees(case: str, load: Loader, golden: Path) -> None:
     assert_close(prefill(loaded.model, text_tokens(ids)), logits, GOLDEN_LOGITS)
 
 
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_rounded_arithmetic_agrees_without_a_flipped_code(length: int, load: Loader, golden: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "ops"), [(1, "auto"), (3, "auto"), (1, "reference"), (3, "reference"), (5, "reference")]
+)
+def test_rounded_arithmetic_agrees_without_a_flipped_code(length: int, ops: str, load: Loader, golden: Path) -> None:
+    """Of five tokens a value lies so near to the border of a code that a more exact sum flips it (docs/log.md)."""
     with np.load(golden / "v4" / "rounded.npz") as found:
         ids, logits = found[f"ids{length}"], found[f"logits{length}"]
-    loaded = load("v4-text-packed", "text")
+    loaded = load("v4-text-packed", "text", ops=ops)
     assert loaded.numerics == "reference"
     assert_close(prefill(loaded.model, text_tokens(ids)), logits, ROUNDED_LOGITS)
 
