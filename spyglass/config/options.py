@@ -125,3 +125,10 @@ def _parse(variable: str, text: str, kind: object) -> object:
 
 def _known(names: Iterable[str], prefix: str, spell: Callable[[str], str]) -> str:
     return "known are " + ", ".join(prefix + spell(name) for name in names)
+
+
+def threads_are_bound(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether OpenMP has been told to bind threads to processors."""
+    stated = os.environ if environment is None else environment
+    names = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+    return any(stated.get(name, "").lower() not in ("", "false") for name in names)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from spyglass.config.options import threads_are_bound
 from spyglass.machine import Cores, host_memory, usable_cores
 
 _FEW = 8  # threads: up to so many, each reads as much as the one before
@@ -19,7 +20,6 @@ _SAME = 0.97  # of the best rate: what a short measurement cannot tell from it
 _PROBED = 1 << 29  # bytes, more than caches hold
 _MUCH = 8 * _PROBED
 _RUNS = 3
-_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # numbers of set_mempolicy and get_mempolicy
 _DEFAULT, _INTERLEAVE = 0, 3
 _LOG = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def default_threads(
     `reads`: whether they will read weights. `rate`: bytes per second that so many threads read; measured, where there
     are many of them and much memory, unless given.
     """
-    is_bound = cores is None and any(os.environ.get(name, "false").lower() not in ("", "false") for name in _BINDING)
+    is_bound = cores is None and threads_are_bound()
     cores = usable_cores() if cores is None else cores
     threads = torch.get_num_threads() if is_bound else min(torch.get_num_threads(), cores.threads)
     most = max(1, threads // processes)

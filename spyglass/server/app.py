@@ -173,7 +173,7 @@ class EndpointRoute:
             return
         record.model, record.stream, record.answers = call.adapter or call.model, call.stream, len(call.params)
         record.images = call.images
-        held.take(sum(image.nbytes for image in call.prompt.patches))
+        held.take(sum(image.nbytes for image in call.prompts[0].patches))
         timer, caller = RequestTimer(record, scope["began"], call.prompts), scope["caller"]
         longest = _longest(call, self._service.served.max_length)
         caller.take(tokens=longest, images=call.images)
