@@ -27,6 +27,7 @@ _COPIED_ROWS = 1 << 16
 _BLOCK = 32  # columns that share a scale
 _TORCH = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 Rows = dict[int, torch.Tensor]
+_Step = tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]  # arguments of `row_ids`
 
 
 class EngramFeed:
@@ -56,8 +57,8 @@ class EngramFeed:
         """
         step = (ids_T, kinds_T, lookback_SL, query_start_S)
         if len(ids_T) > _INLINE_TOKENS:
-            return self._thread.submit(self._fetch, *step).result
-        rows = self._fetch(*step)
+            return self._thread.submit(self._fetch, step).result
+        rows = self._fetch(step)
         return lambda: rows
 
     def expect(
@@ -72,27 +73,15 @@ class EngramFeed:
         Tables that are in memory already are left alone, and so are steps that are gathered at once.
         """
         if self.store.placement == "mmap" and len(ids_T) > _INLINE_TOKENS:
-            self._ahead.submit(self._read_ahead, ids_T, kinds_T, lookback_SL, query_start_S)
+            self._ahead.submit(self._read_ahead, (ids_T, kinds_T, lookback_SL, query_start_S))
 
-    def _read_ahead(
-        self,
-        ids_T: NDArray[np.int32],
-        kinds_T: NDArray[np.int8],
-        lookback_SL: NDArray[np.int32],
-        query_start_S: NDArray[np.int32],
-    ) -> None:
-        for layer, rows_TJ in self.store.row_ids(ids_T, kinds_T, lookback_SL, query_start_S).items():
+    def _read_ahead(self, step: _Step) -> None:
+        for layer, rows_TJ in self.store.row_ids(*step).items():
             self.store.tables[layer][rows_TJ]  # what is read stays among the system's cached files
 
-    def _fetch(
-        self,
-        ids_T: NDArray[np.int32],
-        kinds_T: NDArray[np.int8],
-        lookback_SL: NDArray[np.int32],
-        query_start_S: NDArray[np.int32],
-    ) -> Rows:
-        wanted = self.store.row_ids(ids_T, kinds_T, lookback_SL, query_start_S)
-        return {layer: self.values_of(layer, rows_TJ).view(len(ids_T), -1) for layer, rows_TJ in wanted.items()}
+    def _fetch(self, step: _Step) -> Rows:
+        wanted, tokens = self.store.row_ids(*step), len(step[0])
+        return {layer: self.values_of(layer, rows_TJ).view(tokens, -1) for layer, rows_TJ in wanted.items()}
 
     def values_of(self, layer: int, rows_TJ: NDArray[np.int64]) -> torch.Tensor:
         """Decoded rows [T * J, head_dim]; what crosses to the device are the stored bytes."""
