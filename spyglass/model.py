@@ -17,7 +17,7 @@ from torch import nn
 from spyglass.batch.types import Batch, CacheView, ImageBatch
 from spyglass.checkpoint.dummy import dummy_folder, load_dummy
 from spyglass.checkpoint.load import LoadReport, load_into
-from spyglass.checkpoint.safetensors import Checkpoint, open_checkpoint
+from spyglass.checkpoint.safetensors import open_checkpoint
 from spyglass.config.cache import stores_rows
 from spyglass.config.model import ModelConfig, Rounding
 from spyglass.config.read import read_model_config
@@ -271,7 +271,7 @@ def load_model(
     require_even(param_table(config), shard.size)
     checkpoint = open_checkpoint(os.fspath(path), most_tensors(config)) if load == "files" else None
     dtype_name = "bfloat16" if dtype == "auto" else dtype
-    packed = config.weights is not None if checkpoint is None else has_packed_weights(checkpoint)
+    packed = config.weights is not None if checkpoint is None else checkpoint.has_packed_weights
     chosen: Numerics = numerics if numerics != "auto" else "reference" if packed else "plain"
     build = BuildContext(
         ops=bind_ops(place.type, dtype_name, ops, without),
@@ -308,12 +308,6 @@ def model_folder(name_or_path: str | os.PathLike[str], load: Literal["files", "d
         ConfigError: as `find_model`.
     """
     return find_model(name_or_path) if load == "files" else dummy_folder(name_or_path)
-
-
-def has_packed_weights(checkpoint: Checkpoint) -> bool:
-    """Whether any matrix is stored as FP8 or FP4, which is when the released code rounds activations too."""
-    weights = (tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(("scale", "scale_inv")))
-    return any(tensor.dtype in ("F8_E4M3", "I8", "U8") for tensor in weights)
 
 
 def find_device(device: str | torch.device) -> torch.device:

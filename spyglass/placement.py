@@ -142,7 +142,7 @@ def beside_weights(config: ModelConfig, options: EngineConfig) -> int:
     Rows of `max_sequences` sequences, one of them long; a step, captured graphs and caches, as far as can be told.
     """
     text, wide = config.text, 2 if options.dtype == "float32" else 1  # what is counted in bfloat16
-    tokens = min(options.max_length or text.max_position_embeddings, _LONG)
+    tokens = min(options.context_length(text.max_position_embeddings), _LONG)
     rows = cache_bytes(text, "float32" if wide == 2 else "bfloat16")
     least = options.cache_bytes or int(rows.per_token * tokens + rows.fixed * options.max_sequences)
     step = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)

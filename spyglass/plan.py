@@ -41,6 +41,7 @@ TRAINED_NUMBER = 16  # bytes of a trained number: fp32 master, gradient, two mom
 # A layer's backward pass takes so many times the working memory of its step: 65.9 GB at 16,377 tokens (log.md,
 # "Fine-tuning at real layer sizes")
 TRAINED_STEP = 4.2
+_QUERIES = 16  # that share their window rows on a CPU
 MIN_CONTEXT = 4096  # tokens of cache that must fit with the weights for a model to count as fitting
 
 
@@ -107,29 +108,44 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, sources: Mapping[str, Source], machine: Machine, *, adapter_bytes: int = 0
+    config: ModelConfig,
+    sources: Mapping[str, Source],
+    machine: Machine,
+    *,
+    packed: bool,
+    threads: int = 1,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), with its adapters."""
+    """Plan for the matched entries of a checkpoint (`checkpoint.match.Match.sources`), with its adapters.
+
+    `packed`: `Checkpoint.has_packed_weights`, which decides about numerics. `threads`: those of a CPU, each with memory
+    of its own.
+    """
     params = param_table(config)
     weights, divisible = weight_bytes(sources, params), _bytes_by_units(sources, params)
     formats: tuple[RowFormat, ...] = ("bfloat16", "float32", "packed")
     cache = {format: cache_bytes(config.text, format) for format in formats}
-    rows: dict[str, RowFormat] = {kind: _rows_on(kind, sources) for kind in ("cpu", "cuda")}
-    step = step_bytes(config)
+    numerics: Literal["reference", "plain"] = "reference" if packed else "plain"
+    rows: dict[str, RowFormat] = {
+        kind: "packed" if stores_rows(numerics, kind) else "bfloat16" for kind in ("cpu", "cuda")
+    }
+    step, text = step_bytes(config), config.text
+    decoded = decoded_bytes(text, text.max_position_embeddings, threads) if rows["cpu"] == "packed" else 0
 
     outside: Tables = "files" if weights["engram"].stored else "none"
 
     def fit(device: Device, count: int, rows: RowFormat, tables: Tables = outside) -> Fit:
         held = _bytes_per_device(divisible, count, tables) + adapter_bytes
         usable = int(device.free * USABLE)
-        room = usable - held - step - cache[rows].fixed
+        beside = held + step + (decoded if device is machine.ram else 0)
+        room = usable - beside - cache[rows].fixed
         tokens = int(room / cache[rows].per_token) if cache[rows].per_token else config.text.max_position_embeddings
         context = min(tokens, config.text.max_position_embeddings)
         if room <= 0 or context < MIN_CONTEXT:
             return Fit(device.name, count, held, usable, 0, tables)
         longest = min(CONVERSATION, config.text.max_position_embeddings)
         each = cache[rows].fixed + cache[rows].per_token * longest
-        return Fit(device.name, count, held, usable, context, tables, int((usable - held - step) / each))
+        return Fit(device.name, count, held, usable, context, tables, int((usable - beside) / each))
 
     here = [fit(machine.ram, 1, rows["cpu"])]
     if outside == "files":
@@ -146,7 +162,7 @@ def plan_memory(
     on_gpus: tuple[Fit, ...] = ()
     if outside == "files":
         on_gpus = tuple(fit(device, count, rows["cuda"], "devices") for device in sizes for count in counts)
-    least = _bytes_per_device(divisible, 1, outside) + adapter_bytes + step
+    least = _bytes_per_device(divisible, 1, outside) + adapter_bytes + step + decoded
     least += cache[rows["cpu"]].fixed + int(MIN_CONTEXT * cache[rows["cpu"]].per_token)
     return MemoryPlan(
         weights=weights,
@@ -216,12 +232,6 @@ def cache_bytes(text: TextConfig, rows: RowFormat) -> CacheBytes:
     return CacheBytes(per_token, fixed)
 
 
-def _rows_on(kind: str, sources: Mapping[str, Source]) -> RowFormat:
-    """How the cache of a kind of device holds rows of a model whose numerics follow its weights."""
-    packed = any(source.scale is not None for source in sources.values())
-    return "packed" if stores_rows("reference" if packed else "plain", kind) else "bfloat16"
-
-
 def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> int:
     """Estimate of a step's working memory: streams, queries and expert rows of a layer, logits of its sequences."""
     text = config.text
@@ -232,6 +242,17 @@ def step_bytes(config: ModelConfig, tokens: int = STEP_TOKENS, sequences: int = 
     if text.engram is not None:
         per_token += 2 * len(text.engram.layers) * text.engram.row_width
     return tokens * per_token + 4 * sequences * text.vocab_size
+
+
+def decoded_bytes(text: TextConfig, tokens: int, threads: int, number: int = 2) -> int:
+    """Memory in which CPU threads keep decoded rows of a cache that holds codes (`ops/csrc/attention.cpp`): what one
+    query attends behind `tokens` tokens, for each thread's own queries, and for each of those that share out their
+    heads, fewer than two a thread. `number`: bytes of an activation."""
+    attended = [0]
+    for layer in text.layers:
+        rows = tokens // layer.ratio if layer.ratio else 0
+        attended.append(rows if layer.index_from is None else min(rows, text.index_topk))
+    return (3 * threads - 1) * (text.sliding_window + _QUERIES + max(attended)) * text.head_dim * number
 
 
 def training_bytes(config: ModelConfig, params: ParamTable) -> int:

@@ -18,7 +18,7 @@ from PIL import Image
 from scripts.golden.seeing import PARAMS, SEED, fits, jpeg, says
 from spyglass import LLM
 from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
-from spyglass.tiny_world.answers import is_right
+from spyglass.prompt.answers import is_right
 from spyglass.tiny_world.cases import Case, make_case, with_pictures
 from spyglass.tiny_world.words import Variant
 

@@ -215,6 +215,12 @@ class Checkpoint:
         """Bytes of all tensors, headers not counted (`metadata.total_size` of the index)."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def has_packed_weights(self) -> bool:
+        """Whether any matrix is stored as FP8 or FP4, drafts' included: the released code rounds activations then."""
+        weights = (tensor for name, tensor in self.tensors.items() if not name.endswith(("scale", "scale_inv")))
+        return any(tensor.dtype in ("F8_E4M3", "I8", "U8") for tensor in weights)
+
     def sparse_files(self) -> tuple[str, ...]:
         """Files of which less than half is on disk: headers-only folders and unfinished downloads read as zeros.
 

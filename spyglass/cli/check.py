@@ -80,7 +80,7 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     from spyglass.checkpoint.safetensors import open_checkpoint
     from spyglass.checkpoint.zeros import zero_stretches
     from spyglass.config import read_model_config
-    from spyglass.machine import this_machine
+    from spyglass.machine import this_machine, usable_cores
     from spyglass.ops.build import why_not
     from spyglass.params.hf_names import to_native
     from spyglass.params.table import COMPONENTS, component_of, draft_kind, most_tensors, param_table
@@ -116,7 +116,16 @@ def _examine(directory: str, report: dict[str, Any], adapters: list[str], *, mea
     report["no_cpu_kernels"] = why_not()
     report["vision_graphs"] = config.vision is not None and _has_graphs(report["ops"])
     beside = sum(_adapter_bytes(Path(directory), adapter, config) for adapter in adapters)
-    report["memory"] = asdict(plan_memory(config, matched.sources, machine, adapter_bytes=beside))
+    report["memory"] = asdict(
+        plan_memory(
+            config,
+            matched.sources,
+            machine,
+            packed=checkpoint.has_packed_weights,
+            threads=usable_cores().threads,
+            adapter_bytes=beside,
+        )
+    )
     report["experts"] = hosted_experts(config, matched.sources, machine, beside, measures=measures)
     stored = report["memory"]["rows"]["cpu"] == "packed"
     report["speed"] = speed_here(config, matched.sources, stored) if measures else {}

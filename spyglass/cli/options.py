@@ -92,12 +92,17 @@ def model_folder(stated: str | None) -> Path:
 
 
 def require_readable(folder: Path, options: EngineConfig) -> ModelConfig | None:
-    """Refuse a folder without a configuration before anything heavy is imported; None where weights are to be drawn.
+    """Refuse a folder without a configuration, or options beyond its model, before anything heavy is imported; None
+    where weights are to be drawn.
 
     Raises:
-        ConfigError: as `read_model_config`.
+        ConfigError: as `read_model_config`, `EngineConfig.check_model`.
     """
-    return read_model_config(folder) if options.load == "files" else None
+    if options.load != "files":
+        return None
+    config = read_model_config(folder)
+    options.check_model(config)
+    return config
 
 
 def names_model(text: str) -> bool:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 
 from spyglass.errors import PromptError
+from spyglass.prompt.answers import is_right
 from spyglass.prompt.decode import open_image, to_rgb
-from spyglass.tiny_world.answers import is_right
 from spyglass.tiny_world.evaluate import Answerer, Report, Verdict
 from spyglass.train.entries import chat_of, read_entries
 
 if TYPE_CHECKING:
     from spyglass.prompt.tokenizer import PromptTokenizer
 
-TASK_COLUMNS = ("task", "kind", "category")
 _THUMBNAIL = (168, 126)
 _LONGER = 16  # tokens that an answer may have more than the right one: it is wrong by then
 _REASONING = 2048  # tokens before an answer with reasoning
@@ -93,8 +92,9 @@ def _question(value: Any, path: Path) -> OwnQuestion:
         expected = "".join(part.get("text") or "" for part in expected if isinstance(part, Mapping))
     if raw.tools or last.get("tool_calls") or not isinstance(expected, str) or not expected.strip():
         raise PromptError("only answers of text can be compared: no tools, no calls, and not an empty one")
-    task = next((value[name] for name in TASK_COLUMNS if isinstance(value.get(name), str)), "all")
-    return OwnQuestion(task=task, messages=messages, expected=expected, thinking=bool(last.get("reasoning_content")))
+    return OwnQuestion(
+        task=raw.task, messages=messages, expected=expected, thinking=bool(last.get("reasoning_content"))
+    )
 
 
 def _verdict(question: OwnQuestion, said: str) -> Verdict:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from spyglass.config.model import ModelConfig
 from spyglass.config.options import PREFIX, about, check_options, read_options
+from spyglass.errors import ConfigError
 
 NumbersMode = Literal["on", "strict", "off"]
 
@@ -68,7 +70,9 @@ class EngineConfig:
     )
     max_length: int | None = field(
         default=None,
-        metadata=about("context length: prompt and answer together (default, and at most: the model's limit)"),
+        metadata=about(
+            "context length: prompt and answer together (default, and at most: the model's own; more is refused)"
+        ),
     )
     cache_bytes: int | None = field(
         default=None,
@@ -140,6 +144,39 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def context_length(self, limit: int) -> int:
+        """Max tokens of a prompt with its answer, for a model whose own `limit` that is.
+
+        Raises:
+            ConfigError: `max_length` is above the limit.
+        """
+        if self.max_length is not None and self.max_length > limit:
+            raise ConfigError(
+                f"max_length (--max-model-len) is {self.max_length:,}, and the context length of this model is "
+                f"{limit:,} tokens; give at most that, or leave the option out"
+            )
+        return limit if self.max_length is None else self.max_length
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Whether a model can be run so; nothing of it is read yet. An image that cannot be cut must fit into a step
+        (spec v4 6.4).
+
+        Raises:
+            ConfigError: `max_length` is above the model's limit, or a step too small for its largest image.
+        """
+        self.context_length(config.text.max_position_embeddings)
+        vision = config.vision
+        if (
+            vision is not None
+            and self.images
+            and vision.layout == "paired"
+            and self.max_step_tokens < vision.max_tokens
+        ):
+            raise ConfigError(
+                f"max_step_tokens is {self.max_step_tokens}, but an image of this model may take {vision.max_tokens} "
+                f"tokens that must run in one step; raise it to at least {vision.max_tokens}, or set images=0"
+            )
 
     @property
     def experts_mode(self) -> Literal["gpu", "host", "auto"]:

@@ -20,8 +20,9 @@ from typing import Any
 from spyglass.errors import ConfigError
 from spyglass.progress import Progress, shown_bytes, tell
 
+_ADDRESS = re.compile(r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/(?P<path>\S*))?", re.IGNORECASE)
+_OTHER_PAGES = {"datasets", "spaces", "models", "collections", "papers", "docs", "blog", "organizations", "settings"}
 _ID = re.compile(
-    r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)/)?"  # the address of its page, as people copy it
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:(?:@|/tree/)(?P<revision>[\w./-]+?))?/?",
     re.ASCII,
 )
@@ -54,7 +55,26 @@ class Downloaded:
 
 
 def read_hub_id(text: str) -> HubId | None:
-    """The hub id that a text has the form of, None if it has another."""
+    """The hub id that a text has the form of, or whose page's address it is; None if it has another form.
+
+    Raises:
+        ConfigError: it is an address of the hub, and not that of a model's page.
+    """
+    if (address := _ADDRESS.fullmatch(text)) is None:
+        return _hub_id(text)
+    path: str = address["path"] or ""
+    organisation, name = [*path.split("/"), ""][:2]
+    is_model = organisation.lower() not in _OTHER_PAGES
+    if is_model and (found := _hub_id(path)) is not None:
+        return found
+    meant = f"{organisation}/{name}" if is_model and _hub_id(f"{organisation}/{name}") else "ORG/NAME[@revision]"
+    raise ConfigError(
+        f"{text!r} is an address of the hub, and not that of a model's page; a model is named {meant}, or "
+        "https://huggingface.co/ORG/NAME"
+    )
+
+
+def _hub_id(text: str) -> HubId | None:
     found = _ID.fullmatch(text)
     return None if found is None or ".." in text else HubId(found["repo"], found["revision"])
 

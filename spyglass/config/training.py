@@ -64,9 +64,18 @@ class TrainConfig:
     )
     eval_data: Path | None = field(
         default=None,
-        metadata=about("chats that are not learnt: their loss is told, and the adapter of the best step is kept"),
+        metadata=about(
+            "chats that are not learnt: their loss and exact match are told, and the adapter of the best step is kept"
+        ),
     )
     eval_every: int = field(default=20, metadata=about("steps between measurements of --eval-data"))
+    eval_answers: int = field(
+        default=64,
+        metadata=about(
+            "answers to --eval-data, spread over the file, that each measurement compares with the right ones; 0 none",
+            low=0,
+        ),
+    )
     patience: int = field(
         default=5, metadata=about("end after so many measurements without a better one; 0 never", low=0)
     )

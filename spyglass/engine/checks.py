@@ -5,27 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from spyglass.batch.images import check_pictures
-from spyglass.config.engine import EngineConfig
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import SamplingParams
-from spyglass.errors import CapacityError, ConfigError, PromptError
+from spyglass.errors import CapacityError, PromptError
 from spyglass.prompt.tokens import Prompt
-
-
-def check_step_size(config: ModelConfig, options: EngineConfig) -> None:
-    """An image that cannot be cut must fit into a step (spec v4 6.4).
-
-    Raises:
-        ConfigError: it does not; the message has the number it needs.
-    """
-    vision = config.vision
-    if vision is None or not options.images or vision.layout != "paired":
-        return
-    if options.max_step_tokens < vision.max_tokens:
-        raise ConfigError(
-            f"max_step_tokens is {options.max_step_tokens}, but a picture of this model may take {vision.max_tokens} "
-            f"tokens that must run in one step; raise it to at least {vision.max_tokens}, or set images=0"
-        )
 
 
 def check_prompt(prompt: Prompt, config: ModelConfig, *, images: int) -> None:

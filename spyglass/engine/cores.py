@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -25,24 +26,32 @@ _DEFAULT, _INTERLEAVE = 0, 3
 _LOG = logging.getLogger(__name__)
 
 
+@cache
+def torch_threads() -> int:
+    """Threads that torch was told before a model was loaded here, whatever number the models asked for since."""
+    return torch.get_num_threads()
+
+
 def default_threads(
     processes: int = 1,
     *,
+    told: int | None = None,
     reads: bool = True,
     cores: Cores | None = None,
     rate: Callable[[int], float] | None = None,
 ) -> int:
     """Threads of each of so many processes: one for each physical core that may be used and whose time is allowed.
 
-    Fewer where torch was told fewer, or where fewer read memory faster. What was chosen is said in the log. Where the
-    environment binds threads to processors (`OMP_PROC_BIND` and the like), the first one has a processor of its own by
-    now, and what the process may use is no longer seen: torch's number holds.
+    Fewer where torch was `told` fewer (now, unless stated), or where fewer read memory faster. The choice is logged.
+    Where the environment binds threads to processors (`OMP_PROC_BIND` and the like), the first one has a processor of
+    its own by now, and what the process may use is no longer seen: torch's number holds.
     `reads`: whether they will read weights. `rate`: bytes per second that so many threads read; measured, where there
     are many of them and much memory, unless given.
     """
     is_bound = cores is None and threads_are_bound()
     cores = usable_cores() if cores is None else cores
-    threads = torch.get_num_threads() if is_bound else min(torch.get_num_threads(), cores.threads)
+    told = torch.get_num_threads() if told is None else told
+    threads = told if is_bound else min(told, cores.threads)
     most = max(1, threads // processes)
     rates: dict[int, float] = {}
     if reads and most > _FEW and processes == 1 and (rate is not None or host_memory().free >= _MUCH):

@@ -19,7 +19,7 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.cache.images import ImageCache
 from spyglass.engine.cache.pages import PageMemory
 from spyglass.engine.cache.prefix import PrefixCache
-from spyglass.engine.checks import check_params, check_prompt, check_step_size
+from spyglass.engine.checks import check_params, check_prompt
 from spyglass.engine.detokenize import Detokenizer, TokenBytes
 from spyglass.engine.drafts import Drafter
 from spyglass.engine.fit import prefix_bytes
@@ -54,7 +54,7 @@ class Engine:
     that is divided. `stored_rows`: memory holds rows in the formats that the model rounds them to.
 
     Raises:
-        ConfigError: a step is too small for the largest image of the model.
+        ConfigError: a step is too small for the largest image of the model, or `max_length` above the model's limit.
         CapacityError: `cache_bytes` is too small to run anything.
     """
 
@@ -77,11 +77,10 @@ class Engine:
         ranks: Ranks | None = None,
         stored_rows: bool = False,
     ) -> None:
-        check_step_size(config, options)
+        options.check_model(config)
         self._config, self._device, self._token_bytes = config, device, token_bytes
         self._images = 0 if config.vision is None else options.images
-        limit = config.text.max_position_embeddings
-        self.max_length = limit if options.max_length is None else min(options.max_length, limit)
+        self.max_length = options.context_length(config.text.max_position_embeddings)
         self.allocator = allocator or CacheAllocator(
             cache_plans(config.text, lookahead, stored=stored_rows),
             dtype=dtype,

@@ -114,6 +114,7 @@ class LLM:
         best = "cuda" if torch.cuda.is_available() else "cpu"
         place = find_device(best if options.device == "auto" else options.device)
         config = read_model_config(path)
+        options.check_model(config)
         places = {adapter_name(name): find_adapter(at, path) for name, at in adapter_places(adapters).items()}
         files = {name: read_adapter(place, config) for name, place in places.items()}
         hosted = require_fit(path, place, options, sum(file.bank_bytes() for file in files.values()))

@@ -11,7 +11,7 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.config.read import read_model_config
-from spyglass.engine.cores import default_threads, spread_memory
+from spyglass.engine.cores import default_threads, spread_memory, torch_threads
 from spyglass.engine.fit import require_devices
 from spyglass.engine.ranks import Ranks
 from spyglass.machine import usable_cores
@@ -52,9 +52,8 @@ def load_ranks(
     }
     nodes = usable_cores().nodes if device.type == "cpu" and size == 1 else ()
     with spread_memory(nodes):  # the threads of the kernels, which begin here, take it over
-        torch.set_num_threads(
-            options.threads or default_threads(size, reads=device.type == "cpu" or bool(host_experts))
-        )
+        told, reads = torch_threads(), device.type == "cpu" or bool(host_experts)
+        torch.set_num_threads(options.threads or default_threads(size, told=told, reads=reads))
         if size == 1:
             return load_model(**how, device=device, progress=progress, host_experts=host_experts), None
     require_even(param_table(read_model_config(path)), size)

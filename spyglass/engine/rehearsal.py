@@ -75,7 +75,7 @@ def launched_kernels(
     pages = {key: rows.new_empty(_PAGES, *rows.shape[1:]) for key, rows in allocator.pages.items()}
     banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=_META)
     steps = StepRunner(model, text, allocator.page_rows, _META, banned_V, backend="eager")
-    longest = min(options.max_length or text.max_position_embeddings, text.max_position_embeddings)
+    longest = options.context_length(text.max_position_embeddings)
     with torch.inference_mode(), recorded(generation, processors) as kernels:
         for shape in step_shapes(steps, allocator, longest, adapters=adapters):
             hidden_TC = run_idle(steps, text, shape, pages)[0]

@@ -26,7 +26,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.errors import CapacityError
 from spyglass.model import LoadedModel
 from spyglass.placement import DRAWING, PREFIX_SHARE
-from spyglass.plan import USABLE, step_bytes
+from spyglass.plan import USABLE, decoded_bytes, step_bytes
 
 
 def with_room(
@@ -71,10 +71,15 @@ def with_pace(options: EngineConfig, loaded: LoadedModel) -> EngineConfig:
 
 
 def estimated_step(options: EngineConfig, loaded: LoadedModel) -> int:
-    """Bytes that a full step works with: the text part (`plan.step_bytes`) and the tower on a step of images."""
+    """Bytes that a full step works with: the text part (`plan.step_bytes`) with rows that threads decode, and the tower
+    on a step of images."""
     config = loaded.config
     wide = 2 if loaded.dtype == torch.float32 else 1  # `step_bytes` counts bfloat16
     text = wide * step_bytes(config, options.max_step_tokens, options.max_sequences)
+    if loaded.stores_rows:
+        longest = options.context_length(config.text.max_position_embeddings)
+        threads = torch.get_num_threads() * options.tensor_parallel_size
+        text += decoded_bytes(config.text, longest, threads, 2 * wide)
     if config.vision is None or not options.images:
         return text
     return text + _tower_bytes(config.vision, options.max_step_tokens)

@@ -13,11 +13,11 @@ from spyglass.config.model import ModelConfig
 from spyglass.engine.request import RequestOutput, SamplingParams, Structured
 from spyglass.errors import ConfigError
 from spyglass.progress import Progress
+from spyglass.prompt.answers import is_right, is_thought, read_calls, read_json
 from spyglass.prompt.build import build_prompt
 from spyglass.prompt.chat import Effort
 from spyglass.prompt.tokenizer import PromptTokenizer
 from spyglass.prompt.tokens import Prompt
-from spyglass.tiny_world.answers import is_right, is_thought, read_calls, read_json
 from spyglass.tiny_world.cases import EFFORT, Case, Split, kinds_of, make_case, with_images
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT
 from spyglass.tiny_world.uses import USES, make_any

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from spyglass.tiny_world.answers import parse_answer
+from spyglass.prompt.answers import parse_answer
 from spyglass.tiny_world.evaluate import Verdict
 
 _COLUMNS = 6

@@ -149,7 +149,7 @@ def _results(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 class Chat:
     """One line of the file: its number from 1, its content, and how many tokens it takes and teaches.
 
-    `digest` covers what is written and every pixel seen. `ignored`: columns that say nothing about a chat.
+    `digest` covers what is written and every pixel seen. `task`, `ignored`: as in `RawChat`.
     """
 
     line: int
@@ -159,6 +159,7 @@ class Chat:
     targets: int
     images: int
     digest: bytes
+    task: str
     ignored: frozenset[str]
 
 
@@ -219,6 +220,7 @@ def _chat(entry: Entry, raw: RawChat, learner: Learner, most_tokens: int) -> Cha
         targets=targets,
         images=len(sample.prompt.patches),
         digest=content.digest(),
+        task=raw.task,
         ignored=raw.ignored,
     )
 

@@ -26,6 +26,7 @@ _ROLES = {
 _CHATS = ("messages", "conversations", "conversation")
 _PAIRS = (("prompt", "completion"), ("query", "response"), ("instruction", "output"), ("question", "answer"))
 _IMAGES = ("images", "image")
+_TASKS = ("task", "kind", "category")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,11 @@ def _parquet(path: Path) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawChat:
-    """A chat in OpenAI form. `ignored`: columns of its entry that say nothing about it."""
+    """A chat in OpenAI form. `task` groups chats in tables; `ignored`: columns of its entry that teach nothing."""
 
     messages: list[Any]
     tools: list[Any]
+    task: str
     ignored: frozenset[str]
 
 
@@ -117,6 +119,7 @@ def chat_of(value: Any, folder: Path) -> RawChat:
     return RawChat(
         messages=[_with_paths(message, folder) for message in messages],
         tools=tools,
+        task=next((value[name] for name in _TASKS if isinstance(value.get(name), str)), "all"),
         ignored=frozenset(given - used),
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,11 +29,11 @@ from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_m
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
-from spyglass.train.answers import Shown, answers, shown_chats, table
+from spyglass.train.answers import ExactMatch, Shown, answers, shown_chats, table
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
 from spyglass.train.full_finetune import FullRun
 from spyglass.train.held_out import HeldOut
-from spyglass.train.log import CSV_NAME, PLOT_NAME, require_plots, require_wandb
+from spyglass.train.log import CSV_NAME, PLOT_NAME, ExpectedTime, require_plots, require_wandb
 from spyglass.train.loop import ALONE, LoopOptions, LoopResult, MicroLoss, Task, adamw, check_options, train
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import Sample, pack
@@ -80,7 +79,7 @@ def finetune(
     tell(_data_line(config, chats, faults))
     tell(
         f"{options.steps} steps of {options.accumulate} x at most {config.batch_chats} chats, "
-        f"highest learning rate {config.lr:.2g}"
+        f"highest learning rate {config.lr:.2g} after {options.warmup} steps of warm-up"
     )
     if options.steps < FEW_STEPS:
         tell(
@@ -110,9 +109,9 @@ def _batches(config: TrainConfig, chats: list[Chat]) -> Batches:
 
 def _held_out(
     config: TrainConfig, options: LoopOptions, feed: Feed, loaded: LoadedModel, adapter: TrainableAdapter,
-    leaves: Mapping[str, torch.Tensor], tell: Tell,
+    leaves: Mapping[str, torch.Tensor], tell: Tell, *, alone: bool,
 ) -> HeldOut | None:  # fmt: skip
-    """What measures the chats of `eval_data`, without dropout; None if there are none."""
+    """What measures the chats of `eval_data`, without dropout; None if there are none. `alone`: on one process."""
     if config.eval_data is None:
         return None
     chats, _ = read_chats(
@@ -120,23 +119,29 @@ def _held_out(
     )
     batches = _batches(config, chats)
     loss = _task(config, loaded, leaves, Feed(chats, batches, feed.learner)).loss
+    logits = partial(_logits, config, loaded)
+    chosen = shown_chats(chats, feed.learner, config.eval_answers) if alone else []
+    match = ExactMatch(chosen, logits, feed.learner, most_tokens=config.batch_tokens, most_chats=config.batch_chats)
 
-    def plain(number: int) -> MicroLoss:
+    def plain(call: Callable[..., Any], *arguments: Any) -> Any:
         adapter.set_dropout(0.0)
         try:
-            return loss(number)
+            return call(*arguments)
         finally:
             adapter.set_dropout(config.dropout)
 
-    tell(f"held out: {len(chats)} chats of {config.eval_data}")
+    compared = f"the answers of {len(chosen)} of them are compared" if chosen else "no answers are compared"
+    why = "" if alone else ", on several processes"
+    tell(f"held out: {len(chats)} chats of {config.eval_data}; {compared} (--eval-answers {config.eval_answers}{why})")
     return HeldOut(
-        plain,
+        partial(plain, loss),
         batches.count(1),
         leaves,
         steps=options.steps,
         every=config.eval_every,
         patience=config.patience,
         tell=tell,
+        exact=partial(plain, match) if chosen else None,
     )
 
 
@@ -180,49 +185,25 @@ def _train_adapter(
 
     before = said()  # a new adapter changes nothing yet, also where a saved one follows
     adapter.set_dropout(config.dropout)
-    held = _held_out(config, options, feed, loaded, adapter, leaves, tell)
-    expected = _Expected(options.steps, tell)
+    held = _held_out(config, options, feed, loaded, adapter, leaves, tell, alone=processes.count == 1)
+    expected = ExpectedTime(options.steps, tell)
     task = replace(task, after_step=expected.after_step)
     if held is not None:
         held.begin()
         after_step = partial(_each, (held.after_step, expected.after_step))
-        task = replace(task, after_step=after_step, enough=held.enough)
+        task = replace(task, after_step=after_step, enough=held.enough, measured=held.measured)
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
     if held is not None and result.finished:
         held.restore()
-        tell(f"held out: kept the adapter of step {held.best_step}, loss {held.best:.4f}")
+        tell(f"held out: kept the adapter of step {held.best_step}, loss {held.best:.4f}{held.best_match}")
     if shown:
-        tell(table(shown, before, said()))
+        tell(table(shown, before, said(), feed.learner))
     adapter.set_dropout(0.0)
     adapter = whole_adapter(adapter, leaves, processes)
     if processes.rank == 0:
         adapter.save(config.output, names="native" if config.names == "official" else "hf", base_model=named)
     return result
-
-
-class _Expected:
-    """Tells how long a run will take when its second and third step have been timed; the first one warms up."""
-
-    def __init__(self, steps: int, tell: Tell) -> None:
-        self._steps, self._tell = steps, tell
-        self._times: list[float] = []
-
-    def after_step(self, step: int) -> None:
-        """Step number `step`, from 0, is done."""
-        if len(self._times) == 3:
-            return
-        self._times.append(time.perf_counter())
-        if len(self._times) == 3 and (left := self._steps - step - 1):
-            seconds = (self._times[2] - self._times[0]) / 2
-            self._tell(f"expected: {left} more steps of {seconds:.2g} s, {duration(left * seconds)} in all")
-
-
-def duration(seconds: float) -> str:
-    """Whole seconds, minutes or hours, as people say how long something takes."""
-    if seconds < 100:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {round(seconds / 60)} min" if seconds < 6000 else f"about {seconds / 3600:.1f} h"
 
 
 def _each(hooks: Sequence[Callable[[int], None]], step: int) -> None:
@@ -241,13 +222,13 @@ def _train_whole(
     tell(f"training all {run.masters.num_values():,} weights")
     task = run.task(feed, _facts(config, run.model, feed))
     assert task.after_step is not None
-    hooks = (task.after_step, _Expected(options.steps, tell).after_step)
+    hooks = (task.after_step, ExpectedTime(options.steps, tell).after_step)
     task = replace(task, after_step=partial(_each, hooks))
     before = answers(shown, run.logits, feed.learner)
     folder = config.output / RUN_FOLDER
     result = train(task, options, folder, resume=config.resume, processes=processes, progress=progress)
     if shown:
-        tell(table(shown, before, answers(shown, run.logits, feed.learner)))
+        tell(table(shown, before, answers(shown, run.logits, feed.learner), feed.learner))
     if processes.rank == 0:
         run.write(config.output)
     return result

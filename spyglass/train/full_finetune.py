@@ -24,7 +24,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.layers.build import BuildContext
 from spyglass.lora.merge import copy_others, open_entry, specs_of, spelling_of, write_config
-from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel, has_packed_weights
+from spyglass.model import DTYPES, ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.table import Param, most_tensors, param_table
@@ -59,7 +59,7 @@ class FullRun:
         checkpoint = open_checkpoint(str(options.model), most_tensors(config))
         numerics = options.numerics
         if numerics == "auto":
-            numerics = "reference" if has_packed_weights(checkpoint) else "plain"
+            numerics = "reference" if checkpoint.has_packed_weights else "plain"
         dtype_name = "bfloat16" if options.dtype == "auto" else options.dtype
         self.dtype, self._state = DTYPES[dtype_name], ExpertLoads()
         self._engram: EngramFeed | None = None

@@ -1,4 +1,4 @@
-"""Chats that are kept apart from training: their loss, the best step kept, an end when it gets no better."""
+"""Chats kept apart from training: their loss and exact match, the best step kept, an end when it gets no better."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from spyglass.train.log import HeldOutRow
 from spyglass.train.loop import MicroLoss
 
 
@@ -14,7 +15,8 @@ class HeldOut:
     """Measures the loss of micro-batches `loss(0)` to `loss(count - 1)` every `every` steps and after the last.
 
     `leaves` are what is trained: those of the step with the lowest loss are put back by `restore`. `enough()` says that
-    the last `patience` measurements were no better than one before them.
+    the last `patience` measurements were no better than one before them. `exact`: right answers and all answers, by
+    task. `measured()` hands out the rows of measurements that it has not handed out yet.
     """
 
     def __init__(
@@ -27,10 +29,12 @@ class HeldOut:
         every: int,
         patience: int,
         tell: Callable[[str], None],
+        exact: Callable[[], Mapping[str, tuple[int, int]]] | None = None,
     ) -> None:
         self._loss, self._count, self._leaves, self._tell = loss, count, leaves, tell
-        self._steps, self._every, self._patience = steps, every, patience
-        self.best_step, self.best, self._misses = 0, math.inf, 0
+        self._steps, self._every, self._patience, self._exact = steps, every, patience, exact
+        self.best_step, self.best, self.best_match, self._misses = 0, math.inf, "", 0
+        self._rows: list[HeldOutRow] = []
         self._kept: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -50,13 +54,20 @@ class HeldOut:
 
     def _take(self, step: int) -> None:
         loss = self.measure()
-        better = loss < self.best
-        if better:
-            self.best_step, self.best, self._misses = step, loss, 0
+        match = {} if self._exact is None else self._exact()
+        counts = {"": _total(match), **match}
+        self._rows += [HeldOutRow(step=step, loss=loss, task=task, right=r, asked=n) for task, (r, n) in counts.items()]
+        if better := loss < self.best:
+            self.best_step, self.best, self.best_match, self._misses = step, loss, _told(match), 0
             self._kept = {name: leaf.detach().clone() for name, leaf in self._leaves.items()}
         else:
             self._misses += 1
-        self._tell(f"held out: loss {loss:.4f} after step {step}{', the best so far' if better and step else ''}")
+        best = ", the best so far" if better and step else ""
+        self._tell(f"held out: loss {loss:.4f}{_told(match)} after step {step}{best}")
+
+    def measured(self) -> list[HeldOutRow]:
+        rows, self._rows = self._rows, []
+        return rows
 
     def enough(self) -> bool:
         """Whether training has stopped to help."""
@@ -66,3 +77,16 @@ class HeldOut:
     def restore(self) -> None:
         for name, leaf in self._kept.items():
             self._leaves[name].copy_(leaf)
+
+
+def _total(match: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in match.values()), sum(asked for _, asked in match.values())
+
+
+def _told(match: Mapping[str, tuple[int, int]]) -> str:
+    """Exact match in words, by task where there are several."""
+    if not match:
+        return ""
+    right, asked = _total(match)
+    by_task = ", ".join(f"{task} {r} of {n}" for task, (r, n) in match.items()) if len(match) > 1 else ""
+    return f", exact match {right} of {asked}" + (f" ({by_task})" if by_task else "")

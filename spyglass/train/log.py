@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spyglass.errors import CheckpointError, ConfigError
 from spyglass.progress import Progress
 
-CSV_NAME, PLOT_NAME, EVENTS_NAME = "log.csv", "loss.png", "events"
+CSV_NAME, PLOT_NAME, EVENTS_NAME, HELD_OUT_NAME = "log.csv", "loss.png", "events", "held_out.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,21 @@ class Row:
     tokens: int
     images: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRow:
+    """A measurement of held-out chats after a step: their loss, and how many of the answers that were `asked` for were
+    right, of one `task` or ("") of all."""
+
+    step: int
+    loss: float
+    task: str
+    right: int
+    asked: int
+
+
+_Kind = TypeVar("_Kind", Row, HeldOutRow)
 
 
 def require_plots() -> None:
@@ -59,10 +75,11 @@ class TrainLog:
         require_wandb(wandb)
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._folder = folder
+        self._folder, self._done = folder, done
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._rows = [row for row in read_log(folder) if row.step <= done]
+            self._held_out = [row for row in read_rows(folder / HELD_OUT_NAME, HeldOutRow) if row.step <= done]
             self._file = (folder / CSV_NAME).open("w", newline="", encoding="utf-8")
             self._csv = csv.writer(self._file)
             self._csv.writerow([item.name for item in fields(Row)])
@@ -76,7 +93,10 @@ class TrainLog:
             self._run = service.init(project=wandb, dir=str(folder), name=folder.parent.name)
         self._bar = Progress(total=steps, initial=done, unit="step", desc="training", show=progress)
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Row], held_out: Sequence[HeldOutRow] = ()) -> None:
+        """Rows of steps, and of measurements of held-out chats up to the last of them."""
+        if held_out:
+            self._add_held_out(held_out)
         with _writing(self._folder):
             for row in rows:
                 self._csv.writerow(astuple(row))
@@ -96,6 +116,25 @@ class TrainLog:
             )
             self._bar.update(len(rows))
 
+    def _add_held_out(self, rows: Sequence[HeldOutRow]) -> None:
+        """Rows of measurements; what a resumed run measures before its first step is not of that step, and left out."""
+        rows = [row for row in rows if self._done == 0 or row.step > self._done]
+        self._held_out += rows
+        for row in rows:
+            share = row.right / row.asked if row.asked else None
+            values = {} if row.task else {"held-out loss": row.loss}
+            values |= {} if share is None else {"held-out exact match" + (f"/{row.task}" if row.task else ""): share}
+            with _writing(self._folder):
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, row.step)
+                if self._run is not None:
+                    self._run.log(values, step=row.step)
+        if rows:
+            with _writing(self._folder), (self._folder / HELD_OUT_NAME).open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow([item.name for item in fields(HeldOutRow)])
+                writer.writerows(map(astuple, self._held_out))
+
     def close(self) -> None:
         """Finish the files and draw the plot."""
         self._bar.close()
@@ -108,6 +147,30 @@ class TrainLog:
                 plot_loss(self._rows, self._folder / PLOT_NAME)
 
 
+class ExpectedTime:
+    """Tells how long a run will take when its second and third step have been timed; the first one warms up."""
+
+    def __init__(self, steps: int, tell: Callable[[str], None]) -> None:
+        self._steps, self._tell = steps, tell
+        self._times: list[float] = []
+
+    def after_step(self, step: int) -> None:
+        """Step number `step`, from 0, is done."""
+        if len(self._times) == 3:
+            return
+        self._times.append(time.perf_counter())
+        if len(self._times) == 3 and (left := self._steps - step - 1):
+            seconds = (self._times[2] - self._times[0]) / 2
+            self._tell(f"expected: {left} more steps of {seconds:.2g} s, {duration(left * seconds)} in all")
+
+
+def duration(seconds: float) -> str:
+    """Whole seconds, minutes or hours, as people say how long something takes."""
+    if seconds < 100:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 6000 else f"about {seconds / 3600:.1f} h"
+
+
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     try:
@@ -118,15 +181,19 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def read_log(folder: Path) -> list[Row]:
     """The rows of an earlier run, up to the first that is no row: what a machine that stopped left of the last ones."""
-    path = folder / CSV_NAME
+    return read_rows(folder / CSV_NAME, Row)
+
+
+def read_rows(path: Path, kind: type[_Kind]) -> list[_Kind]:
+    """The rows of a file that this module wrote, likewise; none where there is no file."""
     if not path.exists():
         return []
-    rows = []
+    rows: list[_Kind] = []
+    read = {"int": int, "float": float, "str": str}
     with path.open(newline="", encoding="utf-8", errors="replace") as file, suppress(csv.Error):
         for entry in csv.DictReader(file):
             try:
-                values = {item.name: (int if item.type == "int" else float)(entry[item.name]) for item in fields(Row)}
-                rows.append(Row(**values))  # type: ignore[arg-type]  # each as its field's type says
+                rows.append(kind(**{item.name: read[str(item.type)](entry[item.name]) for item in fields(kind)}))
             except (TypeError, ValueError, KeyError):
                 break
     return rows

@@ -22,7 +22,7 @@ import torch
 from spyglass.config.training import Schedule
 from spyglass.errors import CheckpointError, ConfigError, SpyglassError
 from spyglass.parallel.fsdp import Processes
-from spyglass.train.log import Row, TrainLog
+from spyglass.train.log import HeldOutRow, Row, TrainLog
 from spyglass.train.state import State, load_state, save_state
 from spyglass.train.stopping import asked_to_stop
 
@@ -69,8 +69,8 @@ class Task:
     `leaves` by name, all of which the optimisers hold between them; `loss(number)` runs micro-batch `number` forward.
     `extra` tensors are saved and restored in place with the leaves; `after_step(step)` runs when leaves have changed,
     `restored` when a saved state has been put into them. `enough()`, asked after each step, may end the run as
-    finished. A run is resumed only with the `facts` (of JSON) it began with: they tell it from others that train the
-    same leaves.
+    finished. `measured()`: rows of held-out chats for the log. A run is resumed only with the `facts` (of JSON) it
+    began with: they tell it from others that train the same leaves.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -81,6 +81,7 @@ class Task:
     restored: Callable[[], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     enough: Callable[[], bool] | None = None
+    measured: Callable[[], list[HeldOutRow]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +131,9 @@ def train(
     """
     check_options(options, processes)
     done = _restore(task, options, folder, processes) if resume else 0
-    log = _log(folder, done, options, progress) if processes.rank == 0 else None
-    ended = False
+    log, ended = None, False
+    if processes.rank == 0:
+        log = TrainLog(folder, done=done, steps=options.steps, progress=progress, wandb=options.wandb)
     try:
         result = _Loop(task, options, folder, processes, log).run(done)
         ended = True
@@ -140,10 +142,6 @@ def train(
         if log is not None:  # a disk that is full may fail twice: the first error is the one that is raised
             with contextlib.nullcontext() if ended else contextlib.suppress(CheckpointError):
                 log.close()
-
-
-def _log(folder: Path, done: int, options: LoopOptions, progress: bool) -> TrainLog:
-    return TrainLog(folder, done=done, steps=options.steps, progress=progress, wandb=options.wandb)
 
 
 def check_options(options: LoopOptions, processes: Processes = ALONE) -> None:
@@ -297,7 +295,7 @@ class _Loop:
         self._pending.clear()
         self._since = now
         if self._log is not None:
-            self._log.add(rows)
+            self._log.add(rows, self._task.measured() if self._task.measured else ())
 
     def _save(self, done: int) -> None:
         tensors = state_tensors(self._task, self._processes)

@@ -22,7 +22,7 @@ from spyglass.config.shipped import SHIPPED, shipped_adapters
 from spyglass.engine.llm import LLM
 from spyglass.engine.request import SamplingParams
 from spyglass.lora.peft import TENSORS_NAME, read_adapter
-from spyglass.tiny_world.answers import is_right
+from spyglass.prompt.answers import is_right
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "data" / "adapted"
 QUESTIONS: list[dict[str, Any]] = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))

@@ -6,6 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from spyglass import plan
 from spyglass.checkpoint.match import match
@@ -15,6 +17,7 @@ from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config, read_model_config
 from spyglass.errors import CapacityError
 from spyglass.machine import Device, Machine
+from spyglass.model import load_model
 from spyglass.params.shard import even_sizes
 from spyglass.params.table import param_table
 from spyglass.plan import Fit, MemoryPlan, cache_bytes, plan_memory
@@ -26,9 +29,16 @@ ROOMY = Machine(Device("host", 900 * GB, 800 * GB), (Device("A", 100 * GB, 90 * 
 def planned(folder: Path, preset: Preset, machine: Machine = ROOMY, *, format: str = "packed") -> MemoryPlan:
     new_checkpoint(folder, preset, headers_only=True, format=format)  # type: ignore[arg-type]
     config = read_model_config(folder)
-    matched = match(open_checkpoint(folder), param_table(config))
+    checkpoint = open_checkpoint(folder)
+    matched = match(checkpoint, param_table(config))
     assert not matched.faults()
-    return plan_memory(config, matched.sources, machine)
+    return plan_memory(config, matched.sources, machine, packed=checkpoint.has_packed_weights)
+
+
+def planned_here(folder: Path) -> MemoryPlan:
+    config, checkpoint = read_model_config(folder), open_checkpoint(folder)
+    sources = match(checkpoint, param_table(config)).sources
+    return plan_memory(config, sources, ROOMY, packed=checkpoint.has_packed_weights)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +87,41 @@ def test_more_memory_or_more_cards_never_fit_less(flash: MemoryPlan) -> None:
 def test_conversations_at_once_are_what_the_rest_of_the_memory_holds(flash: MemoryPlan) -> None:
     for fit in (*flash.here, *flash.gpus):
         rows = flash.cache[flash.rows["cpu" if fit in flash.here else "cuda"]]
-        room = fit.usable - fit.weights - flash.step_bytes
+        text = parse_model_config(preset_config("flash-vision", packed=True), "flash").text
+        decoded = plan.decoded_bytes(text, text.max_position_embeddings, 1) if fit.name == "host" else 0
+        room = fit.usable - fit.weights - flash.step_bytes - decoded
         each = rows.fixed + rows.per_token * plan.CONVERSATION
         assert fit.conversations == (int(room / each) if fit.context else 0)
+
+
+def test_threads_that_decode_rows_take_memory_and_plain_rows_take_none(tmp_path: Path) -> None:
+    """V4-Flash: a query of a layer with ratio 128 attends 8,192 rows behind a million tokens, one of ratio 4 no more
+    than 512; each is 512 numbers wide. Of so many threads there are fewer than two queries each that share heads out,
+    and each decodes one more for itself."""
+    text = parse_model_config(preset_config("flash-vision", packed=True), "flash").text
+    assert plan.decoded_bytes(text, 1 << 20, 1) == 2 * (128 + 16 + 8192) * 512 * 2
+    assert plan.decoded_bytes(text, 1 << 20, 8) == 23 * (128 + 16 + 8192) * 512 * 2
+    assert plan.decoded_bytes(text, 8192, 2, 4) == 5 * (128 + 16 + 512) * 512 * 4
+    new_checkpoint(tmp_path, "tiny", headers_only=True)
+    config, checkpoint = read_model_config(tmp_path), open_checkpoint(tmp_path)
+    sources = match(checkpoint, param_table(config)).sources
+    for packed in (True, False):
+        one, many = (plan_memory(config, sources, ROOMY, packed=packed, threads=n).processor_bytes for n in (1, 64))
+        assert (many > one) == packed
+
+
+def test_a_plan_has_rows_as_the_model_will_where_drafts_alone_are_packed(tmp_path: Path) -> None:
+    """Loading goes by every tensor of the folder; drafts are not read, and still the released code would round."""
+    folder = tmp_path / "m"
+    new_checkpoint(folder, "tiny", format="bf16")
+    assert planned_here(folder).rows["cpu"] == "bfloat16"
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["mtp.0.attn.wq_a.weight"] = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+    for path in (file, *folder.glob("*.index.json")):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    assert load_model(folder).numerics == "reference" and planned_here(folder).rows["cpu"] == "packed"
 
 
 def test_only_numbers_of_gpus_that_a_model_divides_into_are_planned(tmp_path: Path) -> None:
@@ -93,7 +135,7 @@ def test_the_memory_that_a_processor_needs_is_the_least_that_fits(tmp_path: Path
     config = read_model_config(tmp_path)
     sources = match(open_checkpoint(tmp_path), param_table(config)).sources
     for free, fits in ((first.processor_bytes + 64, True), (first.processor_bytes - 64, False)):
-        found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
+        found = plan_memory(config, sources, Machine(Device("host", free, free), ()), packed=True)
         assert bool(found.here[0].context) == fits
 
 
@@ -135,9 +177,10 @@ def test_a_context_too_short_to_use_does_not_count_as_fitting(tmp_path: Path) ->
     sources = match(open_checkpoint(tmp_path), param_table(config)).sources
     rows = first.cache[first.rows["cpu"]]
     bare = first.total.stored + first.step_bytes + rows.fixed
+    bare += plan.decoded_bytes(config.text, config.text.max_position_embeddings, 1)
     for tokens, fits in ((4000, False), (4200, True)):
         free = int((bare + tokens * rows.per_token) / plan.USABLE)
-        found = plan_memory(config, sources, Machine(Device("host", free, free), ()))
+        found = plan_memory(config, sources, Machine(Device("host", free, free), ()), packed=True)
         assert bool(found.here[0].context) == fits
 
 
@@ -146,10 +189,10 @@ def test_adapters_take_room_on_every_device(tmp_path: Path) -> None:
     config = read_model_config(tmp_path)
     sources = match(open_checkpoint(tmp_path), param_table(config)).sources
     machine = Machine(Device("host", 1 << 40, 1 << 40), (Device("gpu", 1 << 35, 1 << 35),) * 2)
-    without, beside = (plan_memory(config, sources, machine, adapter_bytes=count) for count in (0, 12345))
+    without, beside = (plan_memory(config, sources, machine, packed=True, adapter_bytes=count) for count in (0, 12345))
     pairs = list(zip(without.here + without.gpus, beside.here + beside.gpus, strict=True))
     assert all(b.weights == a.weights + 12345 for a, b in pairs) and beside.adapter_bytes == 12345
-    full = plan_memory(config, sources, machine, adapter_bytes=1 << 35)
+    full = plan_memory(config, sources, machine, packed=True, adapter_bytes=1 << 35)
     assert without.here[1].context and not full.here[1].context
 
 

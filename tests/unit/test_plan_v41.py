@@ -36,7 +36,7 @@ def sources_of(config: ModelConfig) -> dict[str, Source]:
 def flash() -> MemoryPlan:
     config = parse_model_config(preset_config("v41-flash", packed=True), "flash")
     machine = Machine(Device("host", 900 * GB, 587 * GB), tuple(Device("card", 150 * GB, 150 * GB) for _ in range(4)))
-    return plan_memory(config, sources_of(config), machine)
+    return plan_memory(config, sources_of(config), machine, packed=True)
 
 
 def test_printed_cache_sizes() -> None:
@@ -80,11 +80,11 @@ def test_the_host_holds_one_copy_of_the_tables_however_many_cards(flash: MemoryP
 
 def test_models_without_engram_have_no_second_table() -> None:
     config = parse_model_config(preset_config("tiny", packed=True), "tiny")
-    found = plan_memory(config, sources_of(config), Machine(Device("h", GB, GB), ()))
+    found = plan_memory(config, sources_of(config), Machine(Device("h", GB, GB), ()), packed=True)
     assert found.gpus_with_tables == () and {fit.tables for fit in (*found.here, *found.gpus)} == {"none"}
 
 
 def test_as_many_cards_are_planned_for_as_divide_the_model() -> None:
     config = parse_model_config(preset_config("v41-flash", packed=True), "v41-flash")
     machine = Machine(Device("h", GB, GB), tuple(Device("card", 150 * GB, 150 * GB) for _ in range(7)))
-    assert {fit.count for fit in plan_memory(config, sources_of(config), machine).here} == {1, 4}
+    assert {fit.count for fit in plan_memory(config, sources_of(config), machine, packed=True).here} == {1, 4}

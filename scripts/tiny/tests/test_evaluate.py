@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from spyglass.tiny_world.answers import is_thought
+from spyglass.prompt.answers import is_thought
 from spyglass.tiny_world.cases import case_words, make_case
 from spyglass.tiny_world.evaluate import Report, Verdict, evaluate
 from spyglass.tiny_world.questions import IMAGE_LEFT_OUT, KINDS, WITHOUT_PAIRS

@@ -13,8 +13,8 @@ from numpy.random import default_rng
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from scripts.tiny.tests.eyes import PALETTE, Seen, see
+from spyglass.prompt.answers import parse_answer
 from spyglass.prompt.plan import plan_image
-from spyglass.tiny_world.answers import parse_answer
 from spyglass.tiny_world.asking import World
 from spyglass.tiny_world.cases import Case, make_case
 from spyglass.tiny_world.images import MUTED, PHOTOS, draw, invert, label_box, label_mask, shade, shape_mask

@@ -73,6 +73,13 @@ def test_a_refused_count_says_its_range() -> None:
         EngineConfig(threads=0)
 
 
+def test_a_context_length_above_the_models_own_is_refused_and_never_cut() -> None:
+    assert EngineConfig().context_length(4096) == 4096
+    assert [EngineConfig(max_length=length).context_length(4096) for length in (1, 4095, 4096)] == [1, 4095, 4096]
+    with pytest.raises(ConfigError, match=r"^max_length \(--max-model-len\) is 4,097, and .* is 4,096 tokens"):
+        EngineConfig(max_length=4097).context_length(4096)
+
+
 def test_caches_may_be_off() -> None:
     EngineConfig(prefix_cache_bytes=0, image_cache_bytes=0, images=0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from spyglass.config.hub import HubId, hub_name, read_hub_id
 from spyglass.config.shipped import SHIPPED, model_name
+from spyglass.errors import ConfigError
 from tests.unit.config.fake_hub import Hub, serving
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -184,3 +186,25 @@ def test_a_hub_id_is_an_organisation_a_name_and_perhaps_a_revision_or_the_addres
     text: str, expected: HubId | None
 ) -> None:
     assert read_hub_id(text) == expected
+
+
+@pytest.mark.parametrize("start", ["https://huggingface.co", "http://www.huggingface.co", "hf.co", "HuggingFace.co"])
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("", "ORG/NAME[@revision]"),
+        ("/", "ORG/NAME[@revision]"),
+        ("/org", "ORG/NAME[@revision]"),
+        ("/org/", "ORG/NAME[@revision]"),
+        ("/datasets/name", "ORG/NAME[@revision]"),
+        ("/spaces/org/name", "ORG/NAME[@revision]"),
+        ("/models?search=vision", "ORG/NAME[@revision]"),
+        ("/org/name/blob/main/config.json", "org/name"),
+        ("/org/name/discussions", "org/name"),
+    ],
+)
+def test_an_address_of_the_hub_that_is_no_models_page_is_refused_with_the_right_form(
+    start: str, path: str, right: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"a model is named {right}, or https://huggingface.co/ORG/NAME")):
+        read_hub_id(start + path)

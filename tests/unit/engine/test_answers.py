@@ -87,7 +87,9 @@ def test_an_answer_ends_at_max_tokens() -> None:
 
 def test_without_max_tokens_an_answer_ends_at_the_models_limit() -> None:
     config = engine_config()
-    assert make_engine(ScriptedModel([]), config, max_length=10**6).max_length == config.text.max_position_embeddings
+    limit = config.text.max_position_embeddings
+    assert make_engine(ScriptedModel([]), config).max_length == limit
+    assert make_engine(ScriptedModel([]), config, max_length=limit).max_length == limit
     for most in (None, 15):
         output = one(make_engine(ScriptedModel([5] * 20), config, max_length=10), max_tokens=most)
         assert (len(output.token_ids), output.finish_reason) == (7, "length")

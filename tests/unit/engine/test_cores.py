@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,3 +114,23 @@ def test_threads_that_the_environment_binds_are_those_of_torch(monkeypatch: pyte
     assert default_threads(reads=False) == 192
     monkeypatch.setenv("OMP_PROC_BIND", "false")
     assert default_threads(reads=False) == 1
+
+
+@pytest.mark.slow
+def test_a_later_model_of_a_process_gets_the_default_whatever_an_earlier_one_was_given() -> None:
+    """Threads are set for the whole process; what an earlier model asked for is no more than its own choice."""
+    code = """
+import torch
+from spyglass.config.engine import EngineConfig
+from spyglass.config.shipped import find_model
+from spyglass.engine.cores import default_threads
+from spyglass.engine.load import load_ranks
+path, cpu = find_model("spyglass-tiny-v4"), torch.device("cpu")
+torch.set_num_threads(3)
+default, found = default_threads(), []
+for threads in (1, None, 2, None):
+    loaded = load_ranks(path, EngineConfig(threads=threads), cpu, progress=False)
+    found.append(torch.get_num_threads())
+assert found == [1, default, 2, default], (found, default)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -10,7 +10,6 @@ import torch
 
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.cache.prefix import PrefixCache
-from spyglass.engine.checks import check_step_size
 from spyglass.engine.engine import Engine
 from spyglass.engine.request import RequestOutput, SamplingParams
 from spyglass.engine.scheduler import StuckError
@@ -92,7 +91,7 @@ def test_a_step_smaller_than_a_picture_is_refused_at_the_start(model: Any) -> No
 def test_pictures_that_may_be_cut_need_no_step_of_their_size() -> None:
     config = small_v41_config()
     assert config.vision is not None and config.vision.max_tokens > 8
-    check_step_size(config, EngineConfig(max_step_tokens=8))
+    EngineConfig(max_step_tokens=8).check_model(config)
 
 
 def test_a_prompt_of_nothing_and_pictures_unlike_their_plans_are_refused(model: Any) -> None:

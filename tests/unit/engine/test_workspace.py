@@ -14,7 +14,7 @@ from spyglass.engine.request import SamplingParams
 from spyglass.engine.warm_up import largest_images
 from spyglass.engine.workspace import estimated_step, with_pace, with_room
 from spyglass.errors import CapacityError
-from spyglass.plan import USABLE
+from spyglass.plan import USABLE, decoded_bytes
 from spyglass.prompt.build import prompt_from_parts
 from tests.engine_parts import engine_config, mixed_parts
 from tests.small_models import small_config
@@ -24,8 +24,8 @@ from tests.unit.engine.test_warm_up import Watched
 OPTIONS = EngineConfig(max_step_tokens=64, max_sequences=4, image_cache_bytes=1000)
 
 
-def loaded(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"), model=None)
+def loaded(config: Any, dtype: torch.dtype = torch.bfloat16, stored: bool = False) -> Any:
+    return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"), model=None, stores_rows=stored)
 
 
 @pytest.fixture
@@ -71,6 +71,17 @@ def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> 
     assert estimated_step(OPTIONS, loaded(blind.config, torch.float32)) == 2 * estimated_step(OPTIONS, blind)
     longer = replace(OPTIONS, max_step_tokens=128)
     assert estimated_step(longer, sees) > 1.5 * estimated_step(OPTIONS, sees)
+
+
+def test_rows_that_lie_as_codes_are_decoded_in_memory_of_every_thread() -> None:
+    config = small_config(vision_n_layers=0)
+    for options, number in ((OPTIONS, 2), (replace(OPTIONS, max_length=20), 2), (OPTIONS, 4)):
+        dtype = torch.float32 if number == 4 else torch.bfloat16
+        longest = options.max_length or config.text.max_position_embeddings
+        more = estimated_step(options, loaded(config, dtype, stored=True)) - estimated_step(
+            options, loaded(config, dtype)
+        )
+        assert more == decoded_bytes(config.text, longest, torch.get_num_threads(), number) > 0
 
 
 def test_the_tower_counts_for_a_steps_worth_of_patches_or_one_picture_if_that_is_more() -> None:

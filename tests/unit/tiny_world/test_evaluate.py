@@ -14,7 +14,7 @@ from PIL import Image
 from spyglass.cli.main import main
 from spyglass.engine.request import RequestOutput, SamplingParams, Usage
 from spyglass.errors import ConfigError
-from spyglass.tiny_world.answers import is_right, overlap, parse_answer
+from spyglass.prompt.answers import is_right, overlap, parse_answer
 from spyglass.tiny_world.cases import EFFORT, Case, make_case
 from spyglass.tiny_world.evaluate import evaluate
 from spyglass.tiny_world.questions import KINDS

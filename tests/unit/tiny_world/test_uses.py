@@ -17,11 +17,11 @@ from spyglass.config.read import read_model_config
 from spyglass.config.shipped import find_model
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import ConfigError
+from spyglass.prompt.answers import read_calls, read_json
 from spyglass.prompt.build import build_prompt
 from spyglass.prompt.tokenizer import PromptTokenizer, load_tokenizer
 from spyglass.prompt.tokens import Prompt
 from spyglass.tiny_world import sayings
-from spyglass.tiny_world.answers import read_calls, read_json
 from spyglass.tiny_world.cases import SPLITS, Case, Split
 from spyglass.tiny_world.evaluate import evaluate
 from spyglass.tiny_world.forms import PLACES

@@ -48,6 +48,29 @@ def test_without_patience_every_step_is_done_and_the_best_still_kept(tmp_path: P
     assert step == 60 and abs(kept - 0.5) < 0.06 and held.best_step < 60
 
 
+def test_exact_match_by_task_is_told_with_the_loss_and_handed_to_the_log_once(tmp_path: Path) -> None:
+    counts = iter([{"colour": (1, 3), "shape": (0, 1)}, {"colour": (3, 3), "shape": (1, 1)}])
+    weight, told = torch.nn.Parameter(torch.zeros(())), list[str]()
+    losses = iter([3.0, 2.0])
+    held = HeldOut(
+        lambda number: MicroLoss(loss=torch.tensor(next(losses)), targets=1),
+        1, {"w": weight}, steps=1, every=1, patience=1, tell=told.append, exact=lambda: next(counts),
+    )  # fmt: skip
+    held.begin()
+    held.after_step(0)
+    assert told == [
+        "held out: loss 3.0000, exact match 1 of 4 (colour 1 of 3, shape 0 of 1) after step 0",
+        "held out: loss 2.0000, exact match 4 of 4 (colour 3 of 3, shape 1 of 1) after step 1, the best so far",
+    ]
+    assert held.best_match == ", exact match 4 of 4 (colour 3 of 3, shape 1 of 1)"
+    rows = [(row.step, row.loss, row.task, row.right, row.asked) for row in held.measured()]
+    assert rows == [
+        (0, 3.0, "", 1, 4), (0, 3.0, "colour", 1, 3), (0, 3.0, "shape", 0, 1),
+        (1, 2.0, "", 4, 4), (1, 2.0, "colour", 3, 3), (1, 2.0, "shape", 1, 1),
+    ]  # fmt: skip
+    assert held.measured() == []
+
+
 def test_a_loss_is_the_mean_over_all_targets() -> None:
     losses = [MicroLoss(loss=torch.tensor(6.0), targets=2), MicroLoss(loss=torch.tensor(2.0), targets=6)]
     held = HeldOut(losses.__getitem__, 2, {}, steps=1, every=1, patience=1, tell=lambda line: None)

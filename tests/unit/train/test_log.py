@@ -13,7 +13,17 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spyglass.errors import ConfigError
-from spyglass.train.log import EVENTS_NAME, Row, TrainLog, plot_loss, read_log, require_wandb
+from spyglass.train.log import (
+    EVENTS_NAME,
+    HELD_OUT_NAME,
+    HeldOutRow,
+    Row,
+    TrainLog,
+    plot_loss,
+    read_log,
+    read_rows,
+    require_wandb,
+)
 
 
 class Terminal(io.StringIO):
@@ -52,6 +62,32 @@ def test_tensorboard_shows_what_the_csv_says_also_after_a_run_that_was_killed(tm
         "rate": [(row.step, np.float32(row.rate)) for row in rows],
         "norm": [(row.step, np.float32(row.norm)) for row in rows],
         "tokens per second": [(row.step, 200 * row.step) for row in rows],
+    }
+
+
+def test_measurements_of_held_out_chats_are_in_a_file_and_tensorboard_and_a_resumed_run_goes_on_with_them(
+    tmp_path: Path,
+) -> None:
+    def held(step: int, task: str = "", right: int = 1, asked: int = 2) -> HeldOutRow:
+        return HeldOutRow(step=step, loss=4.0 / (step + 1), task=task, right=right, asked=asked)
+
+    log = TrainLog(tmp_path, done=0, steps=8, progress=False)
+    log.add([row(1, 1.0)], [held(0), held(0, "colour", 0, 1)])
+    log.add([row(2, 0.5), row(3, 0.4)], [held(2), held(3)])
+    log.close()
+    log = TrainLog(tmp_path, done=2, steps=8, progress=False)
+    log.add([row(3, 0.3)], [held(0), held(3, right=0, asked=0)])
+    log.close()
+    assert read_rows(tmp_path / HELD_OUT_NAME, HeldOutRow) == [
+        held(0), held(0, "colour", 0, 1), held(2), held(3, right=0, asked=0)
+    ]  # fmt: skip
+    events = EventAccumulator(str(tmp_path / EVENTS_NAME))
+    events.Reload()
+    shown = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if "held" in tag}
+    assert shown == {
+        "held-out loss": [(0, 4.0), (2, np.float32(4 / 3)), (3, 1.0)],
+        "held-out exact match": [(0, 0.5), (2, 0.5)],
+        "held-out exact match/colour": [(0, 0.0)],
     }
 
 
