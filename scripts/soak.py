@@ -379,7 +379,7 @@ async def _settle(client: httpx.AsyncClient, tally: Tally) -> None:
     """Within a second nothing may be under way, and the server is well."""
     await asyncio.sleep(1.0)
     numbers = (await client.get("/metrics")).text
-    for name in ("spyglass:answers_under_way", "vllm:num_requests_running", "spyglass:failed_steps_total"):
+    for name in ("spyglass:num_requests_in_flight", "vllm:num_requests_running", "spyglass:failed_steps_total"):
         found = re.search(rf"^{name}{{.*}} (\S+)$", numbers, re.MULTILINE)
         if found is None or float(found[1]) != 0:
             tally.wrong.append(f"{name} is {found and found[1]} at the end")

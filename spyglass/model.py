@@ -58,7 +58,7 @@ class ModelOptions:
 
     build: BuildContext
     numerics: Numerics
-    pictures: bool = True
+    images: bool = True
     vision_graphs: bool = False
 
 
@@ -80,7 +80,7 @@ class VisionLanguageModel(nn.Module):
         self.aligner: Aligner | None = None
         self.vision_graphs: VisionGraphs | None = None
         self.learned = nn.ModuleDict()
-        if config.vision is not None and options.pictures:
+        if config.vision is not None and options.images:
             self.vision = VisionTower(config.vision, build)
             self.aligner = Aligner(config.vision, build)
             if options.vision_graphs:
@@ -128,11 +128,11 @@ class VisionLanguageModel(nn.Module):
             PromptError: the model has no tower.
         """
         if self.vision is None or self.aligner is None:
-            raise PromptError(self._no_pictures())
+            raise PromptError(self._no_images())
         if self.vision_graphs is not None:
             return self.vision_graphs(images)
         rows_UY = self.vision(images)
-        out: torch.Tensor = self.aligner(rows_UY, images.grids_I2, images.slot_I)
+        out: torch.Tensor = self.aligner(rows_UY, images.grids_I2, images.adapter_I)
         return out
 
     def embed(self, batch: Batch, image_rows_IC: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,12 +145,12 @@ class VisionLanguageModel(nn.Module):
         """
         x_TC = self.embedding(batch.ids_T)
         if batch.has_images:
-            x_TC = self._place_pictures(x_TC, batch, image_rows_IC)
+            x_TC = self._place_images(x_TC, batch, image_rows_IC)
         return x_TC[:, None].expand(-1, self._streams, -1).contiguous()
 
-    def _place_pictures(self, x_TC: torch.Tensor, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
+    def _place_images(self, x_TC: torch.Tensor, batch: Batch, image_rows_IC: torch.Tensor | None) -> torch.Tensor:
         if self.vision is None:
-            raise PromptError(self._no_pictures())
+            raise PromptError(self._no_images())
         kinds_T = batch.kinds_T.long()
         # fp32 and index_select: the gradient of a row that thousands share is summed in fp32, without a sort
         summed = torch.promote_types(x_TC.dtype, torch.float32)
@@ -193,10 +193,10 @@ class VisionLanguageModel(nn.Module):
         hidden_TC, _ = self.text(self.embed(batch, image_rows_IC), batch, cache)
         return self.logits(hidden_TC, batch.logit_rows_R)
 
-    def _no_pictures(self) -> str:
+    def _no_images(self) -> str:
         if self.config.vision is None:
-            return "this checkpoint has no vision tower and takes no pictures; send text only, or load a vision model"
-        return "this model was loaded without its vision tower and takes no pictures; load it with images=True"
+            return "this checkpoint has no vision tower and takes no images; send text only, or load a vision model"
+        return "this model was loaded without its vision tower and takes no images; load it with images=True"
 
 
 def _text_build(config: ModelConfig, options: ModelOptions) -> LayerContext:
@@ -206,7 +206,7 @@ def _text_build(config: ModelConfig, options: ModelOptions) -> LayerContext:
         build=options.build,
         rounding=config.text.reference_rounding if reference else Rounding(),
         stepwise=reference,
-        pictures=config.vision is not None and options.pictures,
+        images=config.vision is not None and options.images,
     )
 
 
@@ -285,7 +285,7 @@ def load_model(
         by_reference = build.ops.chosen["experts_grouped"] == "reference"
         build = replace(build, host=HostSide(host_experts, place, places=PLACES, reference=by_reference))
     graphs = vision_graphs == "on" or (vision_graphs == "auto" and why_not(build) is None)
-    options = ModelOptions(build=build, numerics=chosen, pictures=images, vision_graphs=graphs)
+    options = ModelOptions(build=build, numerics=chosen, images=images, vision_graphs=graphs)
     model = VisionLanguageModel(config, options)
     model.eval()
     if checkpoint is None:

@@ -87,28 +87,28 @@ class NumbersReport:
         }
 
 
-def compare_ops(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int] = ()) -> NumbersReport:
-    """Each op against its reference in the fixed prompt, without an adapter and with each of those in `slots`.
+def compare_ops(loaded: LoadedModel, engram: EngramFeed | None, adapter_ids: Sequence[int] = ()) -> NumbersReport:
+    """Each op against its reference in the fixed prompt, without an adapter and with each of those in `adapter_ids`.
 
     Of a divided model every process calls this at the same time; `engram` is rank 0's.
     """
     began, ops = time.perf_counter(), loaded.model.options.build.ops
     watch = _Comparison(loaded)
-    for slot in (0, *slots):
+    for adapter_id in (0, *adapter_ids):
         # small work: on a busy machine threads that wait for one another would take half a minute
         with torch.inference_mode(), _one_thread(), ops.watched(watch):
-            _Probe(loaded, engram, slot).run("eager")
+            _Probe(loaded, engram, adapter_id).run("eager")
     watch.look_at_the_host(loaded)
     mismatches = tuple(watch.mismatches.values())
     return NumbersReport(mismatches=mismatches, compared=watch.compared, seconds=time.perf_counter() - began)
 
 
-def compare_path(loaded: LoadedModel, engram: EngramFeed | None, slots: Sequence[int] = ()) -> NumbersReport:
+def compare_path(loaded: LoadedModel, engram: EngramFeed | None, adapter_ids: Sequence[int] = ()) -> NumbersReport:
     """The fixed prompt as it will run in service, against the ops one by one; called as `compare_ops`."""
     began, differs = time.perf_counter(), list[Mismatch]()
-    for slot in (0, *slots):
+    for adapter_id in (0, *adapter_ids):
         with torch.inference_mode():
-            difference = _path_differs(_Probe(loaded, engram, slot))
+            difference = _path_differs(_Probe(loaded, engram, adapter_id))
         if difference is not None:
             where = f"states of a fixed prompt{_rank(loaded)}: {difference}"
             differs.append(Mismatch(WHOLE_PATH, loaded.model.capture_backend, where))
@@ -188,8 +188,8 @@ class _Comparison:
 class _Probe:
     """The fixed prompt in steps, with memory of its own."""
 
-    def __init__(self, loaded: LoadedModel, engram: EngramFeed | None, slot: int) -> None:
-        self._loaded, self._engram, self._slot = loaded, engram, slot
+    def __init__(self, loaded: LoadedModel, engram: EngramFeed | None, adapter_id: int) -> None:
+        self._loaded, self._engram, self._adapter_id = loaded, engram, adapter_id
         config, self._images = loaded.config, None
         vocab = config.text.vocab_size
         ids = [config.bos_token_id or 0, *((7 * np.arange(_TEXT_TOKENS + _CHUNK + _SINGLE) + 3) % vocab).tolist()]
@@ -206,7 +206,7 @@ class _Probe:
                 [plan.vit_grid for plan in self._prompt.plans],
                 config.vision,
                 device=loaded.device,
-                slots=[slot],
+                adapter_ids=[adapter_id],
             )
 
     def run(self, backend: Backend | None) -> list[torch.Tensor]:
@@ -228,7 +228,7 @@ class _Probe:
         model = self._loaded.model
         if backend != "eager" or model.vision is None or model.aligner is None:
             return model.encode_images(images)
-        out: torch.Tensor = model.aligner(model.vision(images), images.grids_I2, images.slot_I)
+        out: torch.Tensor = model.aligner(model.vision(images), images.grids_I2, images.adapter_I)
         return out
 
     def _memory(self) -> tuple[dict[tuple[str, int], torch.Tensor], dict[str, NDArray[np.int32]]]:
@@ -255,7 +255,7 @@ class _Probe:
                 range(stop - start),
                 visible_T2=prompt.visible_T2[start:stop] if seen else None,
                 image_index_T=prompt.image_row_T[start:stop] if seen else None,
-                slot=self._slot,
+                adapter_id=self._adapter_id,
             )
 
     def _fetch(self, step: StepInput) -> Callable[[], Mapping[int, torch.Tensor]] | None:

@@ -178,7 +178,7 @@ def plan_memory(
     )
 
 
-def require_room(
+def require_memory(
     path: str | os.PathLike[str],
     free: int,
     *,

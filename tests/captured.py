@@ -26,7 +26,11 @@ def op_by_op(self: Capture, key: Any, run: Callable[[], Any], **_: Any) -> Any:
 
 
 def decode(
-    model: Any, *, slots: Sequence[int] = (0,) * len(LENGTHS), store: EngramStore | None = None, steps: int = STEPS
+    model: Any,
+    *,
+    adapter_ids: Sequence[int] = (0,) * len(LENGTHS),
+    store: EngramStore | None = None,
+    steps: int = STEPS,
 ) -> tuple[list[StepResult], Memory, StepRunner]:
     """Prompts of LENGTHS one by one, then tokens of all of them together; fewer sequences towards the end."""
     build, text = model.options.build, model.config.text
@@ -46,7 +50,7 @@ def decode(
                 start,
                 memory.tables[n],
                 [stop - start - 1],
-                slot=slots[n],
+                adapter_id=adapter_ids[n],
             )
             for n, start, stop in spans
         ]

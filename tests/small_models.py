@@ -127,7 +127,7 @@ def empty_model(
     memory."""
     bound = bind_ops(device, str(dtype).removeprefix("torch."), "reference") if ops is None else ops
     build = BuildContext(ops=bound, device=torch.device(device), dtype=dtype, expand=expand, host=host)
-    return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, pictures=pictures)).eval()
+    return VisionLanguageModel(config, ModelOptions(build=build, numerics=numerics, images=pictures)).eval()
 
 
 def small_model(seed: int = 0, *, packed: bool = False, config: ModelConfig | None = None, **options: Any) -> Any:

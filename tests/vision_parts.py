@@ -83,15 +83,15 @@ class Vision:
     def slots(self) -> list[WeightSlot]:
         return [*weight_slots(self.tower), *weight_slots(self.aligner)]
 
-    def pack(self, patches: list[NDArray[Any]], grids: list[Grid], slots: list[int] | None = None) -> ImageBatch:
-        return pack_images(patches, grids, self.config, device=self.device, slots=slots)
+    def pack(self, patches: list[NDArray[Any]], grids: list[Grid], adapter_ids: list[int] | None = None) -> ImageBatch:
+        return pack_images(patches, grids, self.config, device=self.device, adapter_ids=adapter_ids)
 
     def encode(self, patches: list[NDArray[Any]], grids: list[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the tower [U, Y] and of the aligner [I, C]."""
         images = self.pack(patches, grids)
         with torch.no_grad():
             rows_UY = self.tower(images)
-            return rows_UY, self.aligner(rows_UY, images.grids_I2, images.slot_I)
+            return rows_UY, self.aligner(rows_UY, images.grids_I2, images.adapter_I)
 
 
 def full_name(slot: WeightSlot) -> str:

@@ -83,11 +83,11 @@ class Memory:
     def decode(self, rows: int, entries: int = 1024) -> dict[str, Any]:
         """Rows at the end of sequences of their own, whose pages nobody else has read just now."""
         position = torch.randint(W, 60000, (rows,))
-        picks = torch.rand(rows, entries).argsort(1)[:, :X].sort(1).values
+        topk_indices = torch.rand(rows, entries).argsort(1)[:, :X].sort(1).values
         return {
             "q": (1.5 * torch.randn(rows, H, D, device=DEV)).to(self.window.dtype),
             "window": (self.window, self.table(rows, 3), ints(range(rows)), ints(position - W + 1), ints(position)),
-            "pool": (self.pool, self.table(rows, entries // PAGE), ints([entries] * rows), ints(picks)),
+            "pool": (self.pool, self.table(rows, entries // PAGE), ints([entries] * rows), ints(topk_indices)),
             "sink": torch.randn(H, device=DEV),
             "turn": turn(rows),
         }
@@ -101,8 +101,8 @@ def turn(rows: int) -> Turn:
     return Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=True)
 
 
-def edges(rows: int, dtype: torch.dtype, picks: bool, page: int = PAGE) -> dict[str, Any]:
-    """What can go wrong: pages of NaN, rows without keys, wrapped rings, picks of nothing, spans that look ahead."""
+def edges(rows: int, dtype: torch.dtype, topk_indices: bool, page: int = PAGE) -> dict[str, Any]:
+    """What can go wrong: pages of NaN, rows without keys, wrapped rings, indices of nothing, spans that look ahead."""
     seqs, entries, ring = 3, 700, 9
     window = torch.full((seqs * ring + 2, PAGE, D), NAN, device=DEV, dtype=dtype)
     pool = torch.full((seqs * -(-entries // page) + 2, page, D), NAN, device=DEV, dtype=dtype)
@@ -132,10 +132,10 @@ def edges(rows: int, dtype: torch.dtype, picks: bool, page: int = PAGE) -> dict[
     return {
         "q": (1.5 * torch.randn(rows, H, D, device=DEV)).to(dtype),
         "window": (window, window_table, ints(seq), ints(lo), ints(hi)),
-        "pool": (pool, pool_table, ints(visible), ints(chosen) if picks else None),
+        "pool": (pool, pool_table, ints(visible), ints(chosen) if topk_indices else None),
         "sink": torch.randn(H, device=DEV),
         "turn": turn(rows),
-        "widths": (400, X if picks else entries),
+        "widths": (400, X if topk_indices else entries),
     }
 
 
@@ -148,10 +148,15 @@ def expected(case: dict[str, Any], turned: bool, pooled: bool, rows: Any = slice
     lists = [x[rows] for x in lists]
     options: dict[str, Any] = {"scale": SCALE, "window_width": max(1, int((lists[2] - lists[1]).max()) + 1)}
     if pooled:
-        pool, pool_table, visible, picks = case["pool"]
-        width = picks.shape[1] if picks is not None else int(visible.max())
-        picks = None if picks is None else picks[rows]
-        options |= {"pool_NBD": pool, "pool_table_SP": pool_table, "visible_T": visible[rows], "picks_TX": picks}
+        pool, pool_table, visible, topk_indices = case["pool"]
+        width = topk_indices.shape[1] if topk_indices is not None else int(visible.max())
+        topk_indices = None if topk_indices is None else topk_indices[rows]
+        options |= {
+            "pool_NBD": pool,
+            "pool_table_SP": pool_table,
+            "visible_T": visible[rows],
+            "topk_indices_TX": topk_indices,
+        }
         options["pool_width"] = width
     out = attention_reference.sparse_attention(q, pages, table, *lists, case["sink"], **options)
     return rope_reference.rope_partial(out, cos, sin, inverse=True) if turned else out
@@ -253,12 +258,12 @@ def attention_prefill(report: Report, memory: Memory) -> None:
     table = ints(torch.randperm(memory.pages)[: rows // PAGE][None])
     for entries in (1024, 8192):
         pool_table = ints(torch.randperm(memory.pages)[: entries // PAGE][None])
-        picks = torch.rand(rows, entries).argsort(1)[:, :X].sort(1).values
+        topk_indices = torch.rand(rows, entries).argsort(1)[:, :X].sort(1).values
         zero = ints([0] * rows)
         case = {
             "q": (1.5 * torch.randn(rows, H, D, device=DEV)).to(BF),
             "window": (memory.window, table, zero, ints(lo), ints(position)),
-            "pool": (memory.pool, pool_table, zero + entries, ints(picks)),
+            "pool": (memory.pool, pool_table, zero + entries, ints(topk_indices)),
             "sink": torch.randn(H, device=DEV),
             "turn": turn(rows),
         }
@@ -291,8 +296,8 @@ def attention_prefill(report: Report, memory: Memory) -> None:
 
 def attention_float32(report: Report) -> None:
     """Values alone: rows of fp32, odd page sizes."""
-    for picks in (True, False):
-        case = edges(5, torch.float32, picks, page=4)
+    for topk_indices in (True, False):
+        case = edges(5, torch.float32, topk_indices, page=4)
         for splits in (1, 3):
             launch = Launch(heads=16, keys=16, splits=splits, warps=4, stages=1)
             for turned in (False, True):
@@ -301,7 +306,7 @@ def attention_float32(report: Report) -> None:
                     poison()
                     return {"error": judge(run(case, launch, turned), expected(case, turned, True), 1e-4)}
 
-                report.guard("fp32", f"picks {picks} splits {splits} turned {turned}", one)
+                report.guard("fp32", f"topk_indices {topk_indices} splits {splits} turned {turned}", one)
 
 
 def fp4(*shape: int) -> torch.Tensor:
@@ -321,13 +326,13 @@ def index_case(rows: int, visible: torch.Tensor, keys: torch.Tensor, seqs: int) 
 
 
 def agreement(got: torch.Tensor, scores: torch.Tensor, k: int) -> float:
-    """Share of rows whose picks are the reference's; others may differ by entries whose scores differ by rounding."""
+    """Share of rows whose indices are the reference's; others may differ by entries whose scores differ by rounding."""
     want = topk_reference._pick(scores, min(k, scores.shape[1]), None)
     same = (got == want).all(1)
     for row in (~same).nonzero()[:, 0].tolist():
         mine = got[row][got[row] >= 0].long()
         if len(mine) != int((want[row] >= 0).sum()) or bool((mine.diff() <= 0).any()):
-            raise RuntimeError(f"row {row}: {len(mine)} picks, not ascending or not as many as wanted")
+            raise RuntimeError(f"row {row}: {len(mine)} indices, not ascending or not as many as wanted")
         bar = scores[row][want[row][want[row] >= 0].long()].min()
         worst = scores[row][mine].min()
         if bool(worst < bar - 0.02 * bar.abs() - 1e-3):
@@ -353,14 +358,18 @@ def selection(report: Report) -> None:
                 if group:
                     padded = torch.nn.functional.pad(scores, (0, -length % group), value=-float("inf"))
                     groups = padded.unflatten(1, (-1, group)).amax(-1)
-                picks = torch.full((5, min(512, length)), 7777777, device=DEV, dtype=torch.int32)
-                topk_triton.select(scores, groups, visible, picks, 512, group=group)
+                topk_indices = torch.full((5, min(512, length)), 7777777, device=DEV, dtype=torch.int32)
+                topk_triton.select(scores, groups, visible, topk_indices, 512, group=group)
                 want = topk_reference._pick(scores.float(), min(512, length), None)
-                if not torch.equal(picks, want):
-                    raise RuntimeError(f"{int((picks != want).any(1).sum())} rows of 5 differ")
+                if not torch.equal(topk_indices, want):
+                    raise RuntimeError(f"{int((topk_indices != want).any(1).sum())} rows of 5 differ")
                 return {
                     "us": timed(
-                        [lambda: topk_triton.select(scores[:1], groups[:1], visible[:1], picks[:1], 512, group=group)]
+                        [
+                            lambda: topk_triton.select(
+                                scores[:1], groups[:1], visible[:1], topk_indices[:1], 512, group=group
+                            )
+                        ]
                         * 5
                     )
                 }
@@ -604,17 +613,17 @@ def warm(part: int, parts: int) -> None:
 def try_streams(part: int) -> None:
     """Values of the streaming kernel on a few rows, in a process that may be killed."""
     torch.manual_seed(part)
-    cases = {(rows, picks): edges(rows, BF, picks) for rows in (3, 150) for picks in (True, False)}
+    cases = {(rows, topk_indices): edges(rows, BF, topk_indices) for rows in (3, 150) for topk_indices in (True, False)}
     kinds = [(p, s, t, True) for p in (True, False) for s in (1, 3) for t in (True, False)]
     kinds += [(True, s, t, False) for s in (1, 3) for t in (True, False)]
     good = True
-    for picks, splits, turned, pooled in kinds[part::STREAM_PARTS]:
+    for topk_indices, splits, turned, pooled in kinds[part::STREAM_PARTS]:
         for rows in (3, 150):
-            what = f"stream rows {rows} picks {picks} splits {splits} turned {turned} pooled {pooled}"
+            what = f"stream rows {rows} topk_indices {topk_indices} splits {splits} turned {turned} pooled {pooled}"
             try:
                 poison()
-                got = run(cases[rows, picks], launch_of((64, 64, splits, STREAM, 2)), turned, pooled)
-                print(what, judge(got, expected(cases[rows, picks], turned, pooled), 2e-2), flush=True)
+                got = run(cases[rows, topk_indices], launch_of((64, 64, splits, STREAM, 2)), turned, pooled)
+                print(what, judge(got, expected(cases[rows, topk_indices], turned, pooled), 2e-2), flush=True)
             except Exception as error:
                 print(what, repr(error)[:300], flush=True)
                 good = False

@@ -68,10 +68,10 @@ def main() -> None:
         x, routing = torch.randn(rows, HIDDEN, device=DEV).bfloat16(), torch.rand(rows, CHOSEN, device=DEV)
         sets, times, errors = list(choices(rows)), [], []
         for count in (0, 1, 8):
-            slots = torch.arange(rows, device=DEV, dtype=torch.int32) % count + 1 if count else None
-            if slots is not None and count == 8:
-                slots[::5] = 0
-            options = {"limit": 10.0, "rounding": ROUNDING, "slot_T": slots, "adapters": held.get(count)}
+            adapter_ids = torch.arange(rows, device=DEV, dtype=torch.int32) % count + 1 if count else None
+            if adapter_ids is not None and count == 8:
+                adapter_ids[::5] = 0
+            options = {"limit": 10.0, "rounding": ROUNDING, "adapter_T": adapter_ids, "adapters": held.get(count)}
             torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
             found = experts_grouped(x, sets[0], routing, *weights, **options)
             torch.use_deterministic_algorithms(False)

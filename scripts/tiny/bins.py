@@ -121,7 +121,7 @@ def lay_out(
     real = [n < len(group) for group, filled in zip(bins, whole, strict=True) for n in range(len(filled))]
     lengths = np.array([len(sample.prompt) for sample in samples])
     tables, entries = _places(whole, text, capacity.length)
-    steps = sequence_steps(samples, tables, text, slot=0)
+    steps = sequence_steps(samples, tables, text, adapter_id=0)
     frame = Frames(text, dict.fromkeys(tables[0], 1)).exact(join_inputs(steps), {})
     batch, cache = frame.batch, frame.cache
     out: Arrays = {
@@ -329,7 +329,9 @@ def image_rows_of(
     cos_UR, sin_UR = (
         torch.cat([angle.index_select(0, row_U), angle.index_select(0, column_U)], dim=1) for angle in angles
     )
-    return PackedRows(cos_UR=cos_UR, sin_UR=sin_UR, cu_seqlens_I1=tensors["borders_I1"], offsets=offsets, slot_U=None)
+    return PackedRows(
+        cos_UR=cos_UR, sin_UR=sin_UR, cu_seqlens_I1=tensors["borders_I1"], offsets=offsets, adapter_U=None
+    )
 
 
 class _Cells(torch.autograd.Function):

@@ -274,14 +274,16 @@ class Attention:
         *,
         scale: float,
         pool_NBD: torch.Tensor | None = None,
-        picks_TX: torch.Tensor | None = None,
+        topk_indices_TX: torch.Tensor | None = None,
         turn: Turn | None = None,
         **places: Any,
     ) -> torch.Tensor:
         if turn is not None:
             q_THD = row_finish(q_THD, turn.cos_TR, turn.sin_TR, eps=turn.eps, stepwise=turn.stepwise)
         masks = self.state.masks
-        assert masks is not None and picks_TX is None, "training attends all entries; raise index_topk or shorten bins"
+        assert masks is not None and topk_indices_TX is None, (
+            "training attends all entries; raise index_topk or shorten bins"
+        )
         bins, length, _ = masks.window_BLL.shape
         keys, mask = window_NBD.view(bins, length, -1), masks.window_BLL
         if pool_NBD is not None:

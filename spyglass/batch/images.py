@@ -33,20 +33,22 @@ def pack_images(
     vision: VisionConfig,
     *,
     device: torch.device | str = "cpu",
-    slots: Sequence[int] | None = None,
+    adapter_ids: Sequence[int] | None = None,
 ) -> ImageBatch:
-    """Pack the images of one step, which `check_pictures` has seen, in the order given.
+    """Pack the images of one step, which `check_images` has seen, in the order given.
 
     `patches` per image [N, 3, p, p]: uint8 pixels, or floats already normalised. `vit_grids` (rows, columns) of
-    patches. `slots`: adapter of each image, 0 = none. Pixels stay uint8 when all images have pixels; otherwise all
-    become float32.
+    patches. `adapter_ids`: adapter of each image, 0 = none. Pixels stay uint8 when all images have pixels; otherwise
+    all become float32.
     """
     grids = tuple((int(rows), int(columns)) for rows, columns in vit_grids)
     return ImageBatch(
         patches_U=_join([_tensor(pixels) for pixels in patches], vision.patch_size).to(device),
         grids_I2=grids,
         cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
-        slot_I=torch.tensor([0] * len(grids) if slots is None else list(slots), dtype=torch.int32, device=device),
+        adapter_I=torch.tensor(
+            [0] * len(grids) if adapter_ids is None else list(adapter_ids), dtype=torch.int32, device=device
+        ),
     )
 
 
@@ -74,13 +76,13 @@ def share_images(images: ImageBatch, ranks: int, vision: VisionConfig) -> tuple[
                 patches_U=images.patches_U[cut].clone(),
                 grids_I2=grids,
                 cu_seqlens_I1=torch.tensor(offsets(grids), dtype=torch.int32, device=device),
-                slot_I=images.slot_I[run[0] : run[-1] + 1].clone(),
+                adapter_I=images.adapter_I[run[0] : run[-1] + 1].clone(),
             )
         )
     return parts, rows
 
 
-def check_pictures(
+def check_images(
     patches: Sequence[PatchArray], vit_grids: Sequence[Grid], image_positions: Sequence[int], vision: VisionConfig
 ) -> None:
     """Whether images can be packed; `image_positions`: IMAGE positions each fills in its prompt (`len(span.order)`).
@@ -91,11 +93,11 @@ def check_pictures(
     if len({len(patches), len(vit_grids), len(image_positions)}) > 1:
         missing = min(len(patches), len(vit_grids), len(image_positions))
         raise PromptError(
-            f"{len(patches)} pictures have patches, {len(vit_grids)} have a grid and {len(image_positions)} have image "
-            f"positions in the prompt; picture {missing} is missing from at least one of the three lists"
+            f"{len(patches)} images have patches, {len(vit_grids)} have a grid and {len(image_positions)} have image "
+            f"positions in the prompt; image {missing} is missing from at least one of the three lists"
         )
-    for picture, (pixels, grid, positions) in enumerate(zip(patches, vit_grids, image_positions, strict=True)):
-        _check_picture(picture, pixels, grid, positions, vision)
+    for image, (pixels, grid, positions) in enumerate(zip(patches, vit_grids, image_positions, strict=True)):
+        _check_image(image, pixels, grid, positions, vision)
 
 
 def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:
@@ -103,28 +105,26 @@ def offsets(grids: Sequence[Grid]) -> tuple[int, ...]:
     return (0, *accumulate(int(rows) * int(columns) for rows, columns in grids))
 
 
-def _check_picture(picture: int, pixels: PatchArray, grid: Grid, positions: int, vision: VisionConfig) -> None:
+def _check_image(image: int, pixels: PatchArray, grid: Grid, positions: int, vision: VisionConfig) -> None:
     rows, columns = grid
     side, ratio = vision.patch_size, vision.downsample_ratio
     if rows < 1 or columns < 1:
-        raise PromptError(f"picture {picture}: its grid is {rows} x {columns} patches; both must be at least 1")
+        raise PromptError(f"image {image}: its grid is {rows} x {columns} patches; both must be at least 1")
     if tuple(pixels.shape[1:]) != (3, side, side):
         raise PromptError(
-            f"picture {picture}: patches have shape {list(pixels.shape)}; "
-            f"expected [N, 3, {side}, {side}], channels first"
+            f"image {image}: patches have shape {list(pixels.shape)}; expected [N, 3, {side}, {side}], channels first"
         )
     if not _is_pixels(pixels) and not _is_float(pixels):
         raise PromptError(
-            f"picture {picture}: patches are {pixels.dtype}; give uint8 pixels or floats that are already normalised"
+            f"image {image}: patches are {pixels.dtype}; give uint8 pixels or floats that are already normalised"
         )
     if len(pixels) != rows * columns:
         raise PromptError(
-            f"picture {picture}: its grid of {rows} x {columns} needs {rows * columns} patches, "
-            f"{len(pixels)} were given"
+            f"image {image}: its grid of {rows} x {columns} needs {rows * columns} patches, {len(pixels)} were given"
         )
     if positions != num_cells(grid, ratio):
         raise PromptError(
-            f"picture {picture}: {positions} image positions stand in the prompt, but its grid of {rows} x {columns} "
+            f"image {image}: {positions} image positions stand in the prompt, but its grid of {rows} x {columns} "
             f"patches gives {num_cells(grid, ratio)} rows ({ratio} x {ratio} patches each)"
         )
 
@@ -144,10 +144,10 @@ def _tensor(patches: PatchArray) -> torch.Tensor:
     )
 
 
-def _join(pictures: list[torch.Tensor], side: int) -> torch.Tensor:
-    if not pictures:
+def _join(images: list[torch.Tensor], side: int) -> torch.Tensor:
+    if not images:
         return torch.empty(0, 3, side, side, dtype=torch.uint8)
-    if all(picture.dtype == torch.uint8 for picture in pictures):
-        return torch.cat(pictures)
+    if all(image.dtype == torch.uint8 for image in images):
+        return torch.cat(images)
     table = torch.from_numpy(normalisation_table())
-    return torch.cat([table[p.long().cpu()].to(p.device) if p.dtype == torch.uint8 else p.float() for p in pictures])
+    return torch.cat([table[p.long().cpu()].to(p.device) if p.dtype == torch.uint8 else p.float() for p in images])

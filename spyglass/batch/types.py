@@ -18,19 +18,19 @@ class ImageBatch:
     """Images of one call of the tower, packed.
 
     `patches_U` uint8 pixels [U, 3, p, p] or normalised floats; `grids_I2` (rows, columns) per image, on the host;
-    `cu_seqlens_I1` int32 [I + 1] offsets into U; `slot_I` adapter slot per image (0 = none). `between_layers` is called
+    `cu_seqlens_I1` int32 [I + 1] offsets into U; `adapter_I` adapter per image (0 = none). `between_layers` is called
     before each layer, as that of a `Batch`.
     """
 
     patches_U: torch.Tensor
     grids_I2: tuple[tuple[int, int], ...]
     cu_seqlens_I1: torch.Tensor
-    slot_I: torch.Tensor
+    adapter_I: torch.Tensor
     between_layers: Callable[[], object] | None = None
 
     def to(self, device: torch.device | str) -> ImageBatch:
         """The same on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("patches_U", "cu_seqlens_I1", "slot_I")}
+        moved = {name: getattr(self, name).to(device) for name in ("patches_U", "cu_seqlens_I1", "adapter_I")}
         return replace(self, **moved)
 
 
@@ -52,7 +52,7 @@ class Batch:
     image_index_T: torch.Tensor | None  # int32 row of image_rows, -1 = none; None = no IMAGE row in this step
     has_images: bool  # whether a kind may be >= 0 in this step
     logit_rows_R: torch.Tensor  # int64 rows whose logits are wanted
-    slot_T: torch.Tensor | None = None  # int32 adapter slot per row, None = no adapters
+    adapter_T: torch.Tensor | None = None  # int32 adapter per row, None = no adapters
     engram_rows: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> gathered rows
     capture: tuple[int, ...] = ()  # layers whose streams are wanted in aux
     between_layers: Callable[[], object] | None = None  # called before each layer: others' steps may run there

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     add_folder(parser)
     parser.add_argument("--presets", choices=PRESETS, nargs="*", default=["tiny", "mini"], help="random models")
     parser.add_argument("--weights", choices=FORMATS, default="packed", help="format of their weights")
-    parser.add_argument("--tokens", type=positive, default=2000, help="length of the prompt, picture included")
+    parser.add_argument("--tokens", type=positive, default=2000, help="length of the prompt, image included")
     parser.add_argument("--rounds", type=positive, default=5, help="prompts, each cold and then again")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads")
     parser.add_argument("--output", type=Path, help="write the numbers to this JSON file")
@@ -109,7 +109,7 @@ def measure(folder: Path, preset: Preset, weights: WeightFormat, tokens: int, ro
         asked_again_cached=again_cached,
     )
     print(
-        f"{preset:>8} {result.tokens} tokens, {result.image_tokens} of a picture; first token cold {cold_ms:.1f} ms, "
+        f"{preset:>8} {result.tokens} tokens, {result.image_tokens} of an image; first token cold {cold_ms:.1f} ms, "
         f"repeated {repeated_ms:6.1f} ms ({result.sooner:.0f}x sooner, goal {GOAL}x; {repeated_cached} tokens cached), "
         f"another question {again_ms:6.1f} ms ({again_cached} cached)",
         flush=True,

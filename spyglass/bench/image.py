@@ -214,7 +214,7 @@ def _per_second(work: Callable[[], object], threads: int, seconds: float) -> flo
 def _as_text(machine: dict[str, str], results: Sequence[ImageTimes]) -> str:
     lines = [
         ", ".join(f"{name} {value}" for name, value in machine.items()),
-        f"milliseconds; share = our rest / plain rest, goal {_GOAL:.2f}; pictures/s per thread, decoding included",
+        f"milliseconds; share = our rest / plain rest, goal {_GOAL:.2f}; images/s per thread, decoding included",
         f"{'image':8}{'model':6}{'patches':>8}{'decode':>8}{'resize':>8}{'plain':>8}{'ours':>7}{'share':>7}"
         f"{'+table':>8}{'share':>7}{'digest':>8}{'plain/s 1,2 threads':>22}{'ours/s 1,2 threads':>21}",
     ]

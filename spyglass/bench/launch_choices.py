@@ -210,10 +210,10 @@ def _attended(call: OpCall, held: dict[str, torch.Tensor | None], device: torch.
         room = given["pool_table_SP"].shape[1] * pool.shape[1]
         options |= {"pool_NBD": pool, "pool_table_SP": _table(given["pool_table_SP"], pool)}
         options["visible_T"] = seq * 0 + min(room, given["pool_width"])
-        if given["picks_TX"] is not None:
-            width = given["picks_TX"].shape[1]
+        if given["topk_indices_TX"] is not None:
+            width = given["topk_indices_TX"].shape[1]
             order = torch.rand(rows, min(room, 2 * width), device=device).argsort(1)[:, :width].sort(1).values
-            options |= {"picks_TX": order.int(), "visible_T": seq * 0 + room}
+            options |= {"topk_indices_TX": order.int(), "visible_T": seq * 0 + room}
     options["turn"] = None if given["turn"] is None else replace(
         given["turn"], cos_TR=_drawn(given["turn"].cos_TR, device), sin_TR=_drawn(given["turn"].sin_TR, device)
     )  # fmt: skip

@@ -25,7 +25,7 @@ from spyglass.config.model import ModelConfig
 from spyglass.config.presets import Preset, preset_config
 from spyglass.config.read import parse_model_config
 from spyglass.layers.build import BuildContext
-from spyglass.lora.new import TRAINED_SLOT, new_adapter
+from spyglass.lora.new import TRAINED_ADAPTER, new_adapter
 from spyglass.model import ModelOptions, VisionLanguageModel
 from spyglass.ops.table import bind_ops
 from spyglass.params.table import Param
@@ -144,7 +144,7 @@ def measure(
 
     def loss(number: int) -> MicroLoss:
         started = time.perf_counter()
-        step = pack(samples, config, device=device, dtype=torch.bfloat16, slot=TRAINED_SLOT)
+        step = pack(samples, config, device=device, dtype=torch.bfloat16, adapter_id=TRAINED_ADAPTER)
         made[:] = [(time.perf_counter() - started, step)]
         value, count = token_loss(step_logits(model, step), step.targets_R)
         return MicroLoss(loss=value, targets=count, tokens=len(step.batch.ids_T), images=len(samples))
@@ -187,9 +187,9 @@ def as_text(machine: dict[str, str], rate: float, numbers: Numbers) -> str:
         [
             ", ".join(f"{name} {value}" for name, value in machine.items()),
             f"{numbers.preset}, rank {numbers.rank} on {', '.join(numbers.targets)}: {numbers.trained:,} numbers",
-            f"a step: {numbers.tokens:,} tokens, {numbers.images} pictures of {GRID[0]}x{GRID[1]} patches, "
+            f"a step: {numbers.tokens:,} tokens, {numbers.images} images of {GRID[0]}x{GRID[1]} patches, "
             f"{numbers.learnt:,} tokens learnt, {seconds:.2f} s, of which the host packs {numbers.pack_seconds:.2f} s",
-            f"{numbers.tokens / seconds:,.0f} tokens/s, {numbers.images / seconds:.1f} pictures/s",
+            f"{numbers.tokens / seconds:,.0f} tokens/s, {numbers.images / seconds:.1f} images/s",
             f"{numbers.bound_seconds / seconds:.1%} of {rate:.0f} TFLOP/s, the measured bf16 product "
             f"(bound {numbers.bound_seconds:.2f} s)",
             f"memory: {numbers.weight_bytes / 1e9:.2f} GB of weights, {numbers.peak_bytes / 1e9:.2f} GB at the peak",

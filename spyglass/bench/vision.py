@@ -106,7 +106,7 @@ class Measured:
         ]
 
     def eager(self, images: ImageBatch) -> torch.Tensor:
-        out: torch.Tensor = self.aligner(self.tower(images), images.grids_I2, images.slot_I)
+        out: torch.Tensor = self.aligner(self.tower(images), images.grids_I2, images.adapter_I)
         return out
 
     def graphed(self, images: ImageBatch) -> torch.Tensor:
@@ -253,7 +253,7 @@ def jobs(family: str) -> list[tuple[str, list[Grid]]]:
     """What is measured: one image, eight mixed ones, the largest and eight of it."""
     vision, _ = TOWERS[family]
     mixed = [plan_image(*size, vision).vit_grid for size in SIZES]
-    work: list[tuple[str, list[Grid]]] = [("one picture", [SINGLE]), ("8 mixed", mixed)]
+    work: list[tuple[str, list[Grid]]] = [("one image", [SINGLE]), ("8 mixed", mixed)]
     for grid in LARGEST[vision.layout]:
         work += [(f"largest {grid[0]}x{grid[1]}", [grid]), (f"8 of {grid[0]}x{grid[1]}", [grid] * 8)]
     return work
@@ -309,7 +309,7 @@ def as_text(machine: dict[str, str], rate: float, rows: Sequence[Row]) -> str:
 
 def _goals(row: Row) -> list[str]:
     ms = row.milliseconds
-    if row.what == "one picture" and "graphs" in ms:
+    if row.what == "one image" and "graphs" in ms:
         return [
             f"  graphs {ms['plain'] / ms['graphs']:.2f}x faster than plain torch (goal {GRAPH_GOAL}x; "
             f"{EARLIER_EAGER_MS} ms were measured for it before), {ms['eager'] / ms['graphs']:.2f}x than ours eager"
@@ -318,7 +318,7 @@ def _goals(row: Row) -> list[str]:
         best = min(ms[name] for name in ("eager", "graphs") if name in ms)
         goal = f" (goal {PACKING_GOAL}x)" if row.what == "8 mixed" else ""
         return [
-            f"  packed {ms['eager, one by one'] / best:.2f}x faster than a call per picture{goal}, "
-            f"{ms['plain'] / best:.2f}x than plain torch a picture at a time"
+            f"  packed {ms['eager, one by one'] / best:.2f}x faster than a call per image{goal}, "
+            f"{ms['plain'] / best:.2f}x than plain torch an image at a time"
         ]
     return []

@@ -140,8 +140,8 @@ def _engram_table(spec: Param, generator: torch.Generator) -> Packed:
 def _expert_table(spec: Param, generator: torch.Generator) -> Packed:
     """`tid2eid` [V, K]: K different experts for every token id."""
     rows, chosen = spec.shape
-    picks = torch.rand((rows, spec.num_experts), generator=generator).topk(chosen, dim=1).indices
-    return Packed(spec.format, picks, None, spec.shape)
+    topk_indices = torch.rand((rows, spec.num_experts), generator=generator).topk(chosen, dim=1).indices
+    return Packed(spec.format, topk_indices, None, spec.shape)
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds",
         metavar="KIND,KIND",
         help="kinds of questions to ask, by the names of the table; 'uses' for those as people put them to a server: "
-        "pictures anywhere in a chat, first questions, what was never taught, JSON, tools",
+        "images anywhere in a chat, first questions, what was never taught, JSON, tools",
     )
     parser.add_argument("--variant", choices=_VARIANTS, help="the task of a shipped adapter")
     parser.add_argument("--batch", type=integer, metavar="N", default=32, help="questions asked together (default: 32)")

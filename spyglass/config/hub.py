@@ -131,7 +131,7 @@ def pull(hub: HubId, *, progress: bool = True) -> Path:
             raise ConfigError(f"{hub} on the hub has no config.json: it is no checkpoint that Spyglass reads")
         read_model_config(Path(api.hf_hub_download(hub.repo, "config.json", revision=commit)).parent)
         nbytes = sum(file.size for file in missing)
-        _require_room(hub, nbytes)
+        _require_disk_space(hub, nbytes)
         if missing and progress:
             tell(f"downloading {hub}: {shown_bytes(nbytes)} in {len(missing)} files")
         folder = Path(
@@ -201,7 +201,7 @@ def _is_cached(repo: str, path: str, commit: str) -> bool:
     return isinstance(try_to_load_from_cache(repo, path, revision=commit), str)
 
 
-def _require_room(hub: HubId, nbytes: int) -> None:
+def _require_disk_space(hub: HubId, nbytes: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     place = Path(HF_HUB_CACHE).absolute()

@@ -84,9 +84,9 @@ class LayerPlan:
     rope: RopeSpec
     compressor: CompressorPlan | None  # set when this layer owns a compressor
     kv_from: int | None  # layer whose compressed rows are attended; None when ratio == 0
-    index_from: int | None  # layer whose index picks are used; None = every visible row is attended
+    index_from: int | None  # layer whose top-k indices are used; None = every visible row is attended
     index_keys_from: int | None  # layer whose index keys are scored (set on index sources only)
-    candidates_from: int | None  # layer whose candidate blocks restrict the picks (V4.1)
+    candidates_from: int | None  # layer whose candidate blocks restrict the top-k (V4.1)
     router: Literal["hash", "topk"]
     engram: bool = False
     makes_candidates: bool = False  # this layer's scores choose the candidate blocks of later index sources (V4.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spyglass.batch.images import check_pictures
+from spyglass.batch.images import check_images
 from spyglass.config.model import ModelConfig
 from spyglass.engine.request import SamplingParams
 from spyglass.errors import CapacityError, PromptError
@@ -29,12 +29,12 @@ def check_prompt(prompt: Prompt, config: ModelConfig, *, images: int) -> None:
         )
     if len(prompt.plans) > images:
         raise PromptError(
-            f"the prompt has {len(prompt.plans)} pictures, this model was loaded to take {images}; "
+            f"the prompt has {len(prompt.plans)} images, this model was loaded to take {images}; "
             "send fewer, or raise images (a text-only checkpoint takes none at all)"
         )
     if config.vision is not None:
         grids = [plan.vit_grid for plan in prompt.plans]
-        check_pictures(prompt.patches, grids, [len(span.order) for span in prompt.spans], config.vision)
+        check_images(prompt.patches, grids, [len(span.order) for span in prompt.spans], config.vision)
 
 
 def check_params(params: SamplingParams, prompt: Prompt, max_length: int, vocab_size: int, *, spelled: bool) -> None:

@@ -272,7 +272,7 @@ class Engine:
         counted = replace(self._loop.counted)
         fits = min(self.max_length, self.allocator.max_tokens_alone or self.max_length)
         try:
-            for prompt in largest_prompts(self._config, pictures=self._images > 0, tokens=min(tokens, fits - 1)):
+            for prompt in largest_prompts(self._config, images=self._images > 0, tokens=min(tokens, fits - 1)):
                 if len(prompt) < fits:  # else a request with this image is refused too
                     self.add(prompt, SamplingParams(temperature=0, max_tokens=1))
             while self.has_work:
@@ -281,7 +281,7 @@ class Engine:
                     raise SpyglassError(f"warming up failed: {wrong[0]}")
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"a step with the largest picture does not fit into what {self._device} has left beside weights and "
+                f"a step with the largest image does not fit into what {self._device} has left beside weights and "
                 "rows; lower cache_bytes or max_step_tokens"
             ) from error
         finally:

@@ -19,7 +19,7 @@ from spyglass.lora.peft import read_adapter
 from spyglass.machine import host_memory, shared_memory
 from spyglass.params.table import most_tensors, param_table
 from spyglass.placement import PREFIX_SHARE, place_model
-from spyglass.plan import require_room
+from spyglass.plan import require_memory
 
 _LOG = logging.getLogger(__name__)
 _UNKNOWN_SHARE = 1 << 30
@@ -69,7 +69,7 @@ def require_fit(
     if free is None:
         return ()
     beside = options.engram == "device" or (options.engram == "host" and device.type == "cpu")
-    require_room(
+    require_memory(
         path,
         free,
         images=options.images > 0,

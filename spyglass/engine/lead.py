@@ -148,25 +148,25 @@ class LeadBanks(ModelBanks):
         super().__init__(model)
         self._ranks = ranks
 
-    def fill(self, slot: int, adapter: AdapterFile, factor: float) -> None:
+    def fill(self, adapter_id: int, adapter: AdapterFile, factor: float) -> None:
         """See `ModelBanks`."""
         wrong: list[str | None] = []
         with self._ranks.turn():
-            self._ranks.send("adapter", slot, adapter.compact(), factor)
+            self._ranks.send("adapter", adapter_id, adapter.compact(), factor)
             try:
-                super().fill(slot, adapter, factor)
+                super().fill(adapter_id, adapter, factor)
             except CapacityError as error:
                 wrong.append(str(error))
             wrong += self._ranks.answers()
         for why in filter(None, wrong):
-            self.clear(slot)
+            self.clear(adapter_id)
             raise CapacityError(why)
 
-    def clear(self, slot: int) -> None:
+    def clear(self, adapter_id: int) -> None:
         """See `ModelBanks`."""
         with self._ranks.turn():
-            self._ranks.send("clear", slot)
-            super().clear(slot)
+            self._ranks.send("clear", adapter_id)
+            super().clear(adapter_id)
 
 
 def adapter_banks(model: torch.nn.Module, ranks: Ranks | None) -> ModelBanks:

@@ -37,7 +37,7 @@ from spyglass.engine.loading import load_checked, load_parts
 from spyglass.engine.request import Delta, RequestOutput, SamplingParams
 from spyglass.engine.sequence import Request
 from spyglass.engine.structured.grammar import GrammarCompiler
-from spyglass.engine.workspace import with_pace, with_room
+from spyglass.engine.workspace import with_cache_bytes, with_pace
 from spyglass.errors import AdapterError, PromptError, SpyglassError
 from spyglass.lora.new import TrainableAdapter, new_adapter
 from spyglass.lora.peft import read_adapter
@@ -55,7 +55,7 @@ Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Prompt | Sequence[int] | Sequence[Part]
 _R = TypeVar("_R")
 _CHAT = "a conversation is a text or a list of messages"
-_PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and pictures; conversations go to `chat`"
+_PROMPT = "a prompt is text, token ids, a Prompt or a list of id lists and images; conversations go to `chat`"
 
 
 class LLM:
@@ -130,7 +130,7 @@ class LLM:
         self.engine = Engine(
             self.loaded.model,
             self.config,
-            with_pace(with_room(options, self.loaded, engram_feed, self.ranks), self.loaded),
+            with_pace(with_cache_bytes(options, self.loaded, engram_feed, self.ranks), self.loaded),
             dtype=self.loaded.dtype,
             device=self.loaded.device,
             banned=self.banned_tokens,

@@ -104,10 +104,10 @@ def _compare(parts: LoadedParts) -> NumbersReport:
 def _on_all_ranks(
     parts: LoadedParts, work: Callable[[LoadedModel, EngramFeed | None, Sequence[int]], NumbersReport]
 ) -> NumbersReport:
-    slots, ranks = tuple(parts.lora.slots()), parts.ranks
+    adapter_ids, ranks = tuple(parts.lora.adapter_ids()), parts.ranks
     if ranks is None:
-        return work(parts.loaded, parts.engram, slots)
+        return work(parts.loaded, parts.engram, adapter_ids)
     with ranks.turn():
-        ranks.send("compare", work, slots)
-        own = work(parts.loaded, parts.engram, slots)
+        ranks.send("compare", work, adapter_ids)
+        own = work(parts.loaded, parts.engram, adapter_ids)
         return together([own, *ranks.answers()])

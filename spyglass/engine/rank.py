@@ -53,7 +53,7 @@ class Rank:
             "encode": self._encode,
             "adapter": self._adapter,
             "clear": self._banks.clear,
-            "compare": lambda work, slots: self._reply(work(self._loaded, None, slots)),
+            "compare": lambda work, adapter_ids: self._reply(work(self._loaded, None, adapter_ids)),
             "free": lambda: self._reply(answer_free(lambda: free_memory(self._device))),
         }
         while True:
@@ -117,9 +117,9 @@ class Rank:
             mine = self._runners[number].encode_images(images.to(self._device))
         self._group.join(mine.T.contiguous(), rows)
 
-    def _adapter(self, slot: int, adapter: AdapterFile, factor: float) -> None:
+    def _adapter(self, adapter_id: int, adapter: AdapterFile, factor: float) -> None:
         try:
-            self._banks.fill(slot, adapter, factor)
+            self._banks.fill(adapter_id, adapter, factor)
         except CapacityError as error:
             self._reply(f"rank {self._group.rank}: {error}")
         else:

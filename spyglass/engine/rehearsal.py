@@ -80,8 +80,8 @@ def launched_kernels(
         for shape in step_shapes(steps, allocator, longest, adapters=adapters):
             hidden_TC = run_idle(steps, text, shape, pages)[0]
             _end(model, hidden_TC, shape.logit_rows, banned_V)
-        for start, tokens, pictures in _prompts(options.max_step_tokens, longest, model.vision is not None):
-            step = prompt_step(start, tokens, allocator.page_rows, pictures=pictures, slot=int(adapters))
+        for start, tokens, images in _prompts(options.max_step_tokens, longest, model.vision is not None):
+            step = prompt_step(start, tokens, allocator.page_rows, images=images, adapter_id=int(adapters))
             hidden_TC = steps.run(step, pages, engram_rows=partial(engram_rows, text, tokens, loaded.dtype)).hidden_TC
             _end(model, hidden_TC, 1, banned_V)
         if model.vision is not None:
@@ -142,7 +142,7 @@ def captured_bytes(engine: Engine, model: VisionLanguageModel, free: Callable[[]
 
 
 def prompt_step(
-    start: int, tokens: int, page_rows: Mapping[str, int], *, pictures: bool = False, slot: int = 0
+    start: int, tokens: int, page_rows: Mapping[str, int], *, images: bool = False, adapter_id: int = 0
 ) -> StepInput:
     """Rows [start, start + tokens) of one prompt, of text or of an image, whose pages are all the first one."""
     ratios = {group: int(group.removeprefix("pool")) for group in page_rows if group.startswith("pool")}
@@ -150,8 +150,8 @@ def prompt_step(
         group: np.zeros(1 + (start + tokens) // (ratios.get(group, 1) * rows), np.int32)
         for group, rows in page_rows.items()
     }
-    kinds = np.full(tokens, TokenKind.IMAGE if pictures else TokenKind.TEXT, np.int8)
-    return sequence_input(np.zeros(tokens, np.int32), kinds, start, tables, [tokens - 1], slot=slot)
+    kinds = np.full(tokens, TokenKind.IMAGE if images else TokenKind.TEXT, np.int8)
+    return sequence_input(np.zeros(tokens, np.int32), kinds, start, tables, [tokens - 1], adapter_id=adapter_id)
 
 
 def _on_meta(model: VisionLanguageModel) -> VisionLanguageModel:
@@ -180,7 +180,7 @@ def _prompts(most: int, longest: int, sees: bool) -> Iterator[tuple[int, int, bo
     """Start, number of tokens and whether there are images of steps that no graph holds."""
     kinds = (False, True) if sees else (False,)
     yield from product(_STARTS_OF_FEW, GPU_ROWS, kinds[1:])  # text of so few rows runs in a graph
-    for start, tokens, pictures in product(_STARTS, _LENGTHS, kinds):
-        usual = start == _STARTS[0] or (tokens in _LENGTHS[:2] and not pictures)
+    for start, tokens, images in product(_STARTS, _LENGTHS, kinds):
+        usual = start == _STARTS[0] or (tokens in _LENGTHS[:2] and not images)
         if usual and tokens <= most and start + tokens <= longest:
-            yield start, tokens, pictures
+            yield start, tokens, images

@@ -23,7 +23,7 @@ from spyglass.engine.sequence import Chunk, TokenSequence
 from spyglass.engine.transfer import to_device
 from spyglass.engram.feed import EngramFeed
 from spyglass.prompt.tokens import Prompt, TokenKind
-from spyglass.runtime.step_input import StepInput, join_parts, slots_of
+from spyglass.runtime.step_input import StepInput, adapters_of, join_parts
 from spyglass.runtime.steps import ModelParts, StepResult, StepRunner
 
 
@@ -122,7 +122,7 @@ class Runner:
             resumable=resumable,
             visible_T2=_visible(chunks, images),
             image_index_T=image_index_T,
-            slot_S=slots_of([chunk.sequence.adapter.slot for chunk in chunks]),
+            adapter_S=adapters_of([chunk.sequence.adapter.adapter_id for chunk in chunks]),
             lookahead=self._lookahead,
         )
         result = self.steps.run(
@@ -207,7 +207,7 @@ class Runner:
                 [sequence.prompt.plans[image].vit_grid for sequence, image in holders],
                 self._config.vision,
                 device=self._device,
-                slots=[sequence.adapter.slot for sequence, _ in holders],
+                adapter_ids=[sequence.adapter.adapter_id for sequence, _ in holders],
             )
             rows = self.steps.encode_images(replace(batch, between_layers=between_layers))
             parts = rows.split([_cells(sequence.prompt, image) for sequence, image in holders])

@@ -104,7 +104,7 @@ class Scheduler:
         piece = sequence.longest_piece()
         if piece > self._step_tokens:
             raise CapacityError(
-                f"a picture of this prompt takes {piece} tokens in one piece, a step has max_step_tokens "
+                f"an image of this prompt takes {piece} tokens in one piece, a step has max_step_tokens "
                 f"{self._step_tokens}; raise it to at least {piece}"
             )
         self.allocator.refuse_if_never(sequence.length + sequence.answer.limit)

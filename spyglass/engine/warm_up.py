@@ -49,14 +49,14 @@ def noise(plan: ImagePlan) -> Patches:
     return Patches(np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8), plan.vit_grid)
 
 
-def largest_prompts(config: ModelConfig, *, pictures: bool, tokens: int) -> list[Prompt]:
+def largest_prompts(config: ModelConfig, *, images: bool, tokens: int) -> list[Prompt]:
     """A prompt for each of the largest images, if the model is to see, and text up to `tokens` tokens, at least 1."""
     text = [config.bos_token_id or 0]
-    if config.vision is None or not pictures:
+    if config.vision is None or not images:
         return [prompt_from_parts([text * max(1, tokens)], config)]
     prompts = []
     for plan in largest_images(config.vision):
-        picture = blank(plan)
-        block = len(prompt_from_parts([picture], config))
-        prompts.append(prompt_from_parts([picture, text * max(1, tokens - block)], config))
+        image = blank(plan)
+        block = len(prompt_from_parts([image], config))
+        prompts.append(prompt_from_parts([image, text * max(1, tokens - block)], config))
     return prompts

@@ -29,7 +29,7 @@ from spyglass.placement import DRAWING, PREFIX_SHARE
 from spyglass.plan import USABLE, decoded_bytes, step_bytes
 
 
-def with_room(
+def with_cache_bytes(
     options: EngineConfig, loaded: LoadedModel, engram: EngramFeed | None, ranks: Ranks | None = None
 ) -> EngineConfig:
     """The options with `cache_bytes` and `prefix_cache_bytes` filled in, for a model that is loaded.

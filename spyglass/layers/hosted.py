@@ -46,7 +46,7 @@ class _Buffers:
     x_RC: torch.Tensor
     ids_RK: torch.Tensor
     weights_RK: torch.Tensor
-    slot_R: torch.Tensor
+    adapter_R: torch.Tensor
     out_RC: torch.Tensor
 
 
@@ -132,7 +132,7 @@ class HostSide:
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        slot_T: torch.Tensor | None,
+        adapter_T: torch.Tensor | None,
         adapters: ExpertAdapters | None,
     ) -> Callable[[], torch.Tensor]:
         """Begin the sums of `Experts.forward` on the host; what comes back gives them, for the stream then at work."""
@@ -142,8 +142,8 @@ class HostSide:
         more = (0, 0, 0, room - rows)
         ids_RK = torch.nn.functional.pad(ids_TK, more, value=-1) if room > rows else ids_TK
         sent = [(buffers.x_RC[:rows], x_TC), (buffers.ids_RK[:room], ids_RK), (buffers.weights_RK[:rows], weights_TK)]
-        if adapters is not None and slot_T is not None:
-            sent.append((buffers.slot_R[:rows], slot_T))
+        if adapters is not None and adapter_T is not None:
+            sent.append((buffers.adapter_R[:rows], adapter_T))
         if self.device.type == "cpu":
             for to, given in sent:
                 to.copy_(given)
@@ -173,7 +173,7 @@ class HostSide:
                     x_RC=memory(x_TC.shape[1], x_TC.dtype),
                     ids_RK=memory(ids_TK.shape[1], torch.int32),
                     weights_RK=memory(ids_TK.shape[1], torch.float32),
-                    slot_R=memory(1, torch.int32).view(-1),
+                    adapter_R=memory(1, torch.int32).view(-1),
                     out_RC=memory(x_TC.shape[1], torch.float32),
                 )
         return self._buffers[size]
@@ -212,11 +212,11 @@ class HostedExperts(Experts):
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        slot_T: torch.Tensor | None = None,
+        adapter_T: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """As `Experts.begin`. Raises DeviceError where an input wants a gradient."""
         native.refuse_gradient("experts in host memory", x_TC, weights_TK)
-        adapters = None if self.adapter is None or slot_T is None else self.adapter()
+        adapters = None if self.adapter is None or adapter_T is None else self.adapter()
         host, x_TC = self._host, x_TC.contiguous()
         is_many = host.many is not None and len(x_TC) >= host.many and adapters is None
         if x_TC.device.type == "meta":
@@ -224,25 +224,25 @@ class HostedExperts(Experts):
             out = super().forward(x_TC, ids_TK, weights_TK) if is_many else fp32_TC
             return lambda: out
         if host.reference:
-            out = self.by_reference(x_TC, ids_TK, weights_TK, slot_T, adapters)
+            out = self.by_reference(x_TC, ids_TK, weights_TK, adapter_T, adapters)
             return lambda: out
         if is_many and host.stream is not None:
             stacks = host.stream.take(self)
             out = super().forward(x_TC, ids_TK, weights_TK, stacks=stacks)
             host.stream.done(self)
             return lambda: out
-        return host.run(self, x_TC, ids_TK, weights_TK, slot_T, adapters)
+        return host.run(self, x_TC, ids_TK, weights_TK, adapter_T, adapters)
 
     def forward(
         self,
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        slot_T: torch.Tensor | None = None,
+        adapter_T: torch.Tensor | None = None,
         stacks: Mapping[str, Packed] | None = None,
     ) -> torch.Tensor:
         """As `Experts.forward`. Raises as `begin`."""
-        return self.begin(x_TC, ids_TK, weights_TK, slot_T)()
+        return self.begin(x_TC, ids_TK, weights_TK, adapter_T)()
 
     def arguments(
         self, rows: int, buffers: _Buffers, adapters: ExpertAdapters | None, threads: int
@@ -258,7 +258,7 @@ class HostedExperts(Experts):
             buffers.out_RC[:rows],
             limit=self.limit,
             rounding=self.rounding,
-            slot_T=None if adapters is None else buffers.slot_R[:rows],
+            adapter_T=None if adapters is None else buffers.adapter_R[:rows],
             adapters=adapters,
             threads=threads,
         )
@@ -282,7 +282,7 @@ class HostedExperts(Experts):
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        slot_T: torch.Tensor | None,
+        adapter_T: torch.Tensor | None,
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         """`forward` by the definition, which reads the rows on the host anyway."""
@@ -295,7 +295,7 @@ class HostedExperts(Experts):
             self.stacks["w2"],
             limit=self.limit,
             rounding=self.rounding,
-            slot_T=None if slot_T is None else slot_T.cpu(),
+            adapter_T=None if adapter_T is None else adapter_T.cpu(),
             adapters=adapters,
         ).to(x_TC.device)
 
@@ -347,7 +347,7 @@ def _some_rows(module: HostedExperts, rows: int, generator: torch.Generator) -> 
         x_RC=torch.randn(rows, hidden, generator=generator).to(module.build.dtype),
         ids_RK=torch.stack(order).to(torch.int32),
         weights_RK=torch.ones(rows, len(order[0])),
-        slot_R=torch.zeros(rows, dtype=torch.int32),
+        adapter_R=torch.zeros(rows, dtype=torch.int32),
         out_RC=torch.empty(rows, hidden),
     )
 

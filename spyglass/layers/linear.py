@@ -22,8 +22,8 @@ from spyglass.quant.packed import Packed, WeightSlot
 class Adapter(Protocol):
     """What an adapter bank does for one linear map."""
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor | None:
-        """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `slot_T` (int32) is 0.
+    def __call__(self, x_TI: torch.Tensor, adapter_T: torch.Tensor) -> torch.Tensor | None:
+        """Addend fp32 [T, out] (or [T, G, out]) for the un-rounded input; zero where `adapter_T` (int32) is 0.
 
         None where no row has anything to add; rank rows that are not multiplied out where the op of the map joins them.
         """
@@ -80,14 +80,14 @@ class Linear(nn.Module):
         return self.rounding if self.adapter is None and self.build.ops.rounds_ahead else None
 
     def forward(
-        self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, adapter_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[..., in] of the activation dtype to [..., out]; `slot_T` int32 adapter slot per row, None = no adapters.
+        """[..., in] of the activation dtype to [..., out]; `adapter_T` int32 adapter per row, None = no adapters.
 
         `rounded_TI`: what `quant` makes of the input, where that is known.
         """
         assert self.weight is not None, f"{self.name} was never loaded"
-        addend = None if self.adapter is None or slot_T is None else self.adapter(x_TI, slot_T)
+        addend = None if self.adapter is None or adapter_T is None else self.adapter(x_TI, adapter_T)
         rounding = self.rounding
         if rounded_TI is not None and self.quant is not None:
             x_TI, rounding = rounded_TI, None
@@ -142,10 +142,10 @@ class GroupedLinear(nn.Module):
     def _put(self, weight: Packed) -> None:
         self.weight = self.build.hold(self.name, weight)
 
-    def forward(self, x_TGI: torch.Tensor, slot_T: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x_TGI: torch.Tensor, adapter_T: torch.Tensor | None = None) -> torch.Tensor:
         """[T, groups, in] to [T, groups, out]."""
         assert self.weight is not None, f"{self.name} was never loaded"
-        addend = None if self.adapter is None or slot_T is None else self.adapter(x_TGI, slot_T)
+        addend = None if self.adapter is None or adapter_T is None else self.adapter(x_TGI, adapter_T)
         return self._product(x_TGI, self.weight, addend_TGO=addend)
 
 
@@ -171,16 +171,16 @@ class Experts(ExpertStacks):
         x_TC: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        slot_T: torch.Tensor | None = None,
+        adapter_T: torch.Tensor | None = None,
         stacks: Mapping[str, Packed] | None = None,
     ) -> torch.Tensor:
         """Weighted sum of the chosen experts that are held, fp32 [T, C]; `ids_TK` int32, `weights_TK` fp32.
 
-        `slot_T` int32 adapter slot per row, None = no adapters. Rows without adapter get the same bits whoever else is
+        `adapter_T` int32 adapter per row, None = no adapters. Rows without adapter get the same bits whoever else is
         in the step. `stacks`: a copy of them where the rows are.
         """
-        adapters = None if self.adapter is None or slot_T is None else self.adapter()
-        more: dict[str, Any] = {} if adapters is None else {"slot_T": slot_T, "adapters": adapters}
+        adapters = None if self.adapter is None or adapter_T is None else self.adapter()
+        more: dict[str, Any] = {} if adapters is None else {"adapter_T": adapter_T, "adapters": adapters}
         w1, w3, w2 = ((stacks or self.stacks)[matrix] for matrix in ("w1", "w3", "w2"))
         if len(self.held) < self.num_experts:  # the op counts from the first of the stack; -1 = no part in anything
             is_held_TK = (ids_TK >= self.held.start) & (ids_TK < self.held.stop)
@@ -188,8 +188,8 @@ class Experts(ExpertStacks):
         return self._product(x_TC, ids_TK, weights_TK, w1, w3, w2, limit=self.limit, rounding=self.rounding, **more)
 
     def begin(
-        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, slot_T: torch.Tensor | None = None
+        self, x_TC: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, adapter_T: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]:
         """`forward`, begun: what comes back gives its sums, and may be called once others have been launched."""
-        out_TC = self(x_TC, ids_TK, weights_TK, slot_T)
+        out_TC = self(x_TC, ids_TK, weights_TK, adapter_T)
         return lambda: out_TC

@@ -19,18 +19,18 @@ class Projections:
     def __init__(
         self,
         x_TI: torch.Tensor,
-        slot_T: torch.Tensor | None,
+        adapter_T: torch.Tensor | None,
         rounded_TI: torch.Tensor | None,
         known: dict[Linear, torch.Tensor],
     ) -> None:
-        self._x_TI, self._slot_T, self._rounded_TI, self._known = x_TI, slot_T, rounded_TI, known
+        self._x_TI, self._adapter_T, self._rounded_TI, self._known = x_TI, adapter_T, rounded_TI, known
 
     def __getitem__(self, linear: Linear) -> torch.Tensor:
         """[..., out], as `linear(x, slots, rounded)`."""
         found = self._known.get(linear)
         if found is not None:
             return found
-        out: torch.Tensor = linear(self._x_TI, self._slot_T, self._rounded_TI)
+        out: torch.Tensor = linear(self._x_TI, self._adapter_T, self._rounded_TI)
         return out
 
 
@@ -52,17 +52,17 @@ class MergedLinear:
         self._merged: _Merged | None = None
 
     def __call__(
-        self, x_TI: torch.Tensor, slot_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, adapter_T: torch.Tensor | None = None, rounded_TI: torch.Tensor | None = None
     ) -> Projections:
-        """`slot_T` and `rounded_TI` as `Linear` has them. Maps with adapters are multiplied one by one."""
+        """`adapter_T` and `rounded_TI` as `Linear` has them. Maps with adapters are multiplied one by one."""
         known: dict[Linear, torch.Tensor] = {}
-        adapted = slot_T is not None and any(linear.adapter is not None for linear in self._maps)
+        adapted = adapter_T is not None and any(linear.adapter is not None for linear in self._maps)
         if self._build.ops.merges and not adapted and not torch.is_grad_enabled():
             merged = self.stack()
             if merged.maps:
                 outputs = self._build.ops.linear_merged(x_TI, merged.stacks, rounded_TI=rounded_TI)
                 known = dict(zip(merged.maps, outputs, strict=True))
-        return Projections(x_TI, slot_T, rounded_TI, known)
+        return Projections(x_TI, adapter_T, rounded_TI, known)
 
     def stack(self) -> _Merged:
         """The stacks of the weights that the maps have now."""

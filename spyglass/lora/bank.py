@@ -1,7 +1,7 @@
-"""Banks: the adapters of one linear map, each in its slot.
+"""Banks: the adapters of one linear map, each by its id.
 
 A bank is plain tensors. What trains is what serves: where they want a gradient, the same addend is differentiable.
-Rank rows lie one after another, so adapters of different ranks share a bank, and only slots that occur cost anything.
+Rank rows lie one after another, so adapters of different ranks share a bank, and only those that occur cost anything.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rank rows: `a_RI` [R, in], `b_RO` [R, out], `scale_R` fp32, and the slot each belongs to (int32)."""
+    """Rank rows: `a_RI` [R, in], `b_RO` [R, out], `scale_R` fp32, and the adapter each belongs to (int32)."""
 
     a_RI: torch.Tensor
     b_RO: torch.Tensor
     scale_R: torch.Tensor
-    slot_R: torch.Tensor
+    adapter_R: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.a_RI, self.b_RO, self.scale_R, self.slot_R
+        return self.a_RI, self.b_RO, self.scale_R, self.adapter_R
 
 
-def make_rows(a_RI: torch.Tensor, b_RO: torch.Tensor, scales: Sequence[float], slot: int) -> Rows:
+def make_rows(a_RI: torch.Tensor, b_RO: torch.Tensor, scales: Sequence[float], adapter_id: int) -> Rows:
     """Rows of one adapter on the device of `a_RI`; `scales` one per row."""
     scale_R = torch.tensor(scales, dtype=torch.float32, device=a_RI.device)
-    return Rows(a_RI, b_RO, scale_R, torch.full((len(a_RI),), slot, dtype=torch.int32, device=a_RI.device))
+    return Rows(a_RI, b_RO, scale_R, torch.full((len(a_RI),), adapter_id, dtype=torch.int32, device=a_RI.device))
 
 
 def _join(parts: Sequence[Rows]) -> Rows:
     """All rows; those of a single adapter stay the very tensors they are, so that gradients reach them."""
     if len(parts) == 1:
         return parts[0]
-    columns = zip(*((part.a_RI, part.b_RO, part.scale_R, part.slot_R) for part in parts), strict=True)
+    columns = zip(*((part.a_RI, part.b_RO, part.scale_R, part.adapter_R) for part in parts), strict=True)
     return Rows(*(torch.cat(column) for column in columns))
 
 
@@ -65,50 +65,50 @@ class LinearBank:
         self._delta, self._dropout, self._groups = build.ops.lora_delta, dropout, groups
         self._joins = build.ops.can("linear_block" if groups == 1 else "linear_grouped", "joins_rank_rows")
         self._version = build.version
-        self.by_slot: dict[int, Rows] = {}
+        self.by_adapter: dict[int, Rows] = {}
         self._rows: Rows | None = None
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """Slots that hold something."""
-        return tuple(self.by_slot)
+    def adapter_ids(self) -> tuple[int, ...]:
+        """Ids of those that are here."""
+        return tuple(self.by_adapter)
 
-    def put(self, slot: int, rows: Rows) -> None:
+    def put(self, adapter_id: int, rows: Rows) -> None:
         """Add an adapter. A step that runs meanwhile sees the bank before or after, never between."""
-        parts = {**self.by_slot, slot: rows}
-        self.by_slot, self._rows = parts, _join(list(parts.values()))
+        parts = {**self.by_adapter, adapter_id: rows}
+        self.by_adapter, self._rows = parts, _join(list(parts.values()))
         self._version.bump()
 
-    def swap(self, slot: int, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+    def swap(self, adapter_id: int, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in an adapter's place."""
-        self.put(slot, replace(self.by_slot[slot], a_RI=a_RI, b_RO=b_RO))
+        self.put(adapter_id, replace(self.by_adapter[adapter_id], a_RI=a_RI, b_RO=b_RO))
 
-    def remove(self, slot: int) -> None:
+    def remove(self, adapter_id: int) -> None:
         """Take one out, if it is there."""
-        parts = {number: rows for number, rows in self.by_slot.items() if number != slot}
-        self.by_slot, self._rows = parts, _join(list(parts.values())) if parts else None
+        parts = {number: rows for number, rows in self.by_adapter.items() if number != adapter_id}
+        self.by_adapter, self._rows = parts, _join(list(parts.values())) if parts else None
         self._version.bump()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return iter(()) if self._rows is None else iter(self._rows.tensors())
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> Any:
+    def __call__(self, x_TI: torch.Tensor, adapter_T: torch.Tensor) -> Any:
         """See `layers.linear.Adapter`; `RankRows` where the map takes them into its product."""
         rows = self._rows
         if rows is None:
             return None
-        x_TGI = self._dropout(x_TI).reshape(len(slot_T), self._groups, -1)
+        x_TGI = self._dropout(x_TI).reshape(len(adapter_T), self._groups, -1)
         b_RGO = rows.b_RO.unflatten(1, (self._groups, -1))
         if self._joins:
             return RankRows(
                 x_TGI=x_TGI,
-                slot_T=slot_T,
+                adapter_T=adapter_T,
                 a_RI=rows.a_RI,
                 b_RGO=b_RGO,
-                slot_R=rows.slot_R,
+                adapter_R=rows.adapter_R,
                 scale_R=rows.scale_R,
             )
-        delta_TGO: torch.Tensor = self._delta(x_TGI, slot_T, rows.a_RI, b_RGO, rows.slot_R, rows.scale_R)
+        delta_TGO: torch.Tensor = self._delta(x_TGI, adapter_T, rows.a_RI, b_RGO, rows.adapter_R, rows.scale_R)
         return delta_TGO if x_TI.dim() == 3 else delta_TGO.flatten(1)
 
 
@@ -125,37 +125,40 @@ class ExpertsBank:
 
     def __init__(self, build: BuildContext, dropout: Dropout) -> None:
         self._dropout, self._version = dropout, build.version
-        self.by_slot: dict[int, Mapping[str, ExpertRows]] = {}
+        self.by_adapter: dict[int, Mapping[str, ExpertRows]] = {}
         self._joined: ExpertAdapters | None = None
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """Slots that hold something."""
-        return tuple(self.by_slot)
+    def adapter_ids(self) -> tuple[int, ...]:
+        """Ids of those that are here."""
+        return tuple(self.by_adapter)
 
-    def put(self, slot: int, parts: Mapping[str, ExpertRows]) -> None:
+    def put(self, adapter_id: int, parts: Mapping[str, ExpertRows]) -> None:
         """Add an adapter: rank rows by matrix (w1, w2, w3)."""
-        self._take({**self.by_slot, slot: parts})
+        self._take({**self.by_adapter, adapter_id: parts})
 
-    def swap(self, slot: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
+    def swap(self, adapter_id: int, matrix: str, a_RI: torch.Tensor, b_RO: torch.Tensor) -> None:
         """Put other tensors of the same shapes in place of those of one matrix of an adapter."""
-        part = self.by_slot[slot][matrix]
-        self.put(slot, {**self.by_slot[slot], matrix: replace(part, rows=replace(part.rows, a_RI=a_RI, b_RO=b_RO))})
+        part = self.by_adapter[adapter_id][matrix]
+        self.put(
+            adapter_id,
+            {**self.by_adapter[adapter_id], matrix: replace(part, rows=replace(part.rows, a_RI=a_RI, b_RO=b_RO))},
+        )
 
-    def remove(self, slot: int) -> None:
+    def remove(self, adapter_id: int) -> None:
         """Take one out, if it is there."""
-        self._take({number: parts for number, parts in self.by_slot.items() if number != slot})
+        self._take({number: parts for number, parts in self.by_adapter.items() if number != adapter_id})
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self._joined is not None:
-            yield self._joined.slot_S
+            yield self._joined.adapter_A
             for ranks in self._joined.matrices.values():
-                yield from (ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_SE1)
+                yield from (ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_AE1)
 
     def __call__(self) -> ExpertAdapters | None:
         """See `layers.linear.ExpertsAdapter`. While one of several trains they are joined anew in every pass."""
-        if self._joined is None and self.by_slot:
-            return _join_experts(self.by_slot, self._dropout.share)
+        if self._joined is None and self.by_adapter:
+            return _join_experts(self.by_adapter, self._dropout.share)
         return self._joined if self._joined is None else replace(self._joined, dropout=self._dropout.share)
 
     def _take(self, parts: dict[int, Mapping[str, ExpertRows]]) -> None:
@@ -163,8 +166,11 @@ class ExpertsBank:
         learns = any(part.rows.a_RI.requires_grad for each in parts.values() for part in each.values())
         self._joined = None if learns or not parts else _join_experts(parts, 0.0)
         if self._joined is not None and len(parts) > 1:
-            parts = {slot: _views(self._joined, number, each) for number, (slot, each) in enumerate(parts.items())}
-        self.by_slot = parts
+            parts = {
+                adapter_id: _views(self._joined, number, each)
+                for number, (adapter_id, each) in enumerate(parts.items())
+            }
+        self.by_adapter = parts
         self._version.bump()
 
 
@@ -197,7 +203,7 @@ def _views(joined: ExpertAdapters, number: int, parts: Mapping[str, ExpertRows])
     out = {}
     for matrix, part in parts.items():
         ranks = joined.matrices[matrix]
-        first = sum(map(sum, ranks.ranks_SE[:number]))
+        first = sum(map(sum, ranks.ranks_AE[:number]))
         kept = slice(first, first + len(part.rows.a_RI))
         rows = replace(part.rows, a_RI=ranks.a_RI[kept], b_RO=ranks.b_RO[kept], scale_R=ranks.scale_R[kept])
         out[matrix] = replace(part, rows=rows)

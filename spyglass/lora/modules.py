@@ -47,13 +47,13 @@ class LoraTargets:
             experts.adapter = ExpertsBank(experts.build, self.dropout)
         return experts.adapter
 
-    def clear(self, slot: int) -> None:
+    def clear(self, adapter_id: int) -> None:
         """Take one adapter out of every bank; a module whose bank is empty is as if it never had one."""
         for module in (*self.linears.values(), *self.experts.values()):
             bank = module.adapter
             if isinstance(bank, LinearBank | ExpertsBank):
-                bank.remove(slot)
-                if not bank.slots:
+                bank.remove(adapter_id)
+                if not bank.adapter_ids:
                     module.adapter = None
 
     def names(self, group: AdapterGroup) -> list[str]:

@@ -22,7 +22,7 @@ from spyglass.lora.write import write_adapter
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import check_targets
 
-TRAINED_SLOT = 1  # of the adapter that is being trained; those that serve come after it
+TRAINED_ADAPTER = 1  # of the adapter that is being trained; those that serve come after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class TrainableAdapter:
     """`parameters` fp32 leaves by `<module>.lora_A` [R, in] and `<module>.lora_B` [R, out] (B transposed).
 
     R is the rank; for the experts of a layer and one of their matrices (`layers.3.ffn.experts.w1`) it is experts times
-    rank, expert after expert. Rows of a step that shall use it carry slot `slot`. `counts`: modules per group.
+    rank, expert after expert. Rows of a step that shall use it carry `adapter_id`. `counts`: modules per group.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -39,7 +39,7 @@ class TrainableAdapter:
     alpha: float
     rslora: bool
     targets: LoraTargets
-    slot: int = TRAINED_SLOT
+    adapter_id: int = TRAINED_ADAPTER
 
     def set_dropout(self, share: float) -> None:
         """Share of the adapters' inputs that is dropped from now on: the one wanted before a step of training, 0 before
@@ -50,9 +50,9 @@ class TrainableAdapter:
         """Let the model use these tensors in place of the leaves `<module>.lora_A` and `<module>.lora_B`."""
         layer, _, matrix = module.rpartition(".")
         if layer in self.targets.experts:
-            self.targets.experts_bank(layer).swap(self.slot, matrix, a_RI, b_RO)
+            self.targets.experts_bank(layer).swap(self.adapter_id, matrix, a_RI, b_RO)
         else:
-            self.targets.linear_bank(module).swap(self.slot, a_RI, b_RO)
+            self.targets.linear_bank(module).swap(self.adapter_id, a_RI, b_RO)
 
     def file(self) -> AdapterFile:
         """A copy of what was trained so far, on the host, one pair per native module."""
@@ -87,7 +87,7 @@ class TrainableAdapter:
 
     def detach(self) -> None:
         """Take it out of the model, which is then as it was."""
-        self.targets.clear(self.slot)
+        self.targets.clear(self.adapter_id)
 
 
 def new_adapter(
@@ -142,7 +142,7 @@ def new_adapter(
 def _linear(modules: LoraTargets, name: str, rank: int, scale: float, seed: int) -> dict[str, nn.Parameter]:
     _, inner, outer = modules.params[name].map_shape
     rows, leaves = _fresh(name, (rank, inner, outer), scale, seed, modules.device(name))
-    modules.linear_bank(name).put(TRAINED_SLOT, rows)
+    modules.linear_bank(name).put(TRAINED_ADAPTER, rows)
     return leaves
 
 
@@ -155,7 +155,7 @@ def _experts(modules: LoraTargets, name: str, rank: int, scale: float, seed: int
         rows, found = _fresh(f"{name}.{matrix}", (count * rank, inner, outer), scale, seed, modules.device(name))
         parts[matrix] = ExpertRows(rows, (rank,) * count)
         leaves |= found
-    modules.experts_bank(name).put(TRAINED_SLOT, parts)
+    modules.experts_bank(name).put(TRAINED_ADAPTER, parts)
     return leaves
 
 
@@ -169,7 +169,7 @@ def _fresh(
     a_RI = (torch.rand((num_rows, inner), generator=generator) * 2 - 1) / math.sqrt(inner)
     a_leaf = nn.Parameter(a_RI.to(device))
     b_leaf = nn.Parameter(torch.zeros((num_rows, outer), device=device))
-    rows = make_rows(a_leaf, b_leaf, [scale] * num_rows, TRAINED_SLOT)
+    rows = make_rows(a_leaf, b_leaf, [scale] * num_rows, TRAINED_ADAPTER)
     return rows, {f"{name}.lora_A": a_leaf, f"{name}.lora_B": b_leaf}
 
 

@@ -1,7 +1,7 @@
 """The adapters of a loaded model by name: attached, looked up and taken out again.
 
 Everything is validated before a bank is touched. Attaching and detaching are serialised; neither may run while a step
-is being computed with the adapter concerned (an engine refuses to detach one that a request uses), and a slot number is
+is being computed with the adapter concerned (an engine refuses to detach one that a request uses), and an id is
 never given twice, so that nothing old can meet a new adapter.
 """
 
@@ -19,7 +19,7 @@ from spyglass.lora.bank import MATRICES, ExpertRows, make_rows
 from spyglass.lora.fit import MAX_RANK, check_alpha, check_fit
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.modules import LoraTargets, find_targets
-from spyglass.lora.new import TRAINED_SLOT
+from spyglass.lora.new import TRAINED_ADAPTER
 from spyglass.lora.use import AdapterHandle
 from spyglass.params.declared import AdapterGroup
 from spyglass.params.targets import split_expert
@@ -34,12 +34,12 @@ class Attached:
 
 
 class ModelBanks:
-    """The banks of a model's modules, as far as this process has them: adapters by slot."""
+    """The banks of a model's modules, as far as this process has them: adapters by id."""
 
     def __init__(self, model: nn.Module) -> None:
         self.targets = find_targets(model)
 
-    def fill(self, slot: int, adapter: AdapterFile, factor: float) -> None:
+    def fill(self, adapter_id: int, adapter: AdapterFile, factor: float) -> None:
         """Copy every pair that adds something into the bank of its module.
 
         Everything was checked before; only memory can be missing. Pairs of zeros, as before the first step of training,
@@ -61,24 +61,24 @@ class ModelBanks:
                     continue
                 a_RI, b_RO = _held(*_shared(pair, targets, name), targets, name)
                 device = targets.device(name)
-                rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), slot)
-                targets.linear_bank(name).put(slot, rows)
+                rows = make_rows(a_RI.to(device), b_RO.to(device), [pair.scale * factor] * len(a_RI), adapter_id)
+                targets.linear_bank(name).put(adapter_id, rows)
             for layer, matrices in experts.items():
                 held, device = targets.experts[layer].held, targets.device(layer)
                 parts = {
-                    matrix: _stack(matrices[matrix], held, device, slot, factor)
+                    matrix: _stack(matrices[matrix], held, device, adapter_id, factor)
                     for matrix in MATRICES
                     if not matrices.get(matrix, {}).keys().isdisjoint(held)
                 }
                 if parts:
-                    targets.experts_bank(layer).put(slot, parts)
+                    targets.experts_bank(layer).put(adapter_id, parts)
         except (RuntimeError, MemoryError) as error:  # what allocators raise
-            targets.clear(slot)
+            targets.clear(adapter_id)
             raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
 
-    def clear(self, slot: int) -> None:
+    def clear(self, adapter_id: int) -> None:
         """Take one adapter out."""
-        self.targets.clear(slot)
+        self.targets.clear(adapter_id)
 
 
 class AdapterPool:
@@ -89,16 +89,16 @@ class AdapterPool:
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
-        self._next_slot = TRAINED_SLOT + 1
+        self._next_id = TRAINED_ADAPTER + 1
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names in the order they were attached."""
         return tuple(self._attached)
 
-    def slots(self) -> list[int]:
-        """The slots of all of them."""
-        return [self.use(name).slot for name in self.names]
+    def adapter_ids(self) -> list[int]:
+        """The ids of all of them."""
+        return [self.use(name).adapter_id for name in self.names]
 
     def use(self, name: str) -> AdapterHandle:
         """What a request with this adapter carries.
@@ -133,9 +133,9 @@ class AdapterPool:
         with self._lock:
             if name in self._attached:
                 raise AdapterError(f"an adapter {name!r} is already there; detach it, or choose another name")
-            use = AdapterHandle(slot=self._next_slot, text_digest=text_digest, vision_digest=vision_digest)
-            self._next_slot += 1
-            self._banks.fill(use.slot, adapter, factor)
+            use = AdapterHandle(adapter_id=self._next_id, text_digest=text_digest, vision_digest=vision_digest)
+            self._next_id += 1
+            self._banks.fill(use.adapter_id, adapter, factor)
             self._attached = {**self._attached, name: Attached(use=use, counts=adapter.counts())}
         return use
 
@@ -161,7 +161,7 @@ class AdapterPool:
     def free(self, use: AdapterHandle) -> None:
         """Free the memory of an unregistered adapter that no request uses."""
         with self._lock:
-            self._banks.clear(use.slot)
+            self._banks.clear(use.adapter_id)
 
 
 def _shared(pair: LowRank, targets: LoraTargets, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,11 +185,13 @@ def _held(a_RI: torch.Tensor, b_RO: torch.Tensor, targets: LoraTargets, name: st
     return (a_RI, b_RO[:, part].contiguous()) if cut.axis == 0 else (a_RI[:, part].contiguous(), b_RO)
 
 
-def _stack(found: Mapping[int, LowRank], held: range, device: torch.device, slot: int, factor: float) -> ExpertRows:
+def _stack(
+    found: Mapping[int, LowRank], held: range, device: torch.device, adapter_id: int, factor: float
+) -> ExpertRows:
     """Rank rows of one matrix, held expert after expert, in the dtype of the file: these may be gigabytes."""
     present: Sequence[LowRank] = [found[expert] for expert in held if expert in found]
     ranks = tuple(found[expert].rank if expert in found else 0 for expert in held)
     a_RI = torch.cat([pair.a_RI for pair in present]).to(device)
     b_RO = torch.cat([pair.b_OR.T for pair in present]).to(device)
     scales = [pair.scale * factor for pair in present for _ in range(pair.rank)]
-    return ExpertRows(make_rows(a_RI, b_RO, scales, slot), ranks)
+    return ExpertRows(make_rows(a_RI, b_RO, scales, adapter_id), ranks)

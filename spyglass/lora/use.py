@@ -14,13 +14,13 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterHandle:
-    """The adapter of a request: its slot in the banks (0 = none) and what caches must tell apart.
+    """The adapter of a request: its id in the banks (0 = none) and what caches must tell apart.
 
     `text_digest` covers the weights, alpha and scale of everything that acts on tokens, `vision_digest` of everything
     that acts on images (tower and aligner); empty = none.
     """
 
-    slot: int = 0
+    adapter_id: int = 0
     text_digest: bytes = b""
     vision_digest: bytes = b""
 

@@ -170,7 +170,7 @@ class Frames:
             image_index_T=tensors.get("image_index_T"),
             has_images=shape.images,
             logit_rows_R=tensors["logit_rows_R"],
-            slot_T=tensors.get("slot_T"),
+            adapter_T=tensors.get("adapter_T"),
             capture=self._capture,
         )
         cache = CacheView(
@@ -214,7 +214,7 @@ class Frames:
         if shape.image_rows:
             fields.append(_Field("image_index_T", np.int32, (T,), -1))
         if shape.adapters:
-            fields.append(_Field("slot_T", np.int32, (T,), 0))
+            fields.append(_Field("adapter_T", np.int32, (T,), 0))
         for ratio, closing in shape.closing:
             compressor = self._compressors[ratio]
             fields += [
@@ -240,7 +240,7 @@ class Frames:
             table_widths=tuple((group, table.shape[1]) for group, table in step.table_SP.items()),
             images=bool(step.kinds_T.max() >= 0),
             image_rows=step.image_index_T is not None and bool(step.image_index_T.max() >= 0),
-            adapters=step.slot_S is not None,
+            adapters=step.adapter_S is not None,
         )
 
     def _bucket(self, step: StepInput, exact: FrameShape) -> FrameShape | None:

@@ -40,8 +40,8 @@ def step_values(step: StepInput, text: TextConfig, page_rows: Mapping[str, int])
     }
     if step.image_index_T is not None:
         values["image_index_T"] = step.image_index_T
-    if step.slot_S is not None:
-        values["slot_T"] = step.slot_S[rows.seq_T]
+    if step.adapter_S is not None:
+        values["adapter_T"] = step.adapter_S[rows.seq_T]
     for compressor in compressors_of(text).values():
         values |= _compression(compressor, rows, tables)
     return values | {f"table {group}": table for group, table in step.table_SP.items()}

@@ -32,7 +32,7 @@ class StepInput:
     resumable: Sequence[tuple[int, int]] = ()
     visible_T2: NDArray[np.int32] | None = None
     image_index_T: NDArray[np.int32] | None = None
-    slot_S: Ints | None = None
+    adapter_S: Ints | None = None
     lookahead: int = 0
 
 
@@ -45,7 +45,7 @@ def sequence_input(
     *,
     visible_T2: NDArray[np.int32] | None = None,
     image_index_T: NDArray[np.int32] | None = None,
-    slot: int = 0,
+    adapter_id: int = 0,
     resumable: Sequence[int] = (),
 ) -> StepInput:
     """A step of one sequence, rows from position `start` on; `tables` [P] by group, `logit_rows` from its first row."""
@@ -59,7 +59,7 @@ def sequence_input(
         resumable=[(0, position) for position in resumable],
         visible_T2=visible_T2,
         image_index_T=image_index_T,
-        slot_S=slots_of([slot]),
+        adapter_S=adapters_of([adapter_id]),
     )
 
 
@@ -69,8 +69,10 @@ def join_inputs(steps: Sequence[StepInput]) -> StepInput:
     sequences = [len(step.start_S) for step in steps]
     first = np.cumsum([0, *counts])
     first_sequence = np.cumsum([0, *sequences])
-    slots = [
-        slot for s, n in zip(steps, sequences, strict=True) for slot in (s.slot_S if s.slot_S is not None else [0] * n)
+    adapter_ids = [
+        adapter_id
+        for s, n in zip(steps, sequences, strict=True)
+        for adapter_id in (s.adapter_S if s.adapter_S is not None else [0] * n)
     ]
     return StepInput(
         ids_T=np.concatenate([step.ids_T for step in steps]),
@@ -82,13 +84,13 @@ def join_inputs(steps: Sequence[StepInput]) -> StepInput:
         resumable=[(int(n) + q, p) for step, n in zip(steps, first_sequence, strict=False) for q, p in step.resumable],
         visible_T2=join_parts([step.visible_T2 for step in steps], counts, 0),
         image_index_T=join_parts([step.image_index_T for step in steps], counts, -1),
-        slot_S=slots_of(slots),
+        adapter_S=adapters_of(adapter_ids),
     )
 
 
-def slots_of(slots: Sequence[int]) -> Ints | None:
-    """Adapter slot of each sequence; None when no sequence has an adapter."""
-    return np.array(slots, np.int64) if any(slots) else None
+def adapters_of(adapter_ids: Sequence[int]) -> Ints | None:
+    """Adapter of each sequence; None when no sequence has an adapter."""
+    return np.array(adapter_ids, np.int64) if any(adapter_ids) else None
 
 
 def join_parts(

@@ -15,6 +15,13 @@ from spyglass.server.log import Record
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _DELAYS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TICK_SECONDS = 0.05
+_OLD_NAMES = {  # for one version more
+    "spyglass:images": "spyglass:pictures",
+    "spyglass:image_tokens": "spyglass:picture_tokens",
+    "spyglass:num_requests_in_flight": "spyglass:answers_under_way",
+    "spyglass:num_requests_waiting_for_memory": "spyglass:answers_without_memory",
+    "spyglass:grammar_mask_overlap_ratio": "spyglass:grammar_mask_hidden_ratio",
+}
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -38,9 +45,8 @@ class Metrics:
         self._generated = self._total("vllm:generation_tokens", "tokens of answers")
         about = "images of answered requests", "tokens of images"
         named = "spyglass:images", "spyglass:image_tokens"
-        old = "spyglass:pictures", "spyglass:picture_tokens"  # for one version more
         self._images, self._image_tokens = map(self._total, named, about)
-        self._old_names = [self._total(name, f"old name of {new}") for name, new in zip(old, named, strict=True)]
+        self._old_names = [self._total(_OLD_NAMES[name], f"old name of {name}") for name in named]
         self._ended = Counter(
             "vllm:request_success",
             "answers by how they ended",
@@ -122,22 +128,24 @@ class _EngineNumbers(Collector):
         stats = self._read()
         engine = stats.engine
         for name, about, value in (
-            ("spyglass:answers_under_way", "queued and running answers", stats.live),
+            ("spyglass:num_requests_in_flight", "queued and running answers", stats.live),
             ("vllm:num_requests_running", "answers that the engine runs", engine.running),
             ("vllm:num_requests_waiting", "answers that wait for the engine", stats.live - engine.running),
             ("vllm:kv_cache_usage_perc", "used share of the fullest pool of rows, 0 to 1", engine.cache_share),
-            ("spyglass:answers_without_memory", "answers in the engine's own queue", engine.waiting),
+            ("spyglass:num_requests_waiting_for_memory", "answers in the engine's own queue", engine.waiting),
             (
-                "spyglass:grammar_mask_hidden_ratio",
-                "part of the time for grammar masks that the model hid",
+                "spyglass:grammar_mask_overlap_ratio",
+                "part of the time for grammar masks that went by during forward passes",
                 engine.mask_share,
             ),
             ("spyglass:prefix_cache_bytes", "what the prefix cache holds", engine.prefix_bytes),
             ("spyglass:image_cache_bytes", "what the image cache holds", engine.image_bytes),
         ):
-            gauge = GaugeMetricFamily(name, about, labels=("model_name",))
-            gauge.add_metric((self._model,), max(0, value))
-            yield gauge
+            told = {name: about} | ({_OLD_NAMES[name]: f"old name of {name}"} if name in _OLD_NAMES else {})
+            for spelling, text in told.items():
+                gauge = GaugeMetricFamily(spelling, text, labels=("model_name",))
+                gauge.add_metric((self._model,), max(0, value))
+                yield gauge
         for name, about, value in (
             ("vllm:num_preemptions", "answers put off for lack of memory", engine.preemptions),
             ("vllm:prefix_cache_queries", "prompt tokens looked up", engine.prefix_queries),

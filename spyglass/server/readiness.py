@@ -141,7 +141,7 @@ def _trials(llm: LLM) -> dict[str, _Trial]:
     start = [llm.config.bos_token_id or 0]
     trials = {"text": _Trial([start], one)}
     if llm.config.vision is not None and llm.options.images:
-        trials["pictures"] = _Trial([start, blank(largest_images(llm.config.vision)[0])], one)
+        trials["images"] = _Trial([start, blank(largest_images(llm.config.vision)[0])], one)
     if llm.tokenizer is not None:
         form = Structured(kind="regex", value="[a-z]+")
         trials["structured answers"] = _Trial([start], SamplingParams(max_tokens=1, structured=form))

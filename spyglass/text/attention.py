@@ -74,25 +74,25 @@ class Attention(nn.Module):
 
         `rounded_TC`: what `quant` makes of it.
         """
-        slot_T = step.batch.slot_T
-        projected = self._inputs(x_TC, slot_T, rounded_TC)
+        adapter_T = step.batch.adapter_T
+        projected = self._inputs(x_TC, adapter_T, rounded_TC)
         self._write_cache(projected, step, cache)
         quant = self.wq_b.quant if self.indexer is None else common_quant(self.wq_b, self.indexer.wq_b)
         u_TQ = self.q_norm(projected[self.wq_a], quant)
         pool = None if self._pool is None else cache.compression[self._plan.ratio]
         if pool is not None and pool.max_visible == 0:
             pool = None
-        picks_TX = self._picks(u_TQ, projected, step, pool, cache)
-        q_THD = self.wq_b(u_TQ, slot_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
+        topk_indices_TX = self._topk_indices(u_TQ, projected, step, pool, cache)
+        q_THD = self.wq_b(u_TQ, adapter_T, None if quant is None else u_TQ).view(-1, self._heads, self._dim)
         self._side.join()
-        out_THD = self._read(q_THD, picks_TX, step, pool, cache)
-        out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), slot_T)
-        return self._group.sum(self.wo_b(out_TGO.flatten(1), slot_T)).to(x_TC.dtype)
+        out_THD = self._read(q_THD, topk_indices_TX, step, pool, cache)
+        out_TGO = self.wo_a(out_THD.view(len(out_THD), self.wo_a.groups, -1), adapter_T)
+        return self._group.sum(self.wo_b(out_TGO.flatten(1), adapter_T)).to(x_TC.dtype)
 
     def _write_cache(self, projected: Projections, step: Step, cache: CacheView) -> None:
         """Write window rows, compressed rows and index keys of these rows, beside the queries."""
         plan, pages = self._plan, cache.pages[self._window]
-        tables, slot_T = step.tables[plan.rope], step.batch.slot_T
+        tables, adapter_T = step.tables[plan.rope], step.batch.adapter_T
         kv_TD = projected[self.wkv]
         with self._side.branch(0):
             self._finish(kv_TD, tables, norm=self.kv_norm, pages_NBD=pages, write_T=cache.window_write_T)
@@ -102,12 +102,12 @@ class Attention(nn.Module):
             latent_PD = self.compressor.write_cache(projected, pool, cache, entry_tables)
         if self.indexer is not None:
             with self._side.branch(self._index_branch):
-                self.indexer.write_cache(projected, latent_PD, pool, cache, entry_tables, slot_T)
+                self.indexer.write_cache(projected, latent_PD, pool, cache, entry_tables, adapter_T)
 
     def _read(
         self,
         q_THD: torch.Tensor,
-        picks_TX: torch.Tensor | None,
+        topk_indices_TX: torch.Tensor | None,
         step: Step,
         pool: CompressionStep | None,
         cache: CacheView,
@@ -127,14 +127,14 @@ class Attention(nn.Module):
             pool_NBD=None if pool is None or self._pool is None else cache.pages[self._pool],
             pool_table_SP=None if pool is None else cache.table_SP[f"pool{pool.ratio}"],
             visible_T=None if pool is None else pool.visible_T,
-            picks_TX=picks_TX,
-            pool_width=width if picks_TX is None else picks_TX.shape[1],
+            topk_indices_TX=topk_indices_TX,
+            pool_width=width if topk_indices_TX is None else topk_indices_TX.shape[1],
             turn=Turn(cos_TR=cos_TR, sin_TR=sin_TR, eps=self._q_eps, stepwise=self._stepwise),
             window_format=self._finish.format,
             pool_format=self._pool_format,
         )
 
-    def _picks(
+    def _topk_indices(
         self, u_TQ: torch.Tensor, projected: Projections, step: Step, pool: CompressionStep | None, cache: CacheView
     ) -> torch.Tensor | None:
         source = self._plan.index_from

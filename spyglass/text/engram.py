@@ -36,9 +36,9 @@ class Engram(nn.Module):
         """The streams with the memory added, in their dtype."""
         return self._gate(
             streams_TMC,
-            self.wkv(step.batch.engram_rows[self._layer], step.batch.slot_T),
+            self.wkv(step.batch.engram_rows[self._layer], step.batch.adapter_T),
             self.q_weight.tensor(),
             self.k_weight.tensor(),
             eps=self._eps,
-            picture_T=step.picture_T,
+            is_image_T=step.is_image_T,
         )

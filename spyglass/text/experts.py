@@ -31,7 +31,7 @@ class Gate(nn.Module):
         name = f"layers.{plan.index}.ffn.gate"
         self.weight = PlainTensor(build, name)
         self.bias = PlainTensor(build, f"{name}.bias")
-        self.bias_vl = PlainTensor(build, f"{name}.bias_vl") if ctx.pictures else None
+        self.bias_vl = PlainTensor(build, f"{name}.bias_vl") if ctx.images else None
         self.tid2eid = PlainTensor(build, f"{name}.tid2eid", torch.int32) if plan.router == "hash" else None
         self._k = text.num_experts_per_tok
         self._scale = text.routed_scaling_factor
@@ -40,15 +40,15 @@ class Gate(nn.Module):
     def forward(self, x_TC: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen experts int32 [T, K] and their weights fp32 [T, K], the scaling factor included."""
         forced = None if self.tid2eid is None else self.tid2eid.tensor()
-        picture_bias = None if self.bias_vl is None or step.picture_T is None else self.bias_vl.tensor()
+        image_bias = None if self.bias_vl is None or step.is_image_T is None else self.bias_vl.tensor()
         return self._choose(
             x_TC,
             self.weight.tensor(),
             k=self._k,
             scale=self._scale,
             bias_E=None if forced is not None else self.bias.value,
-            bias_picture_E=picture_bias,
-            picture_T=step.picture_T,
+            bias_image_E=image_bias,
+            is_image_T=step.is_image_T,
             forced_TK=forced,
             forced_row_T=None if forced is None else step.ids_T,
             positions_T=step.batch.positions_T,
@@ -69,15 +69,15 @@ class SharedExpert(nn.Module):
         self._swiglu = build.ops.swiglu
 
     def forward(
-        self, x_TC: torch.Tensor, slot_T: torch.Tensor | None, rounded_TC: torch.Tensor | None = None
+        self, x_TC: torch.Tensor, adapter_T: torch.Tensor | None, rounded_TC: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, C] to the same shape and dtype; the activation in fp32, rounded once before w2.
 
         A summand of that in fp32 where this process has a part of the inner channels.
         """
-        projected = self._inputs(x_TC, slot_T, rounded_TC)
+        projected = self._inputs(x_TC, adapter_T, rounded_TC)
         z_TF = self._swiglu(projected[self.w1], projected[self.w3], limit=self._limit, quant=self.w2.quant)
-        out: torch.Tensor = self.w2(z_TF, slot_T, None if self.w2.quant is None else z_TF)
+        out: torch.Tensor = self.w2(z_TF, adapter_T, None if self.w2.quant is None else z_TF)
         return out
 
 
@@ -114,17 +114,17 @@ class FeedForward(nn.Module):
 
         With several processes their sum and None: it is made where the parts of all are.
         """
-        slot_T = step.batch.slot_T
+        adapter_T = step.batch.adapter_T
         if self._host is None:
             with self._side.branch():
-                shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
+                shared_TC = self.shared_experts(x_TC, adapter_T, rounded_TC)
             ids_TK, weights_TK = self.gate(x_TC, step)
-            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, adapter_T)
         else:  # the host begins as soon as it knows the experts
             self._host.expect(self._index, x_TC)
             ids_TK, weights_TK = self.gate(x_TC, step)
-            routed = self.experts.begin(x_TC, ids_TK, weights_TK, slot_T)
-            shared_TC = self.shared_experts(x_TC, slot_T, rounded_TC)
+            routed = self.experts.begin(x_TC, ids_TK, weights_TK, adapter_T)
+            shared_TC = self.shared_experts(x_TC, adapter_T, rounded_TC)
         routed_TC = routed()
         self._side.join()
         return self._group.total(routed_TC, shared_TC, x_TC.dtype)

@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         pool: CompressionStep,
         cache: CacheView,
         tables: Tables | None,
-        slot_T: torch.Tensor | None,
+        adapter_T: torch.Tensor | None,
     ) -> None:
         """Write the keys of the entries that close in this step; `latent_PD` are those entries before rotation."""
         if self.compressor is not None:
@@ -75,8 +75,8 @@ class Indexer(nn.Module):
         if self.wk is None or self.k_norm is None or latent_PD is None or tables is None:
             return
         # an entry closes with its last token, which is a row of this step and decides its adapter
-        slot_P = None if slot_T is None else slot_T.index_select(0, pool.sources_PB[:, -1])
-        key_PI, pages = self.wk(latent_PD, slot_P), cache.pages[self._keys]
+        adapter_P = None if adapter_T is None else adapter_T.index_select(0, pool.sources_PB[:, -1])
+        key_PI, pages = self.wk(latent_PD, adapter_P), cache.pages[self._keys]
         self.finish(key_PI, tables, norm=self.k_norm, pages_NBD=pages, write_T=pool.write_P)
 
     @torch.no_grad()
@@ -89,8 +89,8 @@ class Indexer(nn.Module):
         """
         if pool.max_visible <= self._topk and not self._ranks_blocks(pool):
             return None
-        slot_T = step.batch.slot_T
-        q_TNI = self.wq_b(u_TQ, slot_T).view(-1, self._heads, self._dim)
+        adapter_T = step.batch.adapter_T
+        q_TNI = self.wq_b(u_TQ, adapter_T).view(-1, self._heads, self._dim)
         q_TNI = self.finish(q_TNI, step.tables[self._plan.rope])
         # the scale is a second product, with a rounding of its own in bf16
         options: dict[str, Any] = {

@@ -28,7 +28,7 @@ class LayerContext:
     build: BuildContext
     rounding: Rounding
     stepwise: bool
-    pictures: bool
+    images: bool
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class SharedIndices:
 class Step:
     """One step as all layers see it: the batch, rotary tables by spec, and what follows from ids and kinds.
 
-    `entry_tables` rotate the entries that close in this step, by (ratio, spec). `picture_T` bool, None without images.
+    `entry_tables` rotate the entries that close in this step, by (ratio, spec). `is_image_T` bool, None without images.
     `ids_T` int64, safe to look up everywhere. `choices` is what index sources chose for these rows, written by them and
     read by the layers above.
     """
@@ -55,7 +55,7 @@ class Step:
     batch: Batch
     tables: Mapping[RopeSpec, Tables]
     entry_tables: Mapping[tuple[int, RopeSpec], Tables]
-    picture_T: torch.Tensor | None
+    is_image_T: torch.Tensor | None
     ids_T: torch.Tensor
     choices: SharedIndices = field(default_factory=SharedIndices)
 
@@ -71,7 +71,7 @@ def make_step(batch: Batch, cache: CacheView, ropes: Mapping[RopeSpec, Rope], la
             for ratio, spec in entries
             if len(cache.compression[ratio].positions_P)
         },
-        picture_T=batch.kinds_T >= 0 if batch.has_images else None,
+        is_image_T=batch.kinds_T >= 0 if batch.has_images else None,
         ids_T=batch.ids_T.clamp(min=0).long(),
     )
 

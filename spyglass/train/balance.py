@@ -51,13 +51,13 @@ class CountingRouter:
     state: ExpertLoads
 
     def __call__(
-        self, x_TC: torch.Tensor, weight_EC: torch.Tensor, *, picture_T: torch.Tensor | None = None, **options: Any
+        self, x_TC: torch.Tensor, weight_EC: torch.Tensor, *, is_image_T: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids_TK, weights_TK = router_topk(x_TC, weight_EC, picture_T=picture_T, **options)
+        ids_TK, weights_TK = router_topk(x_TC, weight_EC, is_image_T=is_image_T, **options)
         with torch.no_grad():
             real_T = self.state.real_T
             assert real_T is not None
-            image = torch.zeros_like(real_T) if picture_T is None else picture_T
+            image = torch.zeros_like(real_T) if is_image_T is None else is_image_T
             chosen_TE = torch.nn.functional.one_hot(ids_TK.long(), len(weight_EC)).sum(dim=1).float()
             self.state.loads.append(torch.stack([real_T & ~image, real_T & image]).float() @ chosen_TE)
         return ids_TK, weights_TK

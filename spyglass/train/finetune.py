@@ -24,7 +24,7 @@ from spyglass.engram.feed import EngramFeed
 from spyglass.engram.store import open_engram
 from spyglass.errors import ConfigError, PromptError
 from spyglass.lora.fit import check_trained
-from spyglass.lora.new import TRAINED_SLOT, TrainableAdapter, new_adapter
+from spyglass.lora.new import TRAINED_ADAPTER, TrainableAdapter, new_adapter
 from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_model
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
@@ -267,8 +267,8 @@ def _refuse_blind(config: TrainConfig, chats: list[Chat]) -> None:
     unused = [target for target in config.targets if target in VISION_GROUPS]
     if unused and not config.full and not any(chat.images for chat in chats):
         raise ConfigError(
-            f"{config.data} shows no picture, so {' and '.join(unused)} would learn nothing; leave that out of the "
-            "targets, or add chats with pictures"
+            f"{config.data} shows no image, so {' and '.join(unused)} would learn nothing; leave that out of the "
+            "targets, or add chats with images"
         )
 
 
@@ -306,7 +306,9 @@ def _learner(config: TrainConfig) -> Learner:
 
 def _logits(config: TrainConfig, loaded: LoadedModel, samples: Sequence[Sample]) -> torch.Tensor:
     engram = open_engram_feed(config.model, loaded)
-    step = pack(samples, loaded.config, device=loaded.device, dtype=loaded.dtype, slot=TRAINED_SLOT, engram=engram)
+    step = pack(
+        samples, loaded.config, device=loaded.device, dtype=loaded.dtype, adapter_id=TRAINED_ADAPTER, engram=engram
+    )
     return step_logits(loaded.model, step)
 
 
@@ -320,7 +322,7 @@ def _task(config: TrainConfig, loaded: LoadedModel, leaves: Mapping[str, torch.T
             loaded.config,
             device=loaded.device,
             dtype=loaded.dtype,
-            slot=TRAINED_SLOT,
+            adapter_id=TRAINED_ADAPTER,
             engram=engram,
         )
         value, targets = token_loss(step_logits(loaded.model, step, of_images), step.targets_R)

@@ -25,7 +25,7 @@ def token_loss(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.
 def step_logits(model: VisionLanguageModel, step: PackedStep, of_images: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Logits fp32 [R, V] of a packed step: the four parts of the serving model.
 
-    `of_pictures`: leaves that only images reach. A step without one gives them zeros, so that it can be
+    `of_images`: leaves that only images reach. A step without one gives them zeros, so that it can be
     differentiated where nothing else is trained, and processes that wait for one another all run backwards.
     """
     image_rows = None if step.images is None else model.encode_images(step.images)

@@ -40,7 +40,7 @@ class Sample:
         """Positions whose next token is to be predicted."""
         ids_T, learn_T = self.prompt.ids_T, self.learn_T
         assert learn_T.shape == ids_T.shape, (learn_T.shape, ids_T.shape)
-        assert not learn_T[:1].any() and (ids_T[learn_T] >= 0).all(), "the first token or a picture cannot be a target"
+        assert not learn_T[:1].any() and (ids_T[learn_T] >= 0).all(), "the first token or an image cannot be a target"
         return np.flatnonzero(learn_T[1:])
 
     @property
@@ -68,16 +68,16 @@ def pack(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    slot: int = 0,
+    adapter_id: int = 0,
     engram: EngramFeed | None = None,
 ) -> PackedStep:
-    """One step of all samples, in order. `dtype` is the activation dtype, `slot` the adapter of every row and image.
+    """One step of all samples, in order. `dtype`: of activations; `adapter_id`: of every row and image.
 
     `engram` fetches the memory rows of a model that has some.
     """
     assert samples and (engram is None) == (config.text.engram is None)
     tables = place([len(sample.prompt) for sample in samples], config.text)
-    steps = sequence_steps(samples, tables, config.text, slot)
+    steps = sequence_steps(samples, tables, config.text, adapter_id)
     rows = {group: 1 + max(int(t[group].max(initial=-1)) for t in tables) for group in tables[0]}
     pages = fresh_pages(config.text, rows, device, dtype)
     step = join_inputs(steps)
@@ -87,7 +87,7 @@ def pack(
     return PackedStep(
         batch=frame.batch,
         cache=frame.cache,
-        images=_images(samples, config, device, slot),
+        images=_images(samples, config, device, adapter_id),
         targets_R=torch.from_numpy(np.concatenate([sample.targets for sample in samples])).to(device),
     )
 
@@ -115,7 +115,9 @@ def fresh_pages(
     }
 
 
-def sequence_steps(samples: Sequence[Sample], tables: Sequence[Tables], text: TextConfig, slot: int) -> list[StepInput]:
+def sequence_steps(
+    samples: Sequence[Sample], tables: Sequence[Tables], text: TextConfig, adapter_id: int
+) -> list[StepInput]:
     """Every sample as one step from position 0; image rows are counted over all samples."""
     steps, cells = [], 0
     for sample, table in zip(samples, tables, strict=True):
@@ -130,7 +132,7 @@ def sequence_steps(samples: Sequence[Sample], tables: Sequence[Tables], text: Te
             sample.rows,
             visible_T2=prompt.visible_T2 if prompt.spans else None,
             image_index_T=index_T,
-            slot=slot,
+            adapter_id=adapter_id,
         )
         steps.append(step)
     return steps
@@ -142,10 +144,12 @@ def _engram_rows(step: StepInput, engram: EngramFeed) -> dict[int, torch.Tensor]
     return rows()
 
 
-def _images(samples: Sequence[Sample], config: ModelConfig, device: torch.device | str, slot: int) -> ImageBatch | None:
+def _images(
+    samples: Sequence[Sample], config: ModelConfig, device: torch.device | str, adapter_id: int
+) -> ImageBatch | None:
     prompts = [sample.prompt for sample in samples]
     patches = [pixels for prompt in prompts for pixels in prompt.patches]
     if not patches or config.vision is None:
         return None
     grids = [plan.vit_grid for prompt in prompts for plan in prompt.plans]
-    return pack_images(patches, grids, config.vision, device=device, slots=[slot] * len(patches))
+    return pack_images(patches, grids, config.vision, device=device, adapter_ids=[adapter_id] * len(patches))

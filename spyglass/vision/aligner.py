@@ -54,21 +54,23 @@ class Aligner(nn.Module):
         self.w1 = Linear(build, "aligner.w1")
         self.w2 = Linear(build, "aligner.w2")
 
-    def forward(self, rows_UY: torch.Tensor, grids: Sequence[Grid], slot_I: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, rows_UY: torch.Tensor, grids: Sequence[Grid], adapter_I: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Image rows [I, C]: ceil(rows / ratio) · ceil(columns / ratio) per image, reading order, images in order.
 
-        `grids` (rows, columns) of patches per image; `slot_I` int32 adapter slot per image, None = no adapters.
+        `grids` (rows, columns) of patches per image; `adapter_I` int32 adapter per image, None = no adapters.
         """
         cells_ID = unfold_cells(rows_UY, grids, self.ratio)
-        slot = None
-        if slot_I is not None:
+        adapter_id = None
+        if adapter_I is not None:
             cells = [num_cells(grid, self.ratio) for grid in grids]
             counts = torch.tensor(cells, dtype=torch.int64, device=rows_UY.device)
-            slot = slot_I.repeat_interleave(counts, output_size=len(cells_ID))
-        return self.project(cells_ID, slot)
+            adapter_id = adapter_I.repeat_interleave(counts, output_size=len(cells_ID))
+        return self.project(cells_ID, adapter_id)
 
-    def project(self, cells_ID: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
-        """Image rows [I, C] of unfolded cells; `slot` int32 [I] adapter slot per cell."""
-        hidden_IC = nn.functional.gelu(self.w1(cells_ID, slot), approximate="none")
-        out_IC: torch.Tensor = self.w2(hidden_IC, slot)
+    def project(self, cells_ID: torch.Tensor, adapter_id: torch.Tensor | None = None) -> torch.Tensor:
+        """Image rows [I, C] of unfolded cells; `adapter_id` int32 [I] adapter per cell."""
+        hidden_IC = nn.functional.gelu(self.w1(cells_ID, adapter_id), approximate="none")
+        out_IC: torch.Tensor = self.w2(hidden_IC, adapter_id)
         return out_IC

@@ -40,7 +40,7 @@ class Budget:
 
     patches: int
     cells: int
-    pictures: int
+    images: int
 
 
 def budgets(vision: VisionConfig, *, largest: int | None = None) -> tuple[Budget, ...]:
@@ -59,7 +59,7 @@ def budgets(vision: VisionConfig, *, largest: int | None = None) -> tuple[Budget
         base *= 2
     least = max(1, vision.min_pixels // vision.patch_size**2)
     return tuple(
-        Budget(patches=size, cells=max(1, size // 6), pictures=min(64, max(1, 2 * size // least)))
+        Budget(patches=size, cells=max(1, size // 6), images=min(64, max(1, 2 * size // least)))
         for size in sorted(sizes)
     )
 
@@ -68,7 +68,7 @@ def fitting(ladder: Sequence[Budget], grids: Sequence[Grid], ratio: int) -> Budg
     """The smallest budget that holds the images, None if there is none."""
     patches, cells = offsets(grids)[-1], sum(num_cells(grid, ratio) for grid in grids)
     for budget in ladder:
-        if patches <= budget.patches and cells <= budget.cells and len(grids) <= budget.pictures:
+        if patches <= budget.patches and cells <= budget.cells and len(grids) <= budget.images:
             return budget
     return None
 
@@ -113,7 +113,7 @@ def layout_of(values: torch.Tensor, budget: Budget, ratio: int) -> Layout:
 
 def _layout_sizes(budget: Budget, ratio: int) -> list[int]:
     """Where each part of the array ends."""
-    parts = (budget.patches, budget.patches, budget.pictures + 1, budget.cells * ratio**2)
+    parts = (budget.patches, budget.patches, budget.images + 1, budget.cells * ratio**2)
     return np.cumsum(parts).tolist()
 
 
@@ -148,7 +148,7 @@ class PaddedVision:
             sin_UR=torch.cat([self._sin_PR.index_select(0, row_U), self._sin_PR.index_select(0, column_U)], dim=1),
             cu_seqlens_I1=layout.cu_seqlens_I1,
             offsets=borders,
-            slot_U=None,
+            adapter_U=None,
         )
         return self.aligner.project(gather_cells(self.tower.encode(patches_UF, rows), layout.cells_I.long()))
 
@@ -186,7 +186,7 @@ class VisionGraphs:
         if budget is None:
             self._note(reason)
             rows_UY = self._tower(images)
-            out: torch.Tensor = self._aligner(rows_UY, images.grids_I2, images.slot_I)
+            out: torch.Tensor = self._aligner(rows_UY, images.grids_I2, images.adapter_I)
             return out
         self.hits += 1
         return self._replay(budget, images)

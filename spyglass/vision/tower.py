@@ -26,16 +26,16 @@ from spyglass.vision.pixels import normalised, pixel_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], image borders, adapter slots.
+    """What every block needs to know about the rows: rotary tables fp32 [U, D / 2], image borders, adapters.
 
-    `offsets` are the borders on the host; `slot_U` None = no adapters.
+    `offsets` are the borders on the host; `adapter_U` None = no adapters.
     """
 
     cos_UR: torch.Tensor
     sin_UR: torch.Tensor
     cu_seqlens_I1: torch.Tensor
     offsets: tuple[int, ...]
-    slot_U: torch.Tensor | None
+    adapter_U: torch.Tensor | None
 
 
 def patch_positions(grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ class VisionAttention(nn.Module):
         self._attention = build.ops.vit_attention
 
     def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        qkv = self.wqkv(x_UY, rows.slot_U).unflatten(-1, (3, self.heads, -1))
+        qkv = self.wqkv(x_UY, rows.adapter_U).unflatten(-1, (3, self.heads, -1))
         turning, v_U1HD = qkv.split([2, 1], dim=1)  # whose gradients are joined in one pass
         turned = self._rope(turning.flatten(1, 2), rows.cos_UR, rows.sin_UR)  # q and k in one pass
         q_UHD, k_UHD = turned.chunk(2, dim=1)
@@ -84,7 +84,7 @@ class VisionAttention(nn.Module):
         out_UHD = self._attention(
             q_UHD, k_UHD, v_U1HD.squeeze(1), rows.cu_seqlens_I1, offsets=rows.offsets, scale=scale
         )
-        out: torch.Tensor = self.wo(out_UHD.flatten(1), rows.slot_U)
+        out: torch.Tensor = self.wo(out_UHD.flatten(1), rows.adapter_U)
         return out
 
 
@@ -97,8 +97,8 @@ class VisionMlp(nn.Module):
         self.w2 = Linear(build, f"{name}.w2")
         self._gate = build.ops.silu_mul
 
-    def forward(self, x_UY: torch.Tensor, slot_U: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = self.w2(self._gate(self.w1(x_UY, slot_U)), slot_U)
+    def forward(self, x_UY: torch.Tensor, adapter_U: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = self.w2(self._gate(self.w1(x_UY, adapter_U)), adapter_U)
         return out
 
 
@@ -114,7 +114,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_UY: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         x_UY = x_UY + self.attn(self.norm1(x_UY), rows)
-        out: torch.Tensor = x_UY + self.mlp(self.norm2(x_UY), rows.slot_U)
+        out: torch.Tensor = x_UY + self.mlp(self.norm2(x_UY), rows.adapter_U)
         return out
 
 
@@ -148,7 +148,7 @@ class VisionTower(nn.Module):
         self, patches_UF: torch.Tensor, rows: PackedRows, between_layers: Callable[[], object] | None = None
     ) -> torch.Tensor:
         """The tower behind its input: device tensors only, so that a graph can hold it."""
-        x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.slot_U)
+        x_UY: torch.Tensor = self.patch_embed(patches_UF, rows.adapter_U)
         for block in self.blocks:
             if between_layers is not None:
                 between_layers()
@@ -167,5 +167,5 @@ class VisionTower(nn.Module):
             sin_UR=sin_UR.to(device),
             cu_seqlens_I1=images.cu_seqlens_I1,
             offsets=offsets(images.grids_I2),
-            slot_U=images.slot_I.repeat_interleave(counts_I, output_size=len(images.patches_U)),
+            adapter_U=images.adapter_I.repeat_interleave(counts_I, output_size=len(images.patches_U)),
         )

@@ -30,10 +30,10 @@ pytestmark = pytest.mark.parametrize("name", SQUARE)
 def logits(name: str, adapter: AdapterFile | None) -> dict[str, torch.Tensor]:
     """Of both prompts in one step."""
     model = build_model(config(SQUARE[name]), weights(SQUARE[name]))
-    slot = 0 if adapter is None else AdapterPool(model).attach("it", adapter).slot
+    adapter_id = 0 if adapter is None else AdapterPool(model).attach("it", adapter).adapter_id
     parts = [Part(sequence=s, tokens=text_tokens(prompt(length)), start=0) for s, length in enumerate(LENGTHS)]
     batch, cache, _ = build_step(memory_for(model, len(parts), max(LENGTHS)), parts)
-    batch = dataclasses.replace(batch, slot_T=torch.full_like(batch.seq_T, slot))
+    batch = dataclasses.replace(batch, adapter_T=torch.full_like(batch.seq_T, adapter_id))
     with torch.inference_mode():
         out = model(batch, cache).split(list(LENGTHS))
     return {str(length): rows[:, COLUMNS] for length, rows in zip(LENGTHS, out, strict=True)}

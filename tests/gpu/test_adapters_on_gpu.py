@@ -38,12 +38,17 @@ def test_two_adapters_and_none_in_one_step_equal_their_merged_models(device: str
         """Of three prompts; with two adapters the first has none, the others one each."""
         model = world.model(weights, device=device, ops=ops)
         pool = AdapterPool(model)
-        slots = [0, *(pool.attach(str(number), adapter).slot for number, adapter in enumerate(attached)), 0, 0]
+        adapter_ids = [
+            0,
+            *(pool.attach(str(number), adapter).adapter_id for number, adapter in enumerate(attached)),
+            0,
+            0,
+        ]
         parts = [Part(sequence=s, tokens=each, start=0) for s, each in enumerate(tokens)]
         batch, cache, _ = build_step(memory_for(model, 3, 30), parts)
-        slot_T = torch.tensor(slots, dtype=torch.int32, device=device)[batch.seq_T.long()]
+        adapter_T = torch.tensor(adapter_ids, dtype=torch.int32, device=device)[batch.seq_T.long()]
         with torch.inference_mode():
-            out = model(dataclasses.replace(batch, slot_T=slot_T), cache)
+            out = model(dataclasses.replace(batch, adapter_T=adapter_T), cache)
         return list(out.cpu().split([len(each) for each in tokens]))
 
     live = logits(world.weights, adapters)
@@ -64,8 +69,8 @@ def test_each_picture_is_seen_through_its_own_adapter(device: str, world: Small)
         """Of three pictures; the second never has an adapter."""
         model = world.model(weights, device=device, ops=ops)
         pool = AdapterPool(model)
-        slots = [pool.attach(str(number), each).slot for number, each in enumerate(attached)] or [0]
-        images = pack_images(given, GRIDS, vision, device=device, slots=[slots[0], 0, slots[0]])
+        adapter_ids = [pool.attach(str(number), each).adapter_id for number, each in enumerate(attached)] or [0]
+        images = pack_images(given, GRIDS, vision, device=device, adapter_ids=[adapter_ids[0], 0, adapter_ids[0]])
         with torch.inference_mode():
             return list(model.encode_images(images).cpu().split(cells))
 

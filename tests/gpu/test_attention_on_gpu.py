@@ -17,12 +17,12 @@ from tests.tolerance import OP_BFLOAT16
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("pool", ["none", "all", "picks", "first"])
+@pytest.mark.parametrize("pool", ["none", "all", "chosen", "first"])
 @pytest.mark.parametrize("rows", [1, 5, 33, 140, 300])
 def test_attention_of_64_heads_of_512_channels(rows: int, pool: str) -> None:
     options: dict[str, Any] = {"heads": 64, "dim": 512, "window": 128, "slack": 3, "turned": rows != 33}
-    picks = pool if pool in ("picks", "first") else ""
-    call = cases.sparse_attention(Source(torch.bfloat16, rows), pool=pool != "none", picks=picks, **options)
+    topk = pool if pool in ("chosen", "first") else ""
+    call = cases.sparse_attention(Source(torch.bfloat16, rows), pool=pool != "none", topk=topk, **options)
     expected = run_call(sparse_attention, call, "cuda")
     results = run_call(bind_ops("cuda", "bfloat16").sparse_attention, call, "cuda", poisoned)
     assert_agrees(call, results, tuple(result.cpu() for result in expected), OP_BFLOAT16, f"{rows} rows")

@@ -50,10 +50,10 @@ def test_every_bucket_of_rows(sequences: int, monkeypatch: pytest.MonkeyPatch) -
     model, options = make("v4")
     lengths = tuple([2046, 3, 129, 40][n % 4] if n < 4 else 1 + n for n in range(sequences))
     monkeypatch.setattr(captured, "LENGTHS", lengths)
-    got, memory, runner = decode(model, **options, slots=(0,) * sequences, steps=6)
+    got, memory, runner = decode(model, **options, adapter_ids=(0,) * sequences, steps=6)
     assert not runner.capture.eager, runner.capture.eager
     monkeypatch.setattr(Capture, "run", op_by_op)
-    expected, plain, _ = decode(model, **options, slots=(0,) * sequences, steps=6)
+    expected, plain, _ = decode(model, **options, adapter_ids=(0,) * sequences, steps=6)
     assert_same(got, expected)
     assert_same_pages(memory, plain)
 
@@ -62,12 +62,12 @@ def test_steps_with_adapters_of_any_group_are_captured(monkeypatch: pytest.Monke
     model, _ = make("v4")
     pool = AdapterPool(model)
     use = pool.attach("one", random_adapter(shapes_of(model), ["attention", "shared", "experts"], rank=3, seed=1))
-    slots = (0, use.slot, 0, use.slot, 0)
-    got, memory, runner = decode(model, slots=slots)
+    adapter_ids = (0, use.adapter_id, 0, use.adapter_id, 0)
+    got, memory, runner = decode(model, adapter_ids=adapter_ids)
     assert runner.capture.captures + runner.capture.replays >= captured.STEPS, runner.capture.eager
     assert not runner.capture.eager, runner.capture.eager
     monkeypatch.setattr(Capture, "run", op_by_op)
-    expected, plain, _ = decode(model, slots=slots)
+    expected, plain, _ = decode(model, adapter_ids=adapter_ids)
     assert_same(got, expected)
     assert_same_pages(memory, plain)
 

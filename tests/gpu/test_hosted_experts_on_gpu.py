@@ -66,11 +66,11 @@ def test_adapters_of_experts_in_host_memory() -> None:
     use = pool.attach("one", random_adapter(shapes_of(hosted), ["experts"], rank=3, seed=1))
     layer = hosted.text.layers[HOSTED[0]].ffn.experts
     assert all(tensor.device.type == "cpu" for tensor in layer.adapter.tensors())
-    slots = (0, use.slot, 0, use.slot, 0)
-    got, _, _ = decode(hosted, slots=slots)
+    adapter_ids = (0, use.adapter_id, 0, use.adapter_id, 0)
+    got, _, _ = decode(hosted, adapter_ids=adapter_ids)
     plain, _, _ = decode(hosted)
     assert off(got[-1].hidden_TC[:1], plain[-1].hidden_TC[:1]) == 0 and off(got[1].hidden_TC, plain[1].hidden_TC) > 0
-    assert not differing(decode(hosted, slots=slots)[0], got)
+    assert not differing(decode(hosted, adapter_ids=adapter_ids)[0], got)
 
 
 def test_a_model_of_released_width_answers_alike() -> None:

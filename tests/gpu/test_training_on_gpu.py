@@ -67,14 +67,14 @@ def test_experts_with_their_pairs() -> None:
 
 
 def rank_rows(rows: int, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device: str, groups: int = 1) -> RankRows:
-    slot_T = torch.ones(rows, dtype=torch.int32, device=device)
-    slot_T[3] = 0
+    adapter_T = torch.ones(rows, dtype=torch.int32, device=device)
+    adapter_T[3] = 0
     return RankRows(
         x_TGI=x.view(rows, groups, -1),
-        slot_T=slot_T,
+        adapter_T=adapter_T,
         a_RI=a,
         b_RGO=b.unflatten(1, (groups, -1)),
-        slot_R=torch.ones(len(a), dtype=torch.int32, device=device),
+        adapter_R=torch.ones(len(a), dtype=torch.int32, device=device),
         scale_R=torch.linspace(0.5, 2.0, len(a), device=device),
     )
 
@@ -121,15 +121,15 @@ def test_bf16_experts_with_their_pairs(rounding: FakeQuant | None) -> None:
 
     def run(device: str, x: torch.Tensor, weights: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         scale_R = torch.linspace(0.5, 2.0, 8 * rank, device=device)
-        start_SE1 = torch.arange(0, 8 * rank + 1, rank, dtype=torch.int32, device=device)[None]
+        start_AE1 = torch.arange(0, 8 * rank + 1, rank, dtype=torch.int32, device=device)[None]
         ranks = {
-            name: ExpertRanks(a, b, scale_R, start_SE1, ((rank,) * 8,))
+            name: ExpertRanks(a, b, scale_R, start_AE1, ((rank,) * 8,))
             for name, a, b in zip(shapes, leaves[::2], leaves[1::2], strict=True)
         }
         slots = torch.ones(300, dtype=torch.int32, device=device)
         here = [to_device(stack, device) for stack in stacks]
         adapters = ExpertAdapters(slots[:1], ranks)
-        options: dict[str, Any] = {"limit": 1.0, "rounding": rounding, "slot_T": slots, "adapters": adapters}
+        options: dict[str, Any] = {"limit": 1.0, "rounding": rounding, "adapter_T": slots, "adapters": adapters}
         out: torch.Tensor = TRAINS.experts_grouped(x, ids.to(device), weights, *here, **options)
         return out
 
@@ -174,9 +174,9 @@ def test_streams_norms_rotations_and_gates(dtype: torch.dtype) -> None:
     same_gradients(of("swiglu", limit=1.0), [z, z.flip(0)], of_max)
 
 
-@pytest.mark.parametrize("picks", [False, True])
-def test_attention_over_pools(picks: bool) -> None:
-    call = sparse_attention(Source(torch.float32), pool=True, picks="picks" if picks else "")
+@pytest.mark.parametrize("topk", [False, True])
+def test_attention_over_pools(topk: bool) -> None:
+    call = sparse_attention(Source(torch.float32), pool=True, topk="chosen" if topk else "")
     q, window, *places, sink = call.args
     options: dict[str, Any] = {name: value for name, value in call.options.items() if name != "pool_NBD"}
 
@@ -188,7 +188,7 @@ def test_attention_over_pools(picks: bool) -> None:
     same_gradients(run, [q, window, sink, call.options["pool_NBD"]])
 
 
-@pytest.mark.parametrize("pool", ["", "all", "picks"])
+@pytest.mark.parametrize("pool", ["", "all", "chosen"])
 def test_bf16_attention_at_released_sizes(pool: str) -> None:
     """64 heads of 512 channels, two sequences, q normed and turned inside; memory that nobody wrote is NaN."""
     source, lengths, heads, dim, ratio = Source(torch.float32), (150, 61), 64, 512, 4
@@ -204,11 +204,13 @@ def test_bf16_attention_at_released_sizes(pool: str) -> None:
     latents, sink = source.normal(sum(entries) + 1, 1, dim).bfloat16(), source.normal(heads)
     window[-1] = latents[-1] = float("nan")
     visible = (position + 1) // ratio
-    picks = torch.stack([torch.randperm(max(entries), generator=source.generator)[:16] for _ in range(rows)]).int()
+    topk_indices = torch.stack(
+        [torch.randperm(max(entries), generator=source.generator)[:16] for _ in range(rows)]
+    ).int()
     places = (table, seq, (position - 127).clamp(min=0), position)
     more: dict[str, Any] = {"pool_table_SP": pools, "visible_T": visible, "pool_width": max(entries)}
-    if pool == "picks":
-        more |= {"picks_TX": picks.sort(dim=1).values, "pool_width": 16}
+    if pool == "chosen":
+        more |= {"topk_indices_TX": topk_indices.sort(dim=1).values, "pool_width": 16}
     cos, sin = source.normal(rows, 32), source.normal(rows, 32)
     angle = torch.atan2(sin, cos)
     turn = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=True)
@@ -235,7 +237,12 @@ def test_a_whole_model_gives_its_adapters_the_gradients_of_the_host(name: str) -
         if name == "v41":
             feed = EngramFeed(small_v41.small_store(model.config), device=torch.device(device), dtype=torch.float32)
         step = pack(
-            samples_for(model), model.config, device=device, dtype=torch.float32, slot=adapter.slot, engram=feed
+            samples_for(model),
+            model.config,
+            device=device,
+            dtype=torch.float32,
+            adapter_id=adapter.adapter_id,
+            engram=feed,
         )
         loss = token_loss(step_logits(model, step), step.targets_R)[0]
         grads = torch.autograd.grad(loss, list(adapter.parameters.values()))

@@ -20,7 +20,7 @@ from tests.tolerance import VISION_BFLOAT16, Tolerance, assert_close
 from tests.vision_parts import SMALL, Vision, random_pictures, random_weights
 
 pytestmark = pytest.mark.gpu
-LADDER = [Budget(patches=size, cells=size // 6, pictures=6) for size in (128, 640, 1024)]
+LADDER = [Budget(patches=size, cells=size // 6, images=6) for size in (128, 640, 1024)]
 BATCHES: list[list[Grid]] = [
     [(4, 6), (1, 7), (5, 1), (3, 3), (12, 28)],
     [(28, 28)],
@@ -113,7 +113,7 @@ def test_what_fits_no_graph_runs_eagerly_and_is_counted(vision: Vision) -> None:
     graphs = make(vision)
     for grids in ([(33, 33)], [(1, 1)] * 7, []):
         images = images_of(vision, grids, seed=1)
-        assert torch.equal(graphs(images), vision.aligner(vision.tower(images), images.grids_I2, images.slot_I))
+        assert torch.equal(graphs(images), vision.aligner(vision.tower(images), images.grids_I2, images.adapter_I))
     assert graphs.hits == 0
     assert dict(graphs.eager) == {"larger than the largest graph": 2, "no images": 1}
 

@@ -42,7 +42,7 @@ def test_captured_steps_equal_steps_op_by_op(case: str, dtype: Dtype, monkeypatc
             "one", random_adapter(shapes, ["attention", "experts", "shared", "compressor"], rank=3, seed=1)
         )
         two = pool.attach("two", random_adapter(shapes, ["attention", "shared"], rank=2, seed=2))
-        options["slots"] = (0, one.slot, two.slot, one.slot, 0)
+        options["adapter_ids"] = (0, one.adapter_id, two.adapter_id, one.adapter_id, 0)
     got, memory, runner = decode(model, **options)
     assert runner.capture.replays >= 8 and not runner.capture.eager, runner.capture.eager
     monkeypatch.setattr(Capture, "run", op_by_op)
@@ -67,5 +67,5 @@ def test_other_adapters_are_another_version() -> None:
     assert model.weights_version != version
     version = model.weights_version
     pool.detach("one")
-    assert model.weights_version != version and use.slot
+    assert model.weights_version != version and use.adapter_id
     assert_same(decode(model)[0], before)

@@ -44,7 +44,7 @@ def test_adapters_of_hosted_experts_equal_those_on_the_device() -> None:
         parts = ["attention", "experts", "shared"]
         one = pool.attach("one", random_adapter(shapes_of(model), parts, rank=3, seed=1))
         two = pool.attach("two", random_adapter(shapes_of(model), ["experts"], rank=2, seed=2))
-        results.append(decode(model, slots=(0, one.slot, two.slot, one.slot, 0)))
+        results.append(decode(model, adapter_ids=(0, one.adapter_id, two.adapter_id, one.adapter_id, 0)))
     assert_same(results[1][0], results[0][0])
     assert_same_pages(results[1][1], results[0][1])
 

@@ -78,7 +78,7 @@ def test_a_prompt_with_a_patch_too_many_or_too_few_is_refused_when_it_arrives(
 ) -> None:
     prompt = make_prompt(model.config, [3, (4, 4), (2, 3), 5])
     engine = make_engine(model, model.config)
-    with pytest.raises(PromptError, match=rf"picture {picture}: its grid of"):
+    with pytest.raises(PromptError, match=rf"image {picture}: its grid of"):
         engine.add(tampered(prompt, picture, change), GREEDY)
     assert not engine.has_work
 
@@ -86,12 +86,12 @@ def test_a_prompt_with_a_patch_too_many_or_too_few_is_refused_when_it_arrives(
 def test_a_prompt_without_the_patches_of_its_last_picture_is_refused(model: Any) -> None:
     prompt = make_prompt(model.config, [3, (4, 4), (2, 3), 5])
     short = dataclasses.replace(prompt, patches=prompt.patches[:1])
-    with pytest.raises(PromptError, match="picture 1 is missing"):
+    with pytest.raises(PromptError, match="image 1 is missing"):
         make_engine(model, model.config).add(short, SamplingParams())
 
 
 def test_a_span_with_another_number_of_image_positions_is_refused(model: Any) -> None:
     prompt = make_prompt(model.config, [3, (4, 4), 5])
     span = dataclasses.replace(prompt.spans[0], order=prompt.spans[0].order[:-1])
-    with pytest.raises(PromptError, match="picture 0: 3 image positions"):
+    with pytest.raises(PromptError, match="image 0: 3 image positions"):
         make_engine(model, model.config).add(dataclasses.replace(prompt, spans=(span,)), SamplingParams())

@@ -16,7 +16,7 @@ MODEL_ROWS: list[Mutant] = [
     *faults("spyglass/layers/expert_stacks.py", "tests/unit/layers",
         ("inputs of experts not rounded", "self.rounding = self._wanted_rounding if is_quantised(format) else None", "self.rounding = None")),
     *faults("spyglass/layers/hosted.py", "tests/laws/test_hosted_experts.py",
-        ("rows without their adapters on the host", "sent.append((buffers.slot_R[:rows], slot_T))", "pass"),
+        ("rows without their adapters on the host", "sent.append((buffers.adapter_R[:rows], adapter_T))", "pass"),
         ("the sums of the call before", "            to.copy_(given)\n            best()", "            to.copy_(given)\n            0 and best()")),
     *faults("spyglass/placement.py", "tests/unit/test_placement.py",
         ("places not counted", "found.device_bytes + found.place_bytes - free", "found.device_bytes - free"),

@@ -4,7 +4,7 @@ and in its interpreter), gradients and captured steps are all asked to compute.
 `CASES[op, name](Source(dtype, rows))` is a `Call`, for any number of rows from 1 up. What an op must not read is NaN:
 pages that no sequence holds, rows before a window and after the end of a sequence, unused rows of the compressor state.
 With four rows or more the last one is padding: it sees nothing, has no expert and is written nowhere; its results need
-only be finite. Sources, picks and blocks of -1, experts without rows and adapters without weights here all occur.
+only be finite. Sources, indices and blocks of -1, experts without rows and adapters without weights here all occur.
 
 A new op gets its builder here, and with it every test that reads the table.
 """
@@ -101,8 +101,8 @@ def router_topk(
     experts, hidden, k = sizes
     options: dict[str, Any] = {"k": k, "scale": 1.5, "bias_E": source.fp32(experts, scale=0.1) if bias else None}
     if images:
-        options["picture_T"] = torch.arange(source.rows) % 3 == 0
-        options["bias_picture_E"] = source.fp32(experts, scale=0.1)
+        options["is_image_T"] = torch.arange(source.rows) % 3 == 0
+        options["bias_image_E"] = source.fp32(experts, scale=0.1)
     if forced:
         options["forced_TK"] = source.choices(experts, k).long()
     if forced == "table":
@@ -134,7 +134,7 @@ def sparse_attention(
     source: Source,
     *,
     pool: bool = False,
-    picks: str = "",
+    topk: str = "",
     heads: int = 3,
     dim: int = 32,
     window: int = 7,
@@ -160,12 +160,12 @@ def sparse_attention(
         bound = max(int(visible.max()), 1)
         options |= {"pool_NBD": far.pages, "pool_table_SP": far.table, "visible_T": visible.int()}
         options["pool_width"] = bound + slack
-        if picks:
+        if topk:
             chosen = source.choices(bound + 2, min(bound + 2, 5)).sort(dim=1).values
             chosen[::4, -1] = -1
             prefix = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
             prefix = torch.where(prefix < visible[:, None], prefix, -1)
-            options["picks_TX"] = {"picks": chosen, "first": prefix}[picks].contiguous()
+            options["topk_indices_TX"] = {"chosen": chosen, "first": prefix}[topk].contiguous()
             options["pool_width"] = chosen.shape[1]
     q, sink = source.normal(source.rows, heads, dim), source.fp32(heads)
     if turned:
@@ -322,12 +322,12 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "sparse_attention": {
         "window": sparse_attention,
         "pool": lambda s: sparse_attention(s, pool=True),
-        "picks": lambda s: sparse_attention(s, pool=True, picks="picks"),
-        "first picks": lambda s: sparse_attention(s, pool=True, picks="first"),
+        "top-k": lambda s: sparse_attention(s, pool=True, topk="chosen"),
+        "first of top-k": lambda s: sparse_attention(s, pool=True, topk="first"),
         "bounds": lambda s: sparse_attention(s, pool=True, slack=9),
         "turned": lambda s: sparse_attention(s, turned=True),
-        "turned, picks": lambda s: sparse_attention(s, pool=True, picks="picks", turned=True),
-        "many heads": lambda s: sparse_attention(s, pool=True, picks="picks", heads=20, dim=64, window=21),
+        "turned, top-k": lambda s: sparse_attention(s, pool=True, topk="chosen", turned=True),
+        "many heads": lambda s: sparse_attention(s, pool=True, topk="chosen", heads=20, dim=64, window=21),
     },
     "index_topk": {
         "all": index_topk,

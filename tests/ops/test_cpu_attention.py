@@ -51,7 +51,7 @@ def attention_case(
     return arguments, options, pool
 
 
-def picks(visible: torch.Tensor, count: int, prefix: bool) -> torch.Tensor:
+def topk_indices(visible: torch.Tensor, count: int, prefix: bool) -> torch.Tensor:
     """Ascending choices among the visible entries, some of them absent or not visible."""
     out = torch.full((len(visible), count), -1, dtype=torch.int32)
     for t, seen in enumerate(visible.tolist()):
@@ -157,7 +157,7 @@ def test_attention_threads_agree(isa: str) -> None:
     try:
         for only_last in (True, False):
             arguments, options, pool = attention_case([70], 16, 128, torch.bfloat16, only_last=only_last)
-            options |= pool | {"picks_TX": picks(pool["visible_T"], 8, False), "pool_width": 8}
+            options |= pool | {"topk_indices_TX": topk_indices(pool["visible_T"], 8, False), "pool_width": 8}
             outs = []
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)

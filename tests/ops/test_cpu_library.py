@@ -135,7 +135,7 @@ def test_a_call_in_words_is_the_call() -> None:
     expected = cpu.experts_grouped(x, ids, weights, w1, w3, w2, limit=2.0)
     out = torch.full_like(x, float("nan"))
     given = cpu.arguments(
-        x, ids, weights, w1, w3, w2, out, limit=2.0, rounding=None, slot_T=None, adapters=None, threads=1
+        x, ids, weights, w1, w3, w2, out, limit=2.0, rounding=None, adapter_T=None, adapters=None, threads=1
     )
     words: list[int] = []
     native.append_words(words, native.best(), "experts", given)

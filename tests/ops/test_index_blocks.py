@@ -73,13 +73,13 @@ def scored(length: int, entries: int, seed: int = 0) -> dict[str, torch.Tensor]:
 def test_picks_within_blocks_are_the_best_of_the_allowed_ones(stepwise: bool) -> None:
     args = scored(50, 37)
     blocks = index_blocks(**args, num_blocks=4, block_size=3, max_visible=37, stepwise=stepwise)
-    picks = index_topk(**args, k=6, max_visible=37, stepwise=stepwise, blocks_TY=blocks, block_size=3)
+    topk_indices = index_topk(**args, k=6, max_visible=37, stepwise=stepwise, blocks_TY=blocks, block_size=3)
     everything = index_topk(**args, k=37, max_visible=37, stepwise=stepwise)
     free = index_topk(**args, k=6, max_visible=37, stepwise=stepwise)
     restricted = 0
     for t, listed in enumerate(blocks.tolist()):
         reachable = {3 * b + i for b in listed if b >= 0 for i in range(3)} & set(everything[t].tolist())
-        mine = {entry for entry in picks[t].tolist() if entry >= 0}
+        mine = {entry for entry in topk_indices[t].tolist() if entry >= 0}
         assert mine <= reachable and len(mine) == min(6, len(reachable))
         best = {entry for entry in free[t].tolist() if entry >= 0}
         assert best & reachable <= mine, "an allowed entry among the best of all is among the best of the allowed"

@@ -1,4 +1,4 @@
-"""The defining index op: golden scores and picks, float64 formula, ties, masks (spec v4 5.5)."""
+"""The defining index op: golden scores and top-k indices, float64 formula, ties, masks (spec v4 5.5)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prepared(x: torch.Tensor, which: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("which", ["v4", "v41", "plain"])
-def test_golden_scores_and_picks(which: str, golden: Path) -> None:
+def test_golden_scores_and_indices(which: str, golden: Path) -> None:
     with np.load(golden / "ops" / "index.npz") as found:
         data = {key: torch.from_numpy(found[key]) for key in found}
     keys = Paged([prepared(data["k"], which)], 7)
@@ -40,11 +40,11 @@ def test_golden_scores_and_picks(which: str, golden: Path) -> None:
     arguments = q, data["w"], keys.pages, keys.table, ints([0] * count), ints([300] * count)
     scores = index_scores(*arguments, max_visible=300, stepwise=False)
     assert_close(scores, data[f"scores_{which}"], INDEX_SCORES)
-    picks = index_topk(*arguments, k=64, max_visible=300, stepwise=False)
-    assert torch.equal(picks.long(), data[f"top64_{which}"].sort(dim=1).values)
+    topk_indices = index_topk(*arguments, k=64, max_visible=300, stepwise=False)
+    assert torch.equal(topk_indices.long(), data[f"top64_{which}"].sort(dim=1).values)
 
 
-def test_hadamard_and_fp4_change_the_golden_picks(golden: Path) -> None:
+def test_hadamard_and_fp4_change_the_golden_indices(golden: Path) -> None:
     with np.load(golden / "ops" / "index.npz") as found:
         v4, plain = found["top64_v4"], found["top64_plain"]
     missing = [len(set(a) - set(b)) for a, b in zip(v4.tolist(), plain.tolist(), strict=True)]
@@ -70,35 +70,44 @@ def test_scores_are_their_formula_and_invisible_entries_minus_infinity() -> None
         assert_close(got[t], expected, OP_FLOAT32)
 
 
-def test_picks_are_the_best_visible_entries_in_order() -> None:
+def test_topk_indices_are_the_best_visible_entries_in_order() -> None:
     rows, keys, seq, visible, q, w = case()
-    picks = index_topk(q, w, keys.pages, keys.table, ints(seq), ints(visible), k=4, max_visible=23, stepwise=False)
-    assert picks.dtype == torch.int32 and picks.shape == (40, 4)
+    topk_indices = index_topk(
+        q, w, keys.pages, keys.table, ints(seq), ints(visible), k=4, max_visible=23, stepwise=False
+    )
+    assert topk_indices.dtype == torch.int32 and topk_indices.shape == (40, 4)
     for t, s in enumerate(seq):
         dots = np.maximum(q[t].double().numpy() @ rows[s].double().numpy().T, 0)
         scores = (w[t].double().numpy() @ dots)[: visible[t]]
         best = sorted(np.argsort(-scores, kind="stable")[:4].tolist())
-        assert [p for p in picks[t].tolist() if p >= 0] == best
-        assert sorted(picks[t].tolist(), key=lambda p: (p < 0, p)) == picks[t].tolist() or -1 in picks[t].tolist()
+        assert [p for p in topk_indices[t].tolist() if p >= 0] == best
+        assert (
+            sorted(topk_indices[t].tolist(), key=lambda p: (p < 0, p)) == topk_indices[t].tolist()
+            or -1 in topk_indices[t].tolist()
+        )
 
 
-def test_fewer_visible_entries_than_picks_leave_minus_one() -> None:
+def test_fewer_visible_entries_than_k_leave_minus_one() -> None:
     _, keys, seq, _, q, w = case(3)
-    picks = index_topk(q, w, keys.pages, keys.table, ints(seq), ints([0, 2, 6]), k=5, max_visible=6, stepwise=False)
-    assert [(row >= 0).sum().item() for row in picks] == [0, 2, 5]
+    topk_indices = index_topk(
+        q, w, keys.pages, keys.table, ints(seq), ints([0, 2, 6]), k=5, max_visible=6, stepwise=False
+    )
+    assert [(row >= 0).sum().item() for row in topk_indices] == [0, 2, 5]
 
 
-def test_no_more_picks_than_entries_are_returned() -> None:
+def test_no_more_indices_than_entries_are_returned() -> None:
     _, keys, seq, visible, q, w = case(3)
-    picks = index_topk(q, w, keys.pages, keys.table, ints(seq), ints(visible), k=50, max_visible=23, stepwise=False)
-    assert picks.shape == (3, 23)
+    topk_indices = index_topk(
+        q, w, keys.pages, keys.table, ints(seq), ints(visible), k=50, max_visible=23, stepwise=False
+    )
+    assert topk_indices.shape == (3, 23)
 
 
 def test_ties_go_to_the_lowest_entry() -> None:
     keys = Paged([torch.ones(9, 8)], 4)
     q, w = torch.ones(1, 3, 8), torch.ones(1, 3)
-    picks = index_topk(q, w, keys.pages, keys.table, ints([0]), ints([9]), k=3, max_visible=9, stepwise=False)
-    assert picks.tolist() == [[0, 1, 2]]
+    topk_indices = index_topk(q, w, keys.pages, keys.table, ints([0]), ints([9]), k=3, max_visible=9, stepwise=False)
+    assert topk_indices.tolist() == [[0, 1, 2]]
 
 
 def test_weights_are_scaled_in_their_own_dtype() -> None:

@@ -32,8 +32,8 @@ def test_golden_choices(name: str, golden: Path) -> None:
         k=data["out_i"].shape[1],
         scale=1.5,
         bias_E=data["bias"],
-        bias_picture_E=data["bias_vl"],
-        picture_T=picture,
+        bias_image_E=data["bias_vl"],
+        is_image_T=picture,
         forced_TK=forced,
     )
     ours, theirs = ids.sort(dim=1), data["out_i"].sort(dim=1)
@@ -80,7 +80,7 @@ def test_a_picture_row_uses_its_own_bias_instead_of_the_other() -> None:
     rows = Rows()
     bias, bias_vl = torch.randn(7), torch.randn(7)
     picture = torch.tensor([True, False] * 4 + [True])
-    ids, _ = rows.route(bias_E=bias, bias_picture_E=bias_vl, picture_T=picture)
+    ids, _ = rows.route(bias_E=bias, bias_image_E=bias_vl, is_image_T=picture)
     for t in range(9):
         used = bias_vl if picture[t] else bias
         best = np.argsort(-(rows.scores[t] + used.numpy()))[:3]
@@ -92,7 +92,7 @@ def test_hash_rows_take_their_table_and_picture_rows_do_not() -> None:
     forced = torch.stack([torch.randperm(7)[:3] for _ in range(9)])
     picture = torch.tensor([False, True] * 4 + [False])
     bias_vl = torch.randn(7)
-    ids, weights = rows.route(bias_picture_E=bias_vl, picture_T=picture, forced_TK=forced)
+    ids, weights = rows.route(bias_image_E=bias_vl, is_image_T=picture, forced_TK=forced)
     assert torch.equal(ids[~picture].long(), forced[~picture])
     for t in torch.nonzero(picture).flatten().tolist():
         assert set(ids[t].tolist()) == set(np.argsort(-(rows.scores[t] + bias_vl.numpy()))[:3].tolist())

@@ -44,17 +44,17 @@ class Case:
         self.lo = random.integers(first, lengths)
         self.hi = np.minimum(self.lo + random.integers(-1, 9, 70), lengths - 1)
         self.visible = random.integers(0, np.array([4, 0, 13])[self.seq] + 1)
-        picks = [random.permutation(14)[:6] for _ in range(70)]
-        self.picks = np.sort(np.where(random.random((70, 6)) < 0.3, -1, np.array(picks)))
+        topk_indices = [random.permutation(14)[:6] for _ in range(70)]
+        self.topk_indices = np.sort(np.where(random.random((70, 6)) < 0.3, -1, np.array(topk_indices)))
         self.q, self.sink = torch.randn(70, 5, D), torch.randn(5)
 
-    def run(self, pool: bool = True, picks: bool = False, **changes: Any) -> torch.Tensor:
+    def run(self, pool: bool = True, topk_indices: bool = False, **changes: Any) -> torch.Tensor:
         pooled = {
             "pool_NBD": self.pool.pages,
             "pool_table_SP": self.pool.table,
             "visible_T": ints(self.visible),
-            "picks_TX": ints(self.picks) if picks else None,
-            "pool_width": 6 if picks else 13,
+            "topk_indices_TX": ints(self.topk_indices) if topk_indices else None,
+            "pool_width": 6 if topk_indices else 13,
         }
         arguments = {
             "scale": 0.3,
@@ -73,21 +73,21 @@ class Case:
             **arguments,
         )
 
-    def expected(self, pool: bool = True, picks: bool = False) -> np.ndarray:
+    def expected(self, pool: bool = True, topk_indices: bool = False) -> np.ndarray:
         keys = []
         for t, s in enumerate(self.seq):
             mine = list(self.window_rows[s][self.lo[t] : self.hi[t] + 1])
-            chosen = self.picks[t] if picks else range(13)
+            chosen = self.topk_indices[t] if topk_indices else range(13)
             if pool:
                 mine += [self.pool_rows[s][p] for p in chosen if 0 <= p < self.visible[t]]
             keys.append(np.array([row.double().numpy() for row in mine]).reshape(-1, D))
         return formula(self.q.double().numpy(), keys, self.sink.double().numpy(), 0.3)
 
 
-@pytest.mark.parametrize(("pool", "picks"), [(False, False), (True, False), (True, True)])
-def test_it_is_its_formula(pool: bool, picks: bool) -> None:
+@pytest.mark.parametrize(("pool", "topk_indices"), [(False, False), (True, False), (True, True)])
+def test_it_is_its_formula(pool: bool, topk_indices: bool) -> None:
     case = Case()
-    assert_close(case.run(pool, picks), case.expected(pool, picks), OP_FLOAT32)
+    assert_close(case.run(pool, topk_indices), case.expected(pool, topk_indices), OP_FLOAT32)
 
 
 def test_widths_may_be_larger_than_needed() -> None:

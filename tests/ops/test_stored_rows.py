@@ -21,7 +21,7 @@ from spyglass.ops.sparse_attention import reference as attention_reference
 from spyglass.quant.formats import FakeQuant, StoredRow
 from spyglass.quant.rows import decode_rows, encode_rows
 from tests.ops.cpu_kernels import DTYPES, every_isa, kernels
-from tests.ops.test_cpu_attention import attention_case, ints, picks
+from tests.ops.test_cpu_attention import attention_case, ints, topk_indices
 
 E4M3_64, E4M3_32 = FakeQuant(element="e4m3", block=64), FakeQuant(element="e4m3", block=32)
 E2M1_32, E2M1_16 = FakeQuant(element="e2m1", block=32), FakeQuant(element="e2m1", block=16, scale="e4m3")
@@ -127,7 +127,10 @@ def test_attention_over_codes_has_the_bits_of_attention_over_numbers(
         for chosen in (None, 5, 8):
             more = pool | {"pool_width": int(pool["visible_T"].max())}
             if chosen is not None:
-                more |= {"picks_TX": picks(pool["visible_T"], chosen, prefix=chosen == 8), "pool_width": chosen}
+                more |= {
+                    "topk_indices_TX": topk_indices(pool["visible_T"], chosen, prefix=chosen == 8),
+                    "pool_width": chosen,
+                }
             got, plain = (
                 attention_cpu.sparse_attention(
                     q,

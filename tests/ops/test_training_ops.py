@@ -157,15 +157,15 @@ def as_adapters(
 ) -> dict[str, Any]:
     """One adapter of rank 3 for all rows of `expert_call`, as options of the op."""
     scale_R = torch.linspace(0.5, 2.0, 18, device=device)
-    start_SE1 = torch.arange(0, 19, 3, dtype=torch.int32, device=device)[None]
+    start_AE1 = torch.arange(0, 19, 3, dtype=torch.int32, device=device)[None]
     halves = zip(("w1", "w3", "w2"), leaves[::2], leaves[1::2], strict=True)
     matrices = {
-        name: ExpertRanks(a.flatten(0, 1), b.flatten(0, 1), scale_R, start_SE1, ((3,) * 6,))
+        name: ExpertRanks(a.flatten(0, 1), b.flatten(0, 1), scale_R, start_AE1, ((3,) * 6,))
         for name, a, b in halves
         if only in (None, name)
     }
-    slots = torch.ones(len(expert_call(F32)[0]), dtype=torch.int32, device=device)
-    return {"slot_T": slots, "adapters": ExpertAdapters(slots[:1], matrices, dropout)}
+    adapter_ids = torch.ones(len(expert_call(F32)[0]), dtype=torch.int32, device=device)
+    return {"adapter_T": adapter_ids, "adapters": ExpertAdapters(adapter_ids[:1], matrices, dropout)}
 
 
 @pytest.mark.parametrize(("most", "rows"), ONE_OR_MANY)
@@ -298,17 +298,17 @@ def test_a_router_score_that_underflows_has_a_finite_gradient() -> None:
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize(("pool", "picks"), [(False, ""), (True, ""), (True, "picks")])
+@pytest.mark.parametrize(("pool", "topk"), [(False, ""), (True, ""), (True, "chosen")])
 @pytest.mark.parametrize("logits_at_once", [1 << 25, 150])
 @pytest.mark.parametrize("block_logits", [0, 1500, 1 << 27])
 def test_the_gradient_of_attention_is_that_of_the_reference(
-    pool: bool, picks: str, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
+    pool: bool, topk: str, logits_at_once: int, block_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one part per sequence and in many, alone and several in a block."""
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", logits_at_once)
     monkeypatch.setattr(attention, "block_limit", lambda _: block_logits)
     # every row sees something: the reference has no gradient for one that does not
-    call = sparse_attention(Source(torch.float32, padding=False), pool=pool, picks=picks)
+    call = sparse_attention(Source(torch.float32, padding=False), pool=pool, topk=topk)
     q, window, *places, sink = call.args
 
     def run(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -334,7 +334,7 @@ def test_a_block_of_attention_has_every_sequence_once_and_every_row_comes_once(
     call = sparse_attention(Source(torch.float32), pool=True)
     _, _, table, seq, lo, hi, _ = call.args
     options = {key: call.options[key] for key in ("pool_table_SP", "visible_T")}
-    blocks = list(attention.blocks_of(attention.KeyRows(table, seq, lo, hi, picks_TX=None, **options), 3))
+    blocks = list(attention.blocks_of(attention.KeyRows(table, seq, lo, hi, topk_indices_TX=None, **options), 3))
     for block in blocks:
         sequences = [int(seq[part.first]) for part in block]
         assert len(set(sequences)) == len(sequences)

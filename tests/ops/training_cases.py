@@ -58,9 +58,9 @@ def maps(parts: int) -> list[Pair]:
         for name, format in FORMATS.items():
             weight = encode(source.normal(128, 256) * 0.1, format)
             plain = Packed(F32, decode(weight, torch.float32), None, weight.shape)
-            slot_T = torch.ones(ROWS, dtype=torch.int32).index_fill(0, torch.tensor([4]), 0)
+            adapter_T = torch.ones(ROWS, dtype=torch.int32).index_fill(0, torch.tensor([4]), 0)
             for rank, bias in ((3, None),) if name == "fp4" else ((16, source.normal(128)),):
-                options: dict[str, Any] = {"slot_T": slot_T, "slot_R": torch.ones(rank, dtype=torch.int32)}
+                options: dict[str, Any] = {"adapter_T": adapter_T, "adapter_R": torch.ones(rank, dtype=torch.int32)}
                 options["scale_R"] = source.uniform(rank)
                 leaves = [source.normal(ROWS, 256), source.normal(rank, 256) * 0.1, source.normal(rank, 128) * 0.1]
                 for rounding in (None, FakeQuant(element="e4m3", block=128)):
@@ -140,13 +140,13 @@ def _experts(op: Op, ids: torch.Tensor, stacks: list[Packed], rounding: FakeQuan
 
 
 def attention(parts: int) -> list[Pair]:
-    """Windows, pools and picks; sequences alone and in one block; q as it is, and normed and turned."""
+    """Windows, pools and top-k indices; sequences alone and in one block; q as it is, and normed and turned."""
     del parts
     found: list[Pair] = []
     for limit, logits in ((0, 150), (1 << 27, 1 << 25)):
         blocks.block_limit, blocks.LOGITS_AT_ONCE = (lambda _, limit=limit: limit), logits  # type: ignore[misc]
-        for pool, picks in ((False, ""), (True, ""), (True, "picks")):
-            call = sparse_attention(Source(torch.float32, padding=False), pool=pool, picks=picks)
+        for pool, topk in ((False, ""), (True, ""), (True, "chosen")):
+            call = sparse_attention(Source(torch.float32, padding=False), pool=pool, topk=topk)
             q, window, *places, sink = call.args
             options, source = dict(call.options), Source(torch.float32)
             leaves = [q, window, sink, *([options.pop("pool_NBD")] if pool else [])]
@@ -154,7 +154,7 @@ def attention(parts: int) -> list[Pair]:
             if limit:
                 options["turn"] = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6)
             ours, theirs = (_attend(op("sparse_attention", w), places, options) for w in ("training", "reference"))
-            found += both(f"attention {picks or pool} {limit}", ours, theirs, leaves)
+            found += both(f"attention {topk or pool} {limit}", ours, theirs, leaves)
     return found
 
 

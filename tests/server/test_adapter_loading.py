@@ -70,7 +70,7 @@ def server(open_to_load: Live, model: LLM) -> Iterator[Live]:
     yield open_to_load
     for name in names(open_to_load)[1:]:
         assert unload(open_to_load, name) == 200
-    wait_for(lambda: not slots(model))
+    wait_for(lambda: not adapter_ids(model))
 
 
 def load(live: Live, name: str, path: str | Path) -> int:
@@ -85,10 +85,10 @@ def names(live: Live) -> list[str]:
     return [card["id"] for card in live.client.get("/v1/models").json()["data"]]
 
 
-def slots(llm: LLM) -> set[int]:
-    """Slots that hold something in any module."""
+def adapter_ids(llm: LLM) -> set[int]:
+    """Ids of those that are here in any module."""
     linears = [module for module in llm.loaded.model.modules() if isinstance(module, Linear)]
-    return {slot for linear in linears if linear.adapter is not None for slot in linear.adapter.slots}  # type: ignore[attr-defined]
+    return {adapter_id for linear in linears if linear.adapter is not None for adapter_id in linear.adapter.adapter_ids}  # type: ignore[attr-defined]
 
 
 def answer(live: Live, **more: Any) -> list[int]:
@@ -159,7 +159,7 @@ def test_what_is_loaded_is_served_tried_and_listed_until_it_is_unloaded(
     assert unload(server, "mine") == 200
     assert names(server) == ["tiny", "other"] and "adapter mine" not in server.client.get("/health").json()["features"]
     assert server.post({**ASKED, "model": "mine"}).status_code == 404 == unload(server, "mine")
-    wait_for(lambda: len(slots(model)) == 1)
+    wait_for(lambda: len(adapter_ids(model)) == 1)
     assert answer(server) == base
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_has_changed(
     reply = server.post({"lora_name": name, "lora_path": path}, LOAD)
     assert reply.status_code == status and told in reply.json()["error"]["message"], reply.text
     assert names(server) == ["tiny"]
-    wait_for(lambda: not slots(model))
+    wait_for(lambda: not adapter_ids(model))
     assert server.client.get("/health").status_code == 200
 
 
@@ -243,7 +243,7 @@ def test_streams_go_on_as_in_quiet_while_adapters_come_and_go(server: Live, mode
         told = [events(stream.result().text) for stream in streams]
     assert statuses == [200, 200, 400, 200]
     assert [ids_of(stream) for stream in told] == quiet
-    wait_for(lambda: len(slots(model)) == 2)
+    wait_for(lambda: len(adapter_ids(model)) == 2)
 
 
 def test_the_memory_of_an_adapter_stays_until_its_last_answer_has_ended(server: Live, model: LLM) -> None:
@@ -254,11 +254,11 @@ def test_the_memory_of_an_adapter_stays_until_its_last_answer_has_ended(server: 
     ) as on:
         lines = on.iter_lines()
         next(lines)
-        assert unload(server, "mine") == 200 and slots(model)
+        assert unload(server, "mine") == 200 and adapter_ids(model)
         assert load(server, "mine", "two") == 200, "the name is free at once"
         text = "\n".join(lines)
     assert ids_of([event for event in events(text) if "index" in event]) == expected
-    wait_for(lambda: len(slots(model)) == 1)
+    wait_for(lambda: len(adapter_ids(model)) == 1)
 
 
 def test_calls_in_a_race_are_each_answered_and_no_name_is_listed_twice(server: Live) -> None:

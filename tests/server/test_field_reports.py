@@ -300,7 +300,7 @@ def test_c3_a_sampling_value_out_of_range_is_told_as_what_it_is() -> None:
 
 
 def test_c4_an_option_of_the_server_is_told_as_such() -> None:
-    response = error_response(PromptError("the prompt has 3 pictures; send fewer, or raise images"))
+    response = error_response(PromptError("the prompt has 3 images; send fewer, or raise images"))
     assert response.message.endswith("or raise images, an option of the server,")
 
 

@@ -24,7 +24,7 @@ from spyglass.server.app import create_app
 from tests.scripted import ScriptedEngine
 from tests.server.parts import Live, data_url, plain, running, wait_for
 
-EVERYTHING = {"text", "pictures", "structured answers"}
+EVERYTHING = {"text", "images", "structured answers"}
 
 
 @contextmanager
@@ -69,13 +69,13 @@ def test_a_feature_that_fails_is_named_and_the_others_go_on(llm: LLM, caplog: py
     class Blind(ScriptedEngine):
         def submit(self, request: Any, **adapter: Any) -> int:
             if request.prompt.plans:
-                raise PromptError("no attention for pictures is built")
+                raise PromptError("no attention for images is built")
             return super().submit(request)
 
     with caplog.at_level(logging.CRITICAL), held(llm, Blind()) as server:
         wait_for(lambda: health(server)[1]["status"] == "failing")
         status, body = health(server)
-        assert status == 503 and body["features"]["pictures"] == "no attention for pictures is built"
+        assert status == 503 and body["features"]["images"] == "no attention for images is built"
         assert body["features"]["text"] == "ok"
         assert server.post({"max_tokens": 2}).status_code == 200
         refused = server.post({"max_tokens": 2, "images": [data_url()]})
@@ -120,8 +120,8 @@ def test_a_trial_that_breaks_is_a_named_failure_in_the_log(llm: LLM, caplog: pyt
     with caplog.at_level(logging.ERROR), held(llm, Broken()) as server:
         wait_for(lambda: health(server)[1]["status"] == "failing")
         features = health(server)[1]["features"]
-        assert "KeyError" in features["pictures"] and "secret" not in features["pictures"]
-        assert {features[name] for name in EVERYTHING - {"pictures"}} == {"ok"}
+        assert "KeyError" in features["images"] and "secret" not in features["images"]
+        assert {features[name] for name in EVERYTHING - {"images"}} == {"ok"}
     assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)
 
 
@@ -193,7 +193,7 @@ def test_numbers_grow_by_what_was_done(live: Live) -> None:
 
 
 def test_gauges_show_what_is_under_way_and_fall_back_to_nothing(live: Live) -> None:
-    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "spyglass:answers_under_way")
+    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "spyglass:num_requests_in_flight")
     with live.client.stream("POST", "/plain", json={"max_tokens": 4000, "stream": True}) as answer:
         lines = answer.iter_lines()  # dropped, it would hang up
         next(lines)
@@ -246,8 +246,9 @@ def test_what_the_engine_counts_of_caches_and_masks_is_told(llm: LLM) -> None:
         text = server.client.get("/metrics").text
     assert [number(text, f"spyglass:{name}") for name in (
         "prefix_cache_bytes", "image_cache_bytes", "prefix_cache_evictions_total", "image_cache_evictions_total",
-        "answers_without_memory", "grammar_mask_hidden_ratio",
-    )] == [11, 12, 13, 14, 15, 0.25]  # fmt: skip
+        "num_requests_waiting_for_memory", "answers_without_memory", "grammar_mask_overlap_ratio",
+        "grammar_mask_hidden_ratio",
+    )] == [11, 12, 13, 14, 15, 15, 0.25, 0.25]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [None, CapacityError("no memory for graphs")])

@@ -214,6 +214,6 @@ def test_weights_need_room_each_part_where_it_is_loaded(tmp_path: Path) -> None:
         (found.total.expanded, {"expand": True}),
         (found.total.stored + 1000, {"adapters": 1000}),
     ):
-        plan.require_room(tmp_path, need, **options)
+        plan.require_memory(tmp_path, need, **options)
         with pytest.raises(CapacityError, match="--plan"):
-            plan.require_room(tmp_path, need - 1, **options)
+            plan.require_memory(tmp_path, need - 1, **options)

@@ -98,7 +98,7 @@ def test_what_is_saved_serves_what_was_trained(key: str, tmp_path: Path) -> None
         after = trainer.logits(tensors)[:rows]
         write_adapter(tmp_path, masters_of(trainer).adapter())
         use = AdapterPool(loaded.model).attach("it", read_adapter(tmp_path))
-        step = pack(samples, loaded.config, dtype=torch.float32, slot=use.slot, engram=engram)
+        step = pack(samples, loaded.config, dtype=torch.float32, adapter_id=use.adapter_id, engram=engram)
         assert moved(after, before)
         assert_law(after, step_logits(loaded.model, step), "the saved adapter")
 

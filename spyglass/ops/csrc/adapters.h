@@ -22,17 +22,17 @@ struct Ranks {
   i64 in, out;
 };
 
-// `slot` of each row of x; the adapter of slots[at] is the one numbered `at`.
+// `adapter` of each row of x; the adapter of adapter_ids[at] is the one numbered `at`.
 struct Adapters {
-  const i32 *slot, *slots;
+  const i32 *adapter, *adapter_ids;
   i64 count, E;
   int bf16_ranks;
   Ranks w1, w3, w2;
   // Number of the adapter of row t, -1 for none.
   i64 of(i64 t) const {
-    if (!slot) return -1;
+    if (!adapter) return -1;
     for (i64 at = 0; at < count; at++)
-      if (slots[at] == slot[t]) return at;
+      if (adapter_ids[at] == adapter[t]) return at;
     return -1;
   }
   i64 first(const Ranks& m, i64 at, i64 e) const { return m.start ? m.start[at * (E + 1) + e] : 0; }

@@ -19,7 +19,7 @@ struct Attention {
   int dtype;
   i64 T, H, D;
   Pages window, pool;
-  const i32 *seq, *lo, *hi, *visible, *picks;  // picks [T, X]
+  const i32 *seq, *lo, *hi, *visible, *topk_indices;  // topk_indices [T, X]
   i64 X, window_width, pool_width;
   const float* sink;
   float scale;
@@ -29,8 +29,8 @@ struct Attention {
   // Compressed rows of query t when they are simply the first ones; -1 when they have to be listed.
   i64 first_rows(i64 t) const {
     if (!pool.data) return 0;
-    if (!picks) return std::min<i64>(visible[t], pool_width);
-    const i32* pick = picks + t * X;
+    if (!topk_indices) return std::min<i64>(visible[t], pool_width);
+    const i32* pick = topk_indices + t * X;
     i64 n = 0;
     while (n < X && pick[n] == n && n < visible[t]) n++;
     for (i64 i = n; i < X; i++)
@@ -164,13 +164,13 @@ template <class M> class Attender {
     for (i64 entry = 0; entry < b.pooled; entry++) keys.at[b.width + entry] = a_.pool.row(a_.seq[b.first], entry);
   }
 
-  void list_picks(i64 t) {
+  void list_chosen(i64 t) {
     Keys<M>& keys = w_.listed;
     keys.n = 0;
     if (a_.first_rows(t) >= 0) return;
     keys.reserve(a_.X, a_.pool.form);
     for (i64 i = 0; i < a_.X; i++) {
-      i64 entry = a_.picks[t * a_.X + i];
+      i64 entry = a_.topk_indices[t * a_.X + i];
       if (entry >= 0 && entry < a_.visible[t]) keys.at[keys.n++] = a_.pool.row(a_.seq[t], entry);
     }
   }
@@ -192,7 +192,7 @@ template <class M> class Attender {
   void queries(const Block& b, i64 t, i64 n, i64 head, i64 heads) {
     Keys<M>&keys = w_.shared, &listed = w_.listed;
     if (part_.rank == 0) {
-      list_picks(t);
+      list_chosen(t);
       pack_queries(t, n, head, heads);
       w_.scores.template get<V>((keys.n + STRIDE) * n * vectors_);
       w_.listed_scores.template get<V>((listed.n + STRIDE) * vectors_);
@@ -317,8 +317,8 @@ struct Listed {
     for (i64 position = a.lo[t]; position <= a.last(t); position++) found.rows[found.n++] = (const u32*)a.window.row(a.seq[t], position);
     found.near = found.n;
     if (a.pool.data)
-      for (i64 i = 0; i < (a.picks ? a.X : a.pool_width); i++) {
-        i64 entry = a.picks ? a.picks[t * a.X + i] : i;
+      for (i64 i = 0; i < (a.topk_indices ? a.X : a.pool_width); i++) {
+        i64 entry = a.topk_indices ? a.topk_indices[t * a.X + i] : i;
         if (entry >= 0 && entry < a.visible[t]) found.rows[found.n++] = (const u32*)a.pool.row(a.seq[t], entry);
       }
     const RowForm& form = a.window.form;
@@ -394,7 +394,7 @@ template <class M> class Single {
   Ahead ahead(i64 steps) {
     if (next_ < 0 || !n_) return Ahead();
     const i64 seq = a_.seq[next_], width = a_.last(next_) - a_.lo[next_] + 1;
-    const i64 pooled = a_.pool.data && !a_.picks ? std::min<i64>(a_.visible[next_], a_.pool_width) : 0;
+    const i64 pooled = a_.pool.data && !a_.topk_indices ? std::min<i64>(a_.visible[next_], a_.pool_width) : 0;
     const i64 calls = tiles_ * ((n_ + KEYS - 1) / KEYS + (words_ + 2 * VL - 1) / (2 * VL)), row = (width + pooled) * calls_++ / calls;
     const char* at = row < width ? a_.window.row(seq, a_.lo[next_] + row) : a_.pool.row(seq, row - width);
     return Ahead{(const u8*)at, (width + pooled) * a_.window.form.bytes / (calls * steps)};
@@ -549,15 +549,15 @@ template <class M> void attention(const Attention& a, int threads) {
 
 }  // namespace
 
-// See `reference.py`; the pool's pointers are null without compressed rows, `picks` null when all visible rows are attended.
+// See `reference.py`; the pool's pointers are null without compressed rows, `topk_indices` null when all visible rows are attended.
 extern "C" void sg_attention(const void* q, int dtype, i64 T, i64 H, i64 D, const void* window, i64 window_format, i64 window_rows,
                              const i32* window_table, i64 window_cols, const i32* seq, const i32* lo, const i32* hi,
                              const float* sink, float scale, i64 window_width, const void* pool, i64 pool_format, i64 pool_rows,
-                             const i32* pool_table, i64 pool_cols, const i32* visible, const i32* picks, i64 X, i64 pool_width,
+                             const i32* pool_table, i64 pool_cols, const i32* visible, const i32* topk_indices, i64 X, i64 pool_width,
                              void* out, int threads) {
   Pages near{(const char*)window, window_table, window_rows, window_cols, RowForm(window_format, D)};
   Pages far{(const char*)pool, pool_table, pool_rows, pool_cols, RowForm(pool_format, D)};
-  Attention a{q, dtype, T, H, D, near, far, seq, lo, hi, visible, picks, X, window_width, pool_width, sink, scale, out};
+  Attention a{q, dtype, T, H, D, near, far, seq, lo, hi, visible, topk_indices, X, window_width, pool_width, sink, scale, out};
 #if SG_PAIRS
   if (in_pairs(dtype, near.form)) return attention<Pairs>(a, threads);
 #endif

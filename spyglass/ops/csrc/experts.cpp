@@ -365,18 +365,18 @@ void experts_many(const Experts& x, const Rows& rows, const Routes& routes, i64 
 
 }  // namespace
 
-// x [T, C], ids [T, K] (-1 = none), weights [T, K] -> out fp32 [T, C]. `slot` [T] and what follows it: see `Adapters`.
+// x [T, C], ids [T, K] (-1 = none), weights [T, K] -> out fp32 [T, C]. `adapter` [T] and what follows it: see `Adapters`.
 extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* ids, const float* weights, const void* w1,
                            const void* w3, const void* w2, const void* s1, const void* s3, const void* s2, i64 num, i64 F,
                            i64 C, int format, int scale_kind, int block_rows, int block_cols, float limit, int element,
-                           int block, int e4m3_scale, const i32* slot, const i32* slots, i64 num_slots, int bf16_ranks,
+                           int block, int e4m3_scale, const i32* adapter, const i32* adapter_ids, i64 num_adapters, int bf16_ranks,
                            const void* a1, const void* b1, const float* f1, const i32* r1, const void* a3, const void* b3, const float* f3,
                            const i32* r3, const void* a2, const void* b2, const float* f2, const i32* r2, float* out, int threads) {
   auto stack = [&](const void* data, const void* scale, i64 rows, i64 cols) {
     return Weight{(const u8*)data, (const u8*)scale, rows, cols, format, scale_kind, block_rows, block_cols};
   };
   Experts experts{stack(w1, s1, F, C), stack(w3, s3, F, C), stack(w2, s2, C, F), num, F, C, limit, Quant{element, block, e4m3_scale, e4m3_scale && dtype == BFLOAT16}, dtype,
-                  Adapters{slot, slots, num_slots, num, bf16_ranks, Ranks{a1, b1, f1, r1, C, F}, Ranks{a3, b3, f3, r3, C, F}, Ranks{a2, b2, f2, r2, F, C}}};
+                  Adapters{adapter, adapter_ids, num_adapters, num, bf16_ranks, Ranks{a1, b1, f1, r1, C, F}, Ranks{a3, b3, f3, r3, C, F}, Ranks{a2, b2, f2, r2, F, C}}};
   i64 step = (i64)32 << 20;
   step = step / (K * C) < 256 ? 256 : step / (K * C);  // rows at once, so that the outputs to be summed stay below 64 MB
   with_format(experts.w1, fits_pairs(experts.w1, dtype, experts.q), [&](auto words, auto fmt) {
@@ -384,7 +384,7 @@ extern "C" void sg_experts(const void* x, int dtype, i64 T, i64 K, const i32* id
     constexpr int FMT = fmt.value;
     for (i64 t = 0; t < T; t += step) {
       i64 n = T - t < step ? T - t : step, active = 0;
-      if (slot) experts.adapters.slot = slot + t;
+      if (adapter) experts.adapters.adapter = adapter + t;
       Routes routes = sort_routes(ids + t * K, weights + t * K, n, K, num);
       for (i64 e = 0; e < num; e++) active += routes.start[e + 1] > routes.start[e];
       Rows rows{(const char*)x + t * C * (dtype == BFLOAT16 ? 2 : 4), C, dtype};

@@ -17,7 +17,7 @@ struct Index {
   const i32* blocks;  // [T, Y] blocks of entries that may be picked, -1 = none; null: any entry
   i64 Y, block_size, X, max_visible;
   bool stepwise;
-  i32* picks;  // [T, X]
+  i32* topk_indices;  // [T, X]
   i64 seen(i64 t) const { return std::min<i64>(visible[t], max_visible); }
 };
 
@@ -66,7 +66,7 @@ void pick_best(const Index& x, i64 t, const float* scores) {
   SCRATCH(memory);
   i32* entries = memory.get<i32>(3 * x.seen(t));
   u32 *rank = (u32*)entries + x.seen(t), *order = rank + x.seen(t);
-  i32* picks = x.picks + t * x.X;
+  i32* topk_indices = x.topk_indices + t * x.X;
   i64 n = candidates(x, t, entries), above = 0, count = 0;
   const u32 NEVER = 0x007fffff;  // what -inf becomes
   for (i64 i = 0; i < n; i++) {
@@ -89,9 +89,9 @@ void pick_best(const Index& x, i64 t, const float* scores) {
   for (i64 i = 0; i < n && count < x.X; i++) {
     if (rank[i] <= NEVER || rank[i] < least) continue;
     if (n > x.X && rank[i] == least && ties-- <= 0) continue;
-    picks[count++] = entries[i];
+    topk_indices[count++] = entries[i];
   }
-  std::fill(picks + count, picks + x.X, -1);
+  std::fill(topk_indices + count, topk_indices + x.X, -1);
 }
 
 template <class M> void index_topk(const Index& x, int threads) {
@@ -148,10 +148,10 @@ template <class M> void index_topk(const Index& x, int threads) {
 
 extern "C" void sg_index_topk(const void* q, int q_dtype, const void* weights, int weight_dtype, float weight_scale, i64 T, i64 N, i64 I, const void* keys,
                               i64 key_format, i64 page_rows, const i32* table, i64 table_cols, const i32* seq, const i32* visible,
-                              const i32* blocks, i64 Y, i64 block_size, i64 X, i64 max_visible, int stepwise, i32* picks,
+                              const i32* blocks, i64 Y, i64 block_size, i64 X, i64 max_visible, int stepwise, i32* topk_indices,
                               int threads) {
   Pages pages{(const char*)keys, table, page_rows, table_cols, RowForm(key_format, I)};
-  Index x{q, weights, weight_scale, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, picks};
+  Index x{q, weights, weight_scale, q_dtype, weight_dtype, T, N, I, pages, seq, visible, blocks, Y, block_size, X, max_visible, stepwise != 0, topk_indices};
 #if SG_PAIRS
   if (in_pairs(q_dtype, pages.form)) return index_topk<Pairs>(x, threads);
 #endif

@@ -452,7 +452,7 @@ INLINE V root_of_softplus(V z) {
 // s = sqrt(softplus(x W^T)); ids [T, K] the best of s + bias (or row `row[t]` of `forced`, row t without `row`), weights [T, K] = scale * s / sum s.
 // A padding row (position[t] < 0) gets ids -1 and weights 0.
 extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* weight, int weight_dtype, i64 E, i64 K, float scale,
-                          const float* bias, const float* picture_bias, const u8* picture, const i32* forced, const i64* row,
+                          const float* bias, const float* image_bias, const u8* image, const i32* forced, const i64* row,
                           const i32* position, i32* ids, float* weights, int threads) {
   SCRATCH(memory);
   float* scores = memory.get<float>(T * E);
@@ -467,8 +467,8 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
         continue;
       }
       float* s = scores + t * E;
-      bool is_image = picture && picture[t];
-      const float* add = is_image ? picture_bias : bias;
+      bool is_image = image && image[t];
+      const float* add = is_image ? image_bias : bias;
       vectors(E, [&](i64 e, auto left) {
         V score = root_of_softplus(load_n(s + e, left));
         store_n(s + e, score, left);
@@ -492,8 +492,8 @@ extern "C" void sg_router(const void* x, int dtype, i64 T, i64 C, const void* we
   });
 }
 
-// out [T, G, O] = sum of scale_r * (a_r . x [t, g]) * b [r, g] over the rank rows of slot[t] (int32; of_rank[r] is whose row r is).
-extern "C" void sg_lora_delta(const void* x_, int dtype, i64 T_, i64 G, i64 I, const i32* slot, const float* a, const float* b,
+// out [T, G, O] = sum of scale_r * (a_r . x [t, g]) * b [r, g] over the rank rows of adapter[t] (int32; of_rank[r] is whose row r is).
+extern "C" void sg_lora_delta(const void* x_, int dtype, i64 T_, i64 G, i64 I, const i32* adapter, const float* a, const float* b,
                               const i32* of_rank, const float* scale, i64 R, i64 O, float* out, int threads) {
   typed(dtype, [&](auto type) {
     typedef std::remove_pointer_t<decltype(type)> T;
@@ -501,7 +501,7 @@ extern "C" void sg_lora_delta(const void* x_, int dtype, i64 T_, i64 G, i64 I, c
       for (i64 t = first; t < stop; t++) {
         memset(out + t * G * O, 0, G * O * sizeof(float));
         for (i64 r = 0; r < R; r++) {
-          if (of_rank[r] != slot[t]) continue;
+          if (of_rank[r] != adapter[t]) continue;
           for (i64 g = 0; g < G; g++) {
             float u = dot_n(a + r * I, (const T*)x_ + (t * G + g) * I, I) * scale[r];
             add_n(u, b + (r * G + g) * O, O, out + (t * G + g) * O);

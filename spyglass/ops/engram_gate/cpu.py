@@ -19,7 +19,7 @@ def engram_gate(
     k_weight_MC: torch.Tensor,
     *,
     eps: float,
-    picture_T: torch.Tensor | None = None,
+    is_image_T: torch.Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """See `reference.py`.
@@ -33,10 +33,10 @@ def engram_gate(
         raise DeviceError(f"the CPU kernel of engram_gate takes keys and values in {streams_TMC.dtype}")
     streams_TMC, both_TE = streams_TMC.contiguous(), both_TE.contiguous()
     q_weight_MC, k_weight_MC = native.float32(q_weight_MC), native.float32(k_weight_MC)
-    picture_T = None if picture_T is None else picture_T.contiguous()
+    is_image_T = None if is_image_T is None else is_image_T.contiguous()
     out_TMC = torch.empty_like(streams_TMC)
     (kernels or native.best()).engram_gate(
         streams_TMC.data_ptr(), dtype, *streams_TMC.shape, both_TE.data_ptr(), q_weight_MC.data_ptr(),
-        k_weight_MC.data_ptr(), native.address(picture_T), eps, out_TMC.data_ptr(), torch.get_num_threads(),
+        k_weight_MC.data_ptr(), native.address(is_image_T), eps, out_TMC.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out_TMC

@@ -14,10 +14,10 @@ def engram_gate(
     k_weight_MC: torch.Tensor,
     *,
     eps: float,
-    picture_T: torch.Tensor | None = None,
+    is_image_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """d_m = Σ_c h_mc q_mc k_mc key_mc · rsqrt(mean h_m² + eps) · rsqrt(mean key_m² + eps) · C^-1/2,
-    g_m = σ(sign(d_m) sqrt(max(|d_m|, 1e-6))), 0 on images (`picture_T` bool),  out_m = h_m + g_m · value.
+    g_m = σ(sign(d_m) sqrt(max(|d_m|, 1e-6))), 0 on images (`is_image_T` bool),  out_m = h_m + g_m · value.
 
     A row of `both_TE` holds the M keys and then the value, [(M + 1) C]. fp32 inside, statistics per stream, one
     rounding to the dtype of the streams h.
@@ -30,6 +30,6 @@ def engram_gate(
         dot_TM = dot_TM * torch.rsqrt(x_TMC.square().mean(dim=-1) + eps)
     dot_TM = dot_TM * hidden**-0.5
     gate_TM = torch.sigmoid(torch.copysign(dot_TM.abs().clamp(min=_MIN).sqrt(), dot_TM))
-    if picture_T is not None:
-        gate_TM = gate_TM.masked_fill(picture_T[:, None], 0.0)
+    if is_image_T is not None:
+        gate_TM = gate_TM.masked_fill(is_image_T[:, None], 0.0)
     return (h_TMC + gate_TM[:, :, None] * value_TC[:, None]).to(streams_TMC.dtype)

@@ -12,25 +12,25 @@ import torch
 class ExpertRanks:
     """Rank rows beside one matrix of every expert: `a_RI`, `b_RO` and a factor fp32 each.
 
-    Adapter by adapter, expert by expert: those of adapter s and expert e are rows `start_SE1[s, e]` ..
-    `start_SE1[s, e + 1]` (int32). `ranks_SE` are their numbers, on the host.
+    Adapter by adapter, expert by expert: those of adapter s and expert e are rows `start_AE1[s, e]` ..
+    `start_AE1[s, e + 1]` (int32). `ranks_AE` are their numbers, on the host.
     """
 
     a_RI: torch.Tensor
     b_RO: torch.Tensor
     scale_R: torch.Tensor
-    start_SE1: torch.Tensor
-    ranks_SE: tuple[tuple[int, ...], ...]
+    start_AE1: torch.Tensor
+    ranks_AE: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapters:
-    """All adapters of a layer's experts: `slot_S` (int32) says which row of a step takes which; none is 0.
+    """All adapters of a layer's experts: `adapter_A` (int32) says which row of a step takes which; none is 0.
 
     `matrices` has some of w1, w2, w3. `dropout` is the share of an adapter's inputs that is dropped.
     """
 
-    slot_S: torch.Tensor
+    adapter_A: torch.Tensor
     matrices: Mapping[str, ExpertRanks]
     dropout: float = 0.0
 
@@ -45,24 +45,24 @@ class Addends:
         self._adapters = adapters
         self._cut = {
             matrix: list(
-                zip(*(t.split([n for each in ranks.ranks_SE for n in each]) for t in _rows(ranks)), strict=True)
+                zip(*(t.split([n for each in ranks.ranks_AE for n in each]) for t in _rows(ranks)), strict=True)
             )
             for matrix, ranks in adapters.matrices.items()
         }
 
-    def __call__(self, matrix: str, expert: int, x_NI: torch.Tensor, slot_N: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, matrix: str, expert: int, x_NI: torch.Tensor, adapter_N: torch.Tensor) -> torch.Tensor | None:
         """Σ_r scale_r (a_r · x) b_r over the rank rows of each row's adapter, fp32 [N, O]; None if none has any."""
         if matrix not in self._cut:
             return None
-        ranks_SE = self._adapters.matrices[matrix].ranks_SE
+        ranks_AE = self._adapters.matrices[matrix].ranks_AE
         total: torch.Tensor | None = None
-        for number, ranks_E in enumerate(ranks_SE):
+        for number, ranks_E in enumerate(ranks_AE):
             if not ranks_E[expert]:
                 continue
             a_RI, b_RO, scale_R = self._cut[matrix][number * len(ranks_E) + expert]
             x_ND = torch.nn.functional.dropout(x_NI, self._adapters.dropout).float()
             u_NR = (x_ND @ a_RI.float().mT) * scale_R
-            u_NR = torch.where((slot_N == self._adapters.slot_S[number])[:, None], u_NR, 0.0)
+            u_NR = torch.where((adapter_N == self._adapters.adapter_A[number])[:, None], u_NR, 0.0)
             added = u_NR @ b_RO.float()
             total = added if total is None else total + added
         return total

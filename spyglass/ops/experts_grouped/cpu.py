@@ -28,7 +28,7 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
-    slot_T: torch.Tensor | None = None,
+    adapter_T: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
@@ -39,11 +39,11 @@ def experts_grouped(
     """
     native.refuse_gradient("experts_grouped", x_TC, weights_TK, w1.data, w3.data, w2.data)
     x_TC, ids_TK, weights_TK = x_TC.contiguous(), native.int32(ids_TK), native.float32(weights_TK)
-    slot_T = None if adapters is None or slot_T is None else native.int32(slot_T)
+    adapter_T = None if adapters is None or adapter_T is None else native.int32(adapter_T)
     out_TC = torch.empty(x_TC.shape, dtype=torch.float32)
     given = arguments(
         x_TC, ids_TK, weights_TK, w1, w3, w2, out_TC,
-        limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters, threads=torch.get_num_threads(),
+        limit=limit, rounding=rounding, adapter_T=adapter_T, adapters=adapters, threads=torch.get_num_threads(),
     )  # fmt: skip
     (kernels or native.best()).experts(*given)
     return out_TC
@@ -60,7 +60,7 @@ def arguments(
     *,
     limit: float,
     rounding: FakeQuant | None,
-    slot_T: torch.Tensor | None,
+    adapter_T: torch.Tensor | None,
     adapters: ExpertAdapters | None,
     threads: int,
 ) -> tuple[Any, ...]:
@@ -78,8 +78,8 @@ def arguments(
     experts, width, hidden = w1.shape
     rows, chosen = ids_TK.shape
     ranks: list[ExpertRanks | None] = [None] * 3
-    if adapters is None or slot_T is None:
-        slot_T = adapters = None
+    if adapters is None or adapter_T is None:
+        adapter_T = adapters = None
     else:
         ranks = [adapters.matrices.get(matrix) for matrix in ("w1", "w3", "w2")]
     return (
@@ -101,9 +101,9 @@ def arguments(
         *native.weight_codes("experts_grouped", w1),
         limit,
         *native.quant_codes(rounding),
-        native.address(slot_T),
-        None if adapters is None else adapters.slot_S.data_ptr(),
-        0 if adapters is None else len(adapters.slot_S),
+        native.address(adapter_T),
+        None if adapters is None else adapters.adapter_A.data_ptr(),
+        0 if adapters is None else len(adapters.adapter_A),
         _holds_bf16(ranks),
         *(address for each in ranks for address in _addresses(each)),
         out_TC.data_ptr(),
@@ -129,6 +129,6 @@ def _holds_bf16(ranks: Sequence[ExpertRanks | None]) -> bool:
 def _addresses(ranks: ExpertRanks | None) -> tuple[int | None, ...]:
     if ranks is None:
         return None, None, None, None
-    tensors = ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_SE1
+    tensors = ranks.a_RI, ranks.b_RO, ranks.scale_R, ranks.start_AE1
     assert all(tensor.is_contiguous() for tensor in tensors)
     return tuple(tensor.data_ptr() for tensor in tensors)

@@ -22,7 +22,7 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
-    slot_T: torch.Tensor | None = None,
+    adapter_T: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out_TC (fp32) = sum_k w2_e( w_k · silu(min(g, limit)) · clamp(u, ±limit) ),  g = w1_e(x), u = w3_e(x), e =
@@ -31,12 +31,12 @@ def experts_grouped(
     `w1`, `w3` stacks [E, F, C], `w2` [E, C, F]; `ids_TK` int32 (-1 = row takes part in nothing), `weights_TK` fp32.
     g, u and each expert's output are rounded to x's dtype, the activation once before w2; the sum runs in fp32 in
     ascending expert order. `rounding` is applied to x and again to the activation (spec 7.5). `adapters` see
-    their inputs un-rounded and join before the one rounding, for the rows whose `slot_T` (int32) is one of theirs.
+    their inputs un-rounded and join before the one rounding, for the rows whose `adapter_T` (int32) is one of theirs.
     """
-    addends = None if adapters is None or slot_T is None else Addends(adapters)
+    addends = None if adapters is None or adapter_T is None else Addends(adapters)
 
     def product(matrix: str, weight: Packed, x: torch.Tensor, expert: int, token: torch.Tensor) -> torch.Tensor:
-        added = None if addends is None or slot_T is None else addends(matrix, expert, x, slot_T[token])
+        added = None if addends is None or adapter_T is None else addends(matrix, expert, x, adapter_T[token])
         return linear_block(x, weight[expert], rounding=rounding, addend_TO=added)
 
     out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)

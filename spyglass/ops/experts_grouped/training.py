@@ -35,7 +35,7 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
-    slot_T: torch.Tensor | None = None,
+    adapter_T: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `reference.py`. The choice `ids_TK` has no gradient; routing weights, plain matrices and rank rows have one.
@@ -43,11 +43,20 @@ def experts_grouped(
     One adapter of one rank for all rows is what trains; others are left to the reference.
     """
     pairs: dict[str, ExpertPair] | None = None
-    if adapters is not None and slot_T is not None:
-        pairs = _one_pair(adapters, slot_T)
+    if adapters is not None and adapter_T is not None:
+        pairs = _one_pair(adapters, adapter_T)
         if pairs is None:
             return reference.experts_grouped(
-                x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+                x_TC,
+                ids_TK,
+                weights_TK,
+                w1,
+                w3,
+                w2,
+                limit=limit,
+                rounding=rounding,
+                adapter_T=adapter_T,
+                adapters=adapters,
             )
     layout = lay_out(ids_TK, w1.shape[0], experts_at_once(x_TC.device, w1))
     if not layout.chunks:
@@ -84,16 +93,16 @@ class ExpertPair:
     dropout: float = 0.0
 
 
-def _one_pair(adapters: ExpertAdapters, slot_T: torch.Tensor) -> dict[str, ExpertPair] | None:
+def _one_pair(adapters: ExpertAdapters, adapter_T: torch.Tensor) -> dict[str, ExpertPair] | None:
     """The adapter as three tensors by matrix, if it is the only one, has one rank, and all rows have it."""
     each = adapters.matrices
-    if len(adapters.slot_S) > 1 or any(len(set(ranks.ranks_SE[0])) > 1 for ranks in each.values()):
+    if len(adapters.adapter_A) > 1 or any(len(set(ranks.ranks_AE[0])) > 1 for ranks in each.values()):
         return None
-    if not bool((slot_T == adapters.slot_S).all()):
+    if not bool((adapter_T == adapters.adapter_A).all()):
         return None
     found: dict[str, ExpertPair] = {}
     for matrix, ranks in each.items():
-        size = (len(ranks.ranks_SE[0]), -1)
+        size = (len(ranks.ranks_AE[0]), -1)
         a_ERI, b_ERO = ranks.a_RI.unflatten(0, size), ranks.b_RO.unflatten(0, size)
         found[matrix] = ExpertPair(a_ERI, b_ERO, ranks.scale_R.view(size), adapters.dropout)
     return found

@@ -96,18 +96,18 @@ def experts_grouped(
     *,
     limit: float,
     rounding: FakeQuant | None = None,
-    slot_T: torch.Tensor | None = None,
+    adapter_T: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
     launches: Tuning | None = None,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves fp32 activations, gradients, dropout and odd shapes or formats."""
-    slot_T, adapters = (None, None) if adapters is None or slot_T is None else (slot_T.contiguous(), adapters)
+    adapter_T, adapters = (None, None) if adapters is None or adapter_T is None else (adapter_T.contiguous(), adapters)
     if _learns(x_TC, weights_TK, (w1, w3, w2), adapters) or not suits(x_TC, ids_TK, w1, w3, w2, rounding):
         if w1.shape[0] <= _FEW_EXPERTS and not _learns(x_TC, weights_TK, (w1, w3, w2), adapters):
-            addends = None if adapters is None or slot_T is None else partial(Addends(adapters), slot_N=slot_T)
+            addends = None if adapters is None or adapter_T is None else partial(Addends(adapters), adapter_N=adapter_T)
             return _every_expert(x_TC, ids_TK, weights_TK, w1, w3, w2, limit, rounding, addends)
         return reference.experts_grouped(
-            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, slot_T=slot_T, adapters=adapters
+            x_TC, ids_TK, weights_TK, w1, w3, w2, limit=limit, rounding=rounding, adapter_T=adapter_T, adapters=adapters
         )
     from spyglass.ops.experts_grouped import triton_launch
 
@@ -125,7 +125,7 @@ def experts_grouped(
         limit=limit,
         block=0 if rounding is None else rounding.block,
         bits=_BITS[w1.format.name],
-        slot_T=slot_T,
+        adapter_T=adapter_T,
         adapters=adapters,
     )
     if isinstance(launches.up, Few) and isinstance(launches.down, Few):

@@ -20,18 +20,18 @@ def choice_of(ids, listed, first, size, slot, expert, rows, KC: tl.constexpr, SO
 
 
 @triton.jit
-def bank_of(slot_T, slot_S, choice, slots, KC: tl.constexpr, SP: tl.constexpr) -> tl.tensor:
+def bank_of(adapter_T, adapter_A, choice, num_adapters, KC: tl.constexpr, SP: tl.constexpr) -> tl.tensor:
     """Which of the adapters the row of each choice takes, -1 for none."""
     s = tl.arange(0, SP)
-    own = tl.load(slot_T + choice // KC, mask=choice >= 0, other=0)
-    held = tl.load(slot_S + s, mask=s < slots, other=-1)
+    own = tl.load(adapter_T + choice // KC, mask=choice >= 0, other=0)
+    held = tl.load(adapter_A + s, mask=s < num_adapters, other=-1)
     return tl.max(tl.where(own[:, None] == held[None, :], s[None, :], -1), 1)
 
 
-@triton.jit(do_not_specialize=["choices", "rows", "slots", "room"])
+@triton.jit(do_not_specialize=["choices", "rows", "num_adapters", "room"])
 def shrink(
-    x, ids, listed, block_expert, block_first, block_size, slot_T, slot_S, a0, scale0, start0, a1, scale1, start1, u,
-    choices, rows, slots, room,
+    x, ids, listed, block_expert, block_first, block_size, adapter_T, adapter_A, a0, scale0, start0, a1, scale1, start1,
+    u, choices, rows, num_adapters, room,
     K: tl.constexpr, E: tl.constexpr, KC: tl.constexpr, BY_ROW: tl.constexpr, SORT: tl.constexpr, BT: tl.constexpr,
     BR: tl.constexpr, BK: tl.constexpr, NS: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ def shrink(
     xp = x + row.to(tl.int64)[:, None] * K + k[None, :]
     at = tl.program_id(0) * BR + tl.arange(0, BR)
     to = u + ((tl.program_id(2) * choices + tl.maximum(choice, 0)).to(tl.int64) * room)[:, None] + at[None, :]
-    left = bank_of(slot_T, slot_S, choice, slots, KC, SP)
+    left = bank_of(adapter_T, adapter_A, choice, num_adapters, KC, SP)
     bank = tl.max(left, 0)
     while bank >= 0:
         own = left == bank

@@ -100,10 +100,10 @@ def _chunk(
     return acc, bcc
 
 
-@triton.jit(do_not_specialize=["choices", "rows", "slots", "room"])
+@triton.jit(do_not_specialize=["choices", "rows", "num_adapters", "room"])
 def few(
-    x, wa, sa, wb, sb, weights, ids, listed, block_expert, block_first, block_size, counters, out, slot_T, slot_S, u,
-    ra, starta, rb, startb, plain, choices, rows, slots, room, limit,
+    x, wa, sa, wb, sb, weights, ids, listed, block_expert, block_first, block_size, counters, out, adapter_T, adapter_A,
+    u, ra, starta, rb, startb, plain, choices, rows, num_adapters, room, limit,
     N: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, UP: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, ROUND: tl.constexpr, ORDER: tl.constexpr, SORT: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, NW: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, CP: tl.constexpr,
@@ -208,7 +208,7 @@ def few(
     choice = choice_of(ids, listed, start, size, tl.arange(0, BM), expert, rows, KC, SORT)
     kept = (choice >= 0)[None, :] & (no >= 0)[:, None]
     if A or B:
-        bank = bank_of(slot_T, slot_S, choice, slots, KC, SP)
+        bank = bank_of(adapter_T, adapter_A, choice, num_adapters, KC, SP)
     if A:
         acc = expand(acc, no, choice, bank, expert, u, ra, starta, room, N, E, 16)
     if UP:
@@ -355,8 +355,8 @@ def _tile(
     acc = acc * 4294967296.0
     no = n0 + tl.arange(0, B2)
     if A or B:
-        slot_T, slot_S, u, ra, starta, rb, startb, ub, slots, room = adapters
-        bank = bank_of(slot_T, slot_S, choice, slots, KC, SP)
+        adapter_T, adapter_A, u, ra, starta, rb, startb, ub, num_adapters, room = adapters
+        bank = bank_of(adapter_T, adapter_A, choice, num_adapters, KC, SP)
     if UP:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BM // 16, 2, 8, BT)), (0, 2, 3, 1)))
         gate = tl.reshape(gate, (B2, BT))
@@ -375,10 +375,10 @@ def _tile(
     tl.store(out + choice[None, :].to(tl.int64) * N + no[:, None], acc.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["choices", "slots", "room"])
+@triton.jit(do_not_specialize=["choices", "num_adapters", "room"])
 def many(
-    x, wa, sa, wb, sb, weights, listed, block_expert, block_first, block_size, out, slot_T, slot_S, u, ra, starta, rb,
-    startb, choices, slots, room, limit,
+    x, wa, sa, wb, sb, weights, listed, block_expert, block_first, block_size, out, adapter_T, adapter_A, u, ra, starta,
+    rb, startb, choices, num_adapters, room, limit,
     N: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, UP: tl.constexpr, E: tl.constexpr, A: tl.constexpr,
     B: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, NW: tl.constexpr, NS: tl.constexpr,
     U: tl.constexpr, TILED: tl.constexpr, ASM: tl.constexpr,
@@ -416,7 +416,7 @@ def many(
         wp = wp + e * (N * K // 4) + (n * (K // 4) + lane * 8)[:, None] + r8
         sp = sp + e * (N * K // 128) + n * (K // 128)
     ub = u + choices.to(tl.int64) * room
-    adapters = (slot_T, slot_S, u, ra, starta, rb, startb, ub, slots, room)
+    adapters = (adapter_T, adapter_A, u, ra, starta, rb, startb, ub, num_adapters, room)
     args = (x, wp, sp, out, weights, listed, start, size, n0, expert, lane, limit, adapters)
     if size > BT // 2:
         _tile(*args, N, K, KC, UP, E, A, B, SP, BM, BT, NW, NS, U, TILED, ASM)

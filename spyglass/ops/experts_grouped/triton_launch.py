@@ -28,7 +28,7 @@ _PART = 512  # choices that one program lists
 class Call:
     """Checked arguments of the op; `block` of the rounding, 0 without; `bits` of a weight.
 
-    `slot_T` wherever there are `adapters`.
+    `adapter_T` wherever there are `adapters`.
     """
 
     x_TC: torch.Tensor
@@ -40,7 +40,7 @@ class Call:
     limit: float
     block: int
     bits: int
-    slot_T: torch.Tensor | None = None
+    adapter_T: torch.Tensor | None = None
     adapters: ExpertAdapters | None = None
 
     def order(self, weight: Packed, many: bool) -> int:
@@ -81,16 +81,16 @@ class Shrunk:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `expand` reads: slots, u, and for both matrices rank rows and where they begin."""
+        """What `expand` reads: adapters, u, and for both matrices rank rows and where they begin."""
         call, held = self.call, [ranks for ranks in self.ranks if ranks is not None]
         if not held:
             return (call.ids_TK, call.ids_TK, self.u, self.u, call.ids_TK, self.u, call.ids_TK)
-        assert call.slot_T is not None and call.adapters is not None
+        assert call.adapter_T is not None and call.adapters is not None
         first, *others = [held[0] if ranks is None else ranks for ranks in self.ranks]
         second = others[0] if others else first
         return (
-            *(call.slot_T, call.adapters.slot_S, self.u),
-            *(first.b_RO, first.start_SE1, second.b_RO, second.start_SE1),
+            *(call.adapter_T, call.adapters.adapter_A, self.u),
+            *(first.b_RO, first.start_AE1, second.b_RO, second.start_AE1),
         )
 
     @property
@@ -106,7 +106,7 @@ class Shrunk:
 
 
 def _num_slots(call: Call) -> int:
-    return 0 if call.adapters is None else len(call.adapters.slot_S)
+    return 0 if call.adapters is None else len(call.adapters.adapter_A)
 
 
 def _slots_padded(call: Call) -> int:
@@ -116,17 +116,17 @@ def _slots_padded(call: Call) -> int:
 def _shrink(call: Call, x: torch.Tensor, matrices: tuple[str, ...], blocks: Blocks) -> Shrunk:
     """One launch for all matrices of an end that have adapters, none without."""
     held = {} if call.adapters is None else call.adapters.matrices
-    ranks = tuple([held[name] if name in held and max(map(max, held[name].ranks_SE)) else None for name in matrices])
+    ranks = tuple([held[name] if name in held and max(map(max, held[name].ranks_AE)) else None for name in matrices])
     present = [each for each in ranks if each is not None]
-    room = max([0, *(n for each in present for ranks_E in each.ranks_SE for n in ranks_E)])
+    room = max([0, *(n for each in present for ranks_E in each.ranks_AE for n in ranks_E)])
     choices = call.ids_TK.numel()
     u = torch.empty((len(matrices), choices if present else 0, room), dtype=torch.float32, device=x.device)
     if present:
-        assert call.slot_T is not None and call.adapters is not None
+        assert call.adapter_T is not None and call.adapters is not None
         tall = blocks.size > 16
         triton_adapters.shrink[(triton.cdiv(room, 16), blocks.count, len(present))](
-            x, call.ids_TK, *blocks.lists, call.slot_T, call.adapters.slot_S,
-            *(tensor for each in (present[0], present[-1]) for tensor in (each.a_RI, each.scale_R, each.start_SE1)),
+            x, call.ids_TK, *blocks.lists, call.adapter_T, call.adapters.adapter_A,
+            *(tensor for each in (present[0], present[-1]) for tensor in (each.a_RI, each.scale_R, each.start_AE1)),
             u[ranks.index(present[0]) :], choices, call.ids_TK.shape[0], *(_num_slots(call), room),
             K=x.shape[1], E=call.w1.shape[0], KC=call.ids_TK.shape[1], BY_ROW=len(matrices) == 2, SORT=blocks.sort,
             BT=blocks.size if tall else 16, BR=16, BK=128 if tall or present[0].a_RI.dtype == torch.float32 else 256,

@@ -41,7 +41,7 @@ def index_topk(
     q_TNI, weights_TN, table_SP = q_TNI.contiguous(), weights_TN.contiguous(), native.int32(table_SP)
     seq_T, visible_T = native.int32(seq_T), native.int32(visible_T)
     blocks_TY = None if blocks_TY is None else native.int32(blocks_TY)
-    picks_TX = torch.empty((rows, min(k, max_visible)), dtype=torch.int32)
+    topk_indices_TX = torch.empty((rows, min(k, max_visible)), dtype=torch.int32)
     (kernels or native.best()).index_topk(
         q_TNI.data_ptr(),
         q_dtype,
@@ -61,10 +61,10 @@ def index_topk(
         native.address(blocks_TY),
         0 if blocks_TY is None else blocks_TY.shape[1],
         block_size,
-        picks_TX.shape[1],
+        topk_indices_TX.shape[1],
         max_visible,
         stepwise,
-        picks_TX.data_ptr(),
+        topk_indices_TX.data_ptr(),
         torch.get_num_threads(),
     )
-    return picks_TX
+    return topk_indices_TX

@@ -27,8 +27,8 @@ def index_topk(
     block_size: int = 0,
     key_format: StoredRow | None = None,
 ) -> torch.Tensor:
-    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN with w = weights · scale, rounded to the dtype of the weights; picks_TX
-    int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
+    """score_TP = Σ_n relu(q_TNI · k_PI) · w_TN with w = weights · scale, rounded to the dtype of the weights;
+    topk_indices_TX int32 = the min(k, max_visible) best visible entries, ascending, -1 = none.
 
     Entry p is visible to row t when p < visible_T[t] <= max_visible. Ties go to the lowest entry. `stepwise` rounds
     the dot products, the weighted products and the sum to q's dtype, as the reference does; otherwise all is fp32.
@@ -95,5 +95,5 @@ def _pick(scores_TP: torch.Tensor, x: int, allowed_TP: torch.Tensor | None) -> t
         scores_TP = scores_TP.masked_fill(~allowed_TP, float("-inf"))
     ranked = scores_TP.sort(dim=-1, descending=True, stable=True)
     none = torch.iinfo(torch.int32).max
-    picks = torch.where(ranked.values[:, :x] == float("-inf"), none, ranked.indices[:, :x]).sort(dim=-1).values
-    return torch.where(picks == none, -1, picks).to(torch.int32)
+    topk_indices = torch.where(ranked.values[:, :x] == float("-inf"), none, ranked.indices[:, :x]).sort(dim=-1).values
+    return torch.where(topk_indices == none, -1, topk_indices).to(torch.int32)

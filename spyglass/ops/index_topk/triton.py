@@ -70,7 +70,7 @@ def index_topk(
             block_size=block_size,
         )
     width = min(k, max_visible)
-    picks_TX = torch.empty(len(q_TNI), width, dtype=torch.int32, device=q_TNI.device)
+    topk_indices_TX = torch.empty(len(q_TNI), width, dtype=torch.int32, device=q_TNI.device)
     few = k if blocks_TY is None else 0
     candidates = max_visible if blocks_TY is None else blocks_TY.shape[1] * block_size
     group = group_of(candidates)
@@ -81,8 +81,8 @@ def index_topk(
         blocks = None if blocks_TY is None else blocks_TY[part]
         rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
         scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True, how)
-        select(scores, groups, visible_T[part], picks_TX[part], k, blocks, block_size, group)
-    return picks_TX
+        select(scores, groups, visible_T[part], topk_indices_TX[part], k, blocks, block_size, group)
+    return topk_indices_TX
 
 
 def group_of(candidates: int) -> int:
@@ -184,7 +184,7 @@ def select(
     scores: torch.Tensor,
     groups: torch.Tensor,
     visible_T: torch.Tensor,
-    picks_TX: torch.Tensor,
+    topk_indices_TX: torch.Tensor,
     k: int,
     blocks_TY: torch.Tensor | None = None,
     block_size: int = 0,
@@ -198,18 +198,18 @@ def select(
     candidates = scores.shape[1]
     short = min(_SHORT, max(32, 1 << (candidates - 1).bit_length()))
     spare = 1 << (2 * k - 1).bit_length() if group else 0
-    select_entries[(len(picks_TX),)](
+    select_entries[(len(topk_indices_TX),)](
         scores,
         groups,
         visible_T,
         visible_T if blocks_TY is None else blocks_TY.contiguous(),
-        torch.empty(len(picks_TX), spare, dtype=torch.int32, device=picks_TX.device),
-        picks_TX,
+        torch.empty(len(topk_indices_TX), spare, dtype=torch.int32, device=topk_indices_TX.device),
+        topk_indices_TX,
         0 if blocks_TY is None else blocks_TY.shape[1],
         scores.shape[1],
         groups.shape[1],
         k,
-        picks_TX.shape[1],
+        topk_indices_TX.shape[1],
         UNIT=unit,
         PINNED=pinned,
         BLOCK=0 if blocks_TY is None else block_size,

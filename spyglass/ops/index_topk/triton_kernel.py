@@ -145,7 +145,7 @@ def select_entries(
     visible_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     spare_ptr: tl.tensor,
-    picks_ptr: tl.tensor,
+    topk_indices_ptr: tl.tensor,
     block_width: tl.int32,
     score_stride: tl.int32,
     group_stride: tl.int32,
@@ -173,7 +173,7 @@ def select_entries(
     limit = (visible + UNIT - 1) // UNIT
     scores_ptr += row * score_stride
     blocks_ptr += row * block_width
-    picks_ptr += row * width
+    topk_indices_ptr += row * width
     few = limit <= k
     pinned = -1
     if BLOCK > 0:
@@ -184,18 +184,30 @@ def select_entries(
     if few:
         for at in range(0, width, SHORT):
             i = at + tl.arange(0, SHORT)
-            tl.store(picks_ptr + i, tl.where(i < limit, i, -1), mask=i < width)
+            tl.store(topk_indices_ptr + i, tl.where(i < limit, i, -1), mask=i < width)
     else:
         groups_ptr += row * group_stride
         spare_ptr += row * SPARE
         if limit <= SHORT:
             listed = _choose(
-                scores_ptr, spare_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, 0, BLOCK, BITS, SHORT, 0
+                scores_ptr, spare_ptr, blocks_ptr, topk_indices_ptr, limit, limit, pinned, k, 0, BLOCK, BITS, SHORT, 0
             )
         else:
             if GROUP == 0:
                 listed = _choose(
-                    scores_ptr, spare_ptr, blocks_ptr, picks_ptr, limit, limit, pinned, k, 0, BLOCK, BITS, LONG, 0
+                    scores_ptr,
+                    spare_ptr,
+                    blocks_ptr,
+                    topk_indices_ptr,
+                    limit,
+                    limit,
+                    pinned,
+                    k,
+                    0,
+                    BLOCK,
+                    BITS,
+                    LONG,
+                    0,
                 )
             else:
                 # what is better than the k-th best group lies in fewer than k groups; of what equals it the first k
@@ -209,7 +221,7 @@ def select_entries(
                     scores_ptr,
                     spare_ptr,
                     blocks_ptr,
-                    picks_ptr,
+                    topk_indices_ptr,
                     groups * GROUP,
                     limit,
                     -1,
@@ -222,7 +234,7 @@ def select_entries(
                 )
         for at in range(0, width, SHORT):
             i = at + tl.arange(0, SHORT)
-            tl.store(picks_ptr + i, tl.full([SHORT], -1, tl.int32), mask=(i >= listed) & (i < width))
+            tl.store(topk_indices_ptr + i, tl.full([SHORT], -1, tl.int32), mask=(i >= listed) & (i < width))
 
 
 @triton.jit
@@ -230,7 +242,7 @@ def _choose(
     scores_ptr: tl.tensor,
     groups_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
-    picks_ptr: tl.tensor,
+    topk_indices_ptr: tl.tensor,
     limit: tl.tensor,
     total: tl.tensor,
     pinned: tl.tensor,
@@ -260,7 +272,7 @@ def _choose(
         taken = better | (equal & (equal_to_here <= quota))
         if BLOCK > 0:
             number = tl.load(blocks_ptr + number // BLOCK, mask=taken, other=0) * BLOCK + number % BLOCK
-        tl.store(picks_ptr + better_to_here + tl.minimum(equal_to_here, quota) - 1, number, mask=taken)
+        tl.store(topk_indices_ptr + better_to_here + tl.minimum(equal_to_here, quota) - 1, number, mask=taken)
         num_better = tl.max(better_to_here, 0)
         num_equal = tl.max(equal_to_here, 0)
     return num_better + tl.minimum(num_equal, quota)

@@ -16,12 +16,12 @@ ALIGNED = 8  # values: rows that matrix units read begin at multiples of 16 byte
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Rank rows of G matrices, fp32; `scale_GR` contiguous. `slots`: of N rows and of R ranks (see `lora_delta`)."""
+    """Rank rows of G matrices, fp32; `scale_GR` contiguous. `adapter_ids`: of N rows and of R ranks (`lora_delta`)."""
 
     a_GRI: torch.Tensor
     b_GRO: torch.Tensor
     scale_GR: torch.Tensor
-    slots: tuple[torch.Tensor, torch.Tensor] | None = None
+    adapter_ids: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def ranks(self) -> int:
@@ -63,7 +63,7 @@ class LowRank:
             kernels.LEFT,
             sums=kernels.parts(kernels.EACH),
             scale_GR=self.scale_GR,
-            slots=self.slots,
+            adapter_ids=self.adapter_ids,
             value_GNR=value_GNR,
         )
         return value_GNR

@@ -68,7 +68,7 @@ class _Frozen:
     weight: Packed
     rounding: FakeQuant | None
     bias_O: torch.Tensor | None
-    slots: tuple[torch.Tensor, torch.Tensor] | None
+    adapter_ids: tuple[torch.Tensor, torch.Tensor] | None
     scale_R: torch.Tensor | None
 
     def low_rank(self, a_RI: torch.Tensor, b_RGO: torch.Tensor) -> Any:
@@ -78,7 +78,7 @@ class _Frozen:
         assert self.scale_R is not None
         groups = b_RGO.shape[1]
         scale_GR = self.scale_R.expand(groups, -1).contiguous()
-        return LowRank(a_RI.expand(groups, *a_RI.shape), b_RGO.transpose(0, 1), scale_GR, self.slots)
+        return LowRank(a_RI.expand(groups, *a_RI.shape), b_RGO.transpose(0, 1), scale_GR, self.adapter_ids)
 
     def values(self, x: torch.Tensor, groups: int, width: int) -> torch.Tensor:
         """The weight as numbers in rows of `width` [G, O, width]; what is behind them is not written."""
@@ -103,8 +103,8 @@ def _apply(
     pair: RankRows | None,
     bias_O: torch.Tensor | None,
 ) -> torch.Tensor:
-    slots = None if pair is None else (pair.slot_T.contiguous(), pair.slot_R.contiguous())
-    frozen = _Frozen(weight, rounding, bias_O, slots, None if pair is None else pair.scale_R)
+    adapter_ids = None if pair is None else (pair.adapter_T.contiguous(), pair.adapter_R.contiguous())
+    frozen = _Frozen(weight, rounding, bias_O, adapter_ids, None if pair is None else pair.scale_R)
     learnt: tuple[torch.Tensor | None, ...] = (None, None, None)
     if pair is not None:
         same = pair.x_TGI.data_ptr() == x_NGI.data_ptr()  # not where some inputs of the adapter are dropped

@@ -118,33 +118,34 @@ def place_parts(
     *,
     sums: int = 1,
     scale_GR: torch.Tensor | None = None,
-    slots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    adapter_ids: tuple[torch.Tensor, torch.Tensor] | None = None,
     value_GNR: torch.Tensor | None = None,
 ) -> None:
     """Write parts of fp32 numbers into `out_GNRt` [G, N, R, parts(kind)], a view with any strides.
 
     The numbers are those of `source_GNR` [G, N, sums · R]: `sums` columns R apart are added, then times `scale_GR`,
-    then 0 where slot n of `slots` (one per N, one per R) is not slot r. `value_GNR` (contiguous) takes them whole.
+    then 0 where row n and rank r are not of one adapter (`adapter_ids` of both). `value_GNR` (contiguous) takes them
+    whole.
     """
     count, rows, ranks, columns = out_GNRt.shape
     if out_GNRt.numel() == 0:
         return
     assert columns == parts(kind) and source_GNR.shape == (count, rows, sums * ranks)
     RANKS = min(triton.next_power_of_2(ranks), 16)
-    slot_N, slot_R = slots or (source_GNR, source_GNR)
+    adapter_N, adapter_R = adapter_ids or (source_GNR, source_GNR)
     _place_parts[(triton.cdiv(rows, _TILE), triton.cdiv(ranks, RANKS), count)](
         source_GNR, out_GNRt, source_GNR if value_GNR is None else value_GNR,
-        source_GNR if scale_GR is None else scale_GR, slot_N, slot_R, rows, ranks, *source_GNR.stride(),
+        source_GNR if scale_GR is None else scale_GR, adapter_N, adapter_R, rows, ranks, *source_GNR.stride(),
         *out_GNRt.stride(),
-        SUMS=sums, SCALED=scale_GR is not None, MASKED=slots is not None, WHOLE=value_GNR is not None, KIND=kind,
+        SUMS=sums, SCALED=scale_GR is not None, MASKED=adapter_ids is not None, WHOLE=value_GNR is not None, KIND=kind,
         PARTS=columns, ROWS=_TILE, RANKS=RANKS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
 def _place_parts(
-    source_ptr, out_ptr, value_ptr, scale_ptr, slot_n_ptr, slot_r_ptr, rows, ranks, source_g, source_n, source_r, out_g,
-    out_n, out_r, out_t,
+    source_ptr, out_ptr, value_ptr, scale_ptr, adapter_n_ptr, adapter_r_ptr, rows, ranks, source_g, source_n, source_r,
+    out_g, out_n, out_r, out_t,
     SUMS: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -159,7 +160,7 @@ def _place_parts(
     if SCALED:
         value *= tl.load(scale_ptr + g * ranks + r, mask=r < ranks, other=0.0)
     if MASKED:
-        own = tl.load(slot_n_ptr + n, mask=n < rows, other=0) == tl.load(slot_r_ptr + r, mask=r < ranks, other=0)
+        own = tl.load(adapter_n_ptr + n, mask=n < rows, other=0) == tl.load(adapter_r_ptr + r, mask=r < ranks, other=0)
         value = tl.where(own, value, 0.0)
     if WHOLE:
         tl.store(value_ptr + (g * rows + n) * ranks + r, value, mask=there)

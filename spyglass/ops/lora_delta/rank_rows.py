@@ -14,12 +14,12 @@ class RankRows:
     """The arguments of `lora_delta`, x [T, G, I]."""
 
     x_TGI: torch.Tensor
-    slot_T: torch.Tensor
+    adapter_T: torch.Tensor
     a_RI: torch.Tensor
     b_RGO: torch.Tensor
-    slot_R: torch.Tensor
+    adapter_R: torch.Tensor
     scale_R: torch.Tensor
 
     def multiplied(self) -> torch.Tensor:
         """fp32 [T, G, O]."""
-        return lora_delta(self.x_TGI, self.slot_T, self.a_RI, self.b_RGO, self.slot_R, self.scale_R)
+        return lora_delta(self.x_TGI, self.adapter_T, self.a_RI, self.b_RGO, self.adapter_R, self.scale_R)

@@ -13,15 +13,15 @@ __all__ = ["lora_delta", "usable"]
 
 def lora_delta(
     x_TGI: torch.Tensor,
-    slot_T: torch.Tensor,
+    adapter_T: torch.Tensor,
     a_RI: torch.Tensor,
     b_RGO: torch.Tensor,
-    slot_R: torch.Tensor,
+    adapter_R: torch.Tensor,
     scale_R: torch.Tensor,
 ) -> torch.Tensor:
     """See `reference.py`, which also serves gradients."""
     if gpu.learns(x_TGI, a_RI, b_RGO, scale_R):
-        return reference.lora_delta(x_TGI, slot_T, a_RI, b_RGO, slot_R, scale_R)
+        return reference.lora_delta(x_TGI, adapter_T, a_RI, b_RGO, adapter_R, scale_R)
     import triton
 
     from spyglass.ops.lora_delta import triton_kernel as kernels
@@ -31,13 +31,13 @@ def lora_delta(
     if rows == 0:
         return out_TGO
     u_TGR = torch.empty((rows, groups, ranks), dtype=torch.float32, device=x_TGI.device)
-    slot_T, slot_R = slot_T.contiguous(), slot_R.contiguous()
+    adapter_T, adapter_R = adapter_T.contiguous(), adapter_R.contiguous()
     kernels.shrink[(triton.cdiv(rows, 16), triton.cdiv(ranks, 16), groups)](
-        x_TGI.contiguous(), slot_T, a_RI.contiguous(), slot_R, scale_R.contiguous(), u_TGR, rows, ranks,
+        x_TGI.contiguous(), adapter_T, a_RI.contiguous(), adapter_R, scale_R.contiguous(), u_TGR, rows, ranks,
         G=groups, K=inner, BT=16, BR=16, BK=128, NS=3, num_warps=4,
     )  # fmt: skip
     kernels.expand[(triton.cdiv(rows, 16), triton.cdiv(outer, 128), groups)](
-        u_TGR, slot_T, b_RGO.contiguous(), slot_R, out_TGO, rows, ranks,
+        u_TGR, adapter_T, b_RGO.contiguous(), adapter_R, out_TGO, rows, ranks,
         G=groups, N=outer, BT=16, BR=16, BN=128, num_warps=4,
     )  # fmt: skip
     return out_TGO

@@ -8,14 +8,17 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "ranks"])
 def shrink(
-    x, slot_T, a, slot_R, scale_R, u, rows, ranks,
+    x, adapter_T, a, adapter_R, scale_R, u, rows, ranks,
     G: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NS: tl.constexpr,
 ) -> None:  # fmt: skip
     """u [T, G, R] fp32: what each adapter's rank rows make of its own rows, 0 for those of others."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     r = tl.program_id(1) * BR + tl.arange(0, BR)
     g = tl.program_id(2)
-    own = tl.load(slot_T + t, mask=t < rows, other=0)[:, None] == tl.load(slot_R + r, mask=r < ranks, other=-1)[None, :]
+    own = (
+        tl.load(adapter_T + t, mask=t < rows, other=0)[:, None]
+        == tl.load(adapter_R + r, mask=r < ranks, other=-1)[None, :]
+    )
     acc = tl.zeros((BT, BR), tl.float32)
     if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
         k = tl.arange(0, BK)
@@ -35,18 +38,18 @@ def shrink(
 
 @triton.jit(do_not_specialize=["rows", "ranks"])
 def expand(
-    u, slot_T, b, slot_R, out, rows, ranks,
+    u, adapter_T, b, adapter_R, out, rows, ranks,
     G: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, G, N] fp32 = u · b; rank rows that belong to no row of the tile are not read."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     g = tl.program_id(2)
-    slot = tl.load(slot_T + t, mask=t < rows, other=0)
+    adapter_id = tl.load(adapter_T + t, mask=t < rows, other=0)
     acc = tl.zeros((BT, BN), tl.float32)
     for first in tl.range(0, ranks, BR, num_stages=1):
         r = first + tl.arange(0, BR)
-        own = slot[:, None] == tl.load(slot_R + r, mask=r < ranks, other=-1)[None, :]
+        own = adapter_id[:, None] == tl.load(adapter_R + r, mask=r < ranks, other=-1)[None, :]
         if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
             inside = (t < rows)[:, None] & (r < ranks)[None, :]
             left = tl.load(u + (t.to(tl.int64) * G + g)[:, None] * ranks + r[None, :], mask=inside, other=0.0)

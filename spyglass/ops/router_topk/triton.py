@@ -19,15 +19,15 @@ def router_topk(
     k: int,
     scale: float,
     bias_E: torch.Tensor | None,
-    bias_picture_E: torch.Tensor | None = None,
-    picture_T: torch.Tensor | None = None,
+    bias_image_E: torch.Tensor | None = None,
+    is_image_T: torch.Tensor | None = None,
     forced_TK: torch.Tensor | None = None,
     forced_row_T: torch.Tensor | None = None,
     positions_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.py`, which also serves gradients and float64."""
     options: dict[str, Any] = {
-        "scale": scale, "bias_E": bias_E, "bias_picture_E": bias_picture_E, "picture_T": picture_T,
+        "scale": scale, "bias_E": bias_E, "bias_image_E": bias_image_E, "is_image_T": is_image_T,
         "forced_row_T": forced_row_T, "positions_T": positions_T,
     }  # fmt: skip
     if learns(x_TC, weight_EC, bias_E) or x_TC.dtype == torch.float64:

@@ -95,8 +95,8 @@ def choose(
     *,
     scale: float,
     bias_E: torch.Tensor | None,
-    bias_picture_E: torch.Tensor | None,
-    picture_T: torch.Tensor | None,
+    bias_image_E: torch.Tensor | None,
+    is_image_T: torch.Tensor | None,
     forced_TK: torch.Tensor | None,
     forced_row_T: torch.Tensor | None,
     positions_T: torch.Tensor | None,
@@ -108,10 +108,10 @@ def choose(
         return
     _choose[(rows,)](
         logits_TSE, ids_TK, weights_TK, logits_TSE if bias_E is None else bias_E,
-        logits_TSE if bias_picture_E is None else bias_picture_E, logits_TSE if picture_T is None else picture_T,
+        logits_TSE if bias_image_E is None else bias_image_E, logits_TSE if is_image_T is None else is_image_T,
         logits_TSE if forced_TK is None else forced_TK, logits_TSE if forced_row_T is None else forced_row_T,
         logits_TSE if positions_T is None else positions_T, experts, splits, scale,
-        BIASED=bias_E is not None, PICTURES=picture_T is not None, FORCED=forced_TK is not None,
+        BIASED=bias_E is not None, IMAGES=is_image_T is not None, FORCED=forced_TK is not None,
         BY_ROW=forced_row_T is not None, PADDED=positions_T is not None, K=k, K_2=triton.next_power_of_2(k),
         SPLITS=triton.next_power_of_2(splits), EXPERTS=triton.next_power_of_2(experts),
         num_warps=1 if splits == 1 and experts <= 512 else 4, **overlap(logits_TSE),
@@ -120,9 +120,9 @@ def choose(
 
 @triton.jit
 def _choose(
-    logits_ptr, ids_ptr, weights_ptr, bias_ptr, picture_bias_ptr, picture_ptr, forced_ptr, forced_row_ptr, position_ptr,
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, image_bias_ptr, image_ptr, forced_ptr, forced_row_ptr, position_ptr,
     experts, splits, scale,
-    BIASED: tl.constexpr, PICTURES: tl.constexpr, FORCED: tl.constexpr, BY_ROW: tl.constexpr, PADDED: tl.constexpr,
+    BIASED: tl.constexpr, IMAGES: tl.constexpr, FORCED: tl.constexpr, BY_ROW: tl.constexpr, PADDED: tl.constexpr,
     K: tl.constexpr, K_2: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     begin(OVERLAPS)
@@ -136,9 +136,9 @@ def _choose(
     ranked = scores
     if BIASED:
         ranked = scores + tl.load(bias_ptr + expert, mask=real, other=0.0)
-    if PICTURES:
-        picture = tl.load(picture_ptr + row) != 0
-        ranked = tl.where(picture, scores + tl.load(picture_bias_ptr + expert, mask=real, other=0.0), ranked)
+    if IMAGES:
+        image = tl.load(image_ptr + row) != 0
+        ranked = tl.where(image, scores + tl.load(image_bias_ptr + expert, mask=real, other=0.0), ranked)
     ranked = tl.where(real, ranked, float("-inf"))
     place = tl.arange(0, K_2)
     ids = tl.zeros([K_2], tl.int32)
@@ -149,7 +149,7 @@ def _choose(
         if FORCED:
             forced_row = tl.load(forced_row_ptr + row) if BY_ROW else row
             forced = tl.load(forced_ptr + forced_row * K + k).to(tl.int32)
-            best = tl.where(picture, best, forced) if PICTURES else forced
+            best = tl.where(image, best, forced) if IMAGES else forced
         best = tl.minimum(best, experts - 1)
         ids = tl.where(place == k, best, ids)
         weights = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)

@@ -30,7 +30,7 @@ class KeyRows:
     hi_T: torch.Tensor
     pool_table_SP: torch.Tensor | None
     visible_T: torch.Tensor | None
-    picks_TX: torch.Tensor | None
+    topk_indices_TX: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +167,9 @@ def _seen_entries(block: Block, places: KeyRows) -> torch.Tensor:
     assert places.visible_T is not None
     rows = block.rows_MQ
     seen_MQP = torch.arange(block.entries, device=rows.device) < places.visible_T[rows][..., None]
-    if places.picks_TX is None:
+    if places.topk_indices_TX is None:
         return seen_MQP
-    picks = places.picks_TX[rows].long()
+    topk_indices = places.topk_indices_TX[rows].long()
     picked = torch.zeros(*rows.shape, block.entries + 1, dtype=torch.bool, device=rows.device)
-    none = (picks < 0) | (picks >= block.entries)
-    return seen_MQP & picked.scatter_(2, torch.where(none, block.entries, picks), True)[..., :-1]
+    none = (topk_indices < 0) | (topk_indices >= block.entries)
+    return seen_MQP & picked.scatter_(2, torch.where(none, block.entries, topk_indices), True)[..., :-1]

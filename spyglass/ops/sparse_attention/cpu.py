@@ -30,7 +30,7 @@ def sparse_attention(
     pool_NBD: torch.Tensor | None = None,
     pool_table_SP: torch.Tensor | None = None,
     visible_T: torch.Tensor | None = None,
-    picks_TX: torch.Tensor | None = None,
+    topk_indices_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
     window_format: StoredRow | None = None,
@@ -59,11 +59,11 @@ def sparse_attention(
     lo_T, hi_T = native.int32(lo_T), native.int32(hi_T)
     page_rows, pool_columns = 1, 1
     if pool_NBD is None:
-        pool_table_SP = visible_T = picks_TX = None
+        pool_table_SP = visible_T = topk_indices_TX = None
     else:
         assert pool_table_SP is not None and visible_T is not None
         pool_table_SP, visible_T = native.int32(pool_table_SP), native.int32(visible_T)
-        picks_TX = None if picks_TX is None else native.int32(picks_TX)
+        topk_indices_TX = None if topk_indices_TX is None else native.int32(topk_indices_TX)
         page_rows, pool_columns = pool_NBD.shape[1], pool_table_SP.shape[1]
     out_THD = torch.empty_like(q_THD)
     (kernels or native.best()).attention(
@@ -89,8 +89,8 @@ def sparse_attention(
         native.address(pool_table_SP),
         pool_columns,
         native.address(visible_T),
-        native.address(picks_TX),
-        0 if picks_TX is None else picks_TX.shape[1],
+        native.address(topk_indices_TX),
+        0 if topk_indices_TX is None else topk_indices_TX.shape[1],
         pool_width,
         out_THD.data_ptr(),
         torch.get_num_threads(),

@@ -64,7 +64,7 @@ class _Attention(torch.autograd.Function):
             pool_NBD=pool_NBD,
             pool_table_SP=places.pool_table_SP,
             visible_T=places.visible_T,
-            picks_TX=places.picks_TX,
+            topk_indices_TX=places.topk_indices_TX,
             pool_width=how.pool_width,
             turn=how.turn,
         )

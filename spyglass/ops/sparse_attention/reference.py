@@ -41,7 +41,7 @@ def sparse_attention(
     pool_NBD: torch.Tensor | None = None,
     pool_table_SP: torch.Tensor | None = None,
     visible_T: torch.Tensor | None = None,
-    picks_TX: torch.Tensor | None = None,
+    topk_indices_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
     window_format: StoredRow | None = None,
@@ -50,7 +50,7 @@ def sparse_attention(
     """l_j = scale · q_h·k_j,  p_j = exp(l_j - m),  out_h = Σ_j round(p_j) k_j / (Σ_j p_j + exp(sink_h - m)).
 
     j runs over window positions lo_T..hi_T of the query's sequence and over compressed entries: those listed in
-    `picks_TX` (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; a pick at or above
+    `topk_indices_TX` (int32 entry numbers, -1 = none), or all below `visible_T` when there is no list; one at or above
     `visible_T` is ignored. `window_width` / `pool_width` bound the two counts. Pages [num_pages, page_rows, D], or
     bytes of their formats, are read as CacheView says. Logits, softmax and sums in fp32; p is rounded to q's dtype
     before the product with the rows; output has q's dtype. A row without any key gives zeros. With `turn` q is
@@ -63,7 +63,7 @@ def sparse_attention(
             q_THD[t : t + _QUERIES_AT_ONCE],
             *_window_rows(window_NBD, window_table_SP, seq_T, lo_T, hi_T, window_width, slice(t, t + _QUERIES_AT_ONCE)),
             *_pool_rows(
-                pool_NBD, pool_table_SP, seq_T, visible_T, picks_TX, pool_width, slice(t, t + _QUERIES_AT_ONCE)
+                pool_NBD, pool_table_SP, seq_T, visible_T, topk_indices_TX, pool_width, slice(t, t + _QUERIES_AT_ONCE)
             ),
             sink_H=sink_H,
             scale=scale,
@@ -128,14 +128,14 @@ def _pool_rows(
     table: torch.Tensor | None,
     seq: torch.Tensor,
     visible: torch.Tensor | None,
-    picks: torch.Tensor | None,
+    topk_indices: torch.Tensor | None,
     width: int,
     part: slice,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if pages is None or width == 0:
         return None, None
     assert table is not None and visible is not None
-    entry = torch.arange(width, device=seq.device)[None] if picks is None else picks[part]
+    entry = torch.arange(width, device=seq.device)[None] if topk_indices is None else topk_indices[part]
     ok = (entry >= 0) & (entry < visible[part, None])
     rows = flat_rows(table, seq[part], torch.where(ok, entry, 0), pages.shape[1])
     return pages.flatten(0, 1)[rows.clamp(min=0)], ok

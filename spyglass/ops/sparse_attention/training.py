@@ -38,7 +38,7 @@ def sparse_attention(
     pool_NBD: torch.Tensor | None = None,
     pool_table_SP: torch.Tensor | None = None,
     visible_T: torch.Tensor | None = None,
-    picks_TX: torch.Tensor | None = None,
+    topk_indices_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
     window_format: StoredRow | None = None,
@@ -46,7 +46,7 @@ def sparse_attention(
 ) -> torch.Tensor:
     """See `reference.py`; rows are plain. Picks must be different entries; the choice of them has no gradient."""
     assert window_NBD.dtype != torch.uint8, "codes have no gradient"
-    places = KeyRows(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, picks_TX)
+    places = KeyRows(window_table_SP, seq_T, lo_T, hi_T, pool_table_SP, visible_T, topk_indices_TX)
     if gpu.trains(q_THD, window_NBD) and triton.suits(q_THD, window_NBD, pool_NBD):
         how = fused.How(places, scale, window_width, pool_width, turn)
         return fused.attend(q_THD, window_NBD, pool_NBD, sink_H, how)

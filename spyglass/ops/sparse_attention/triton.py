@@ -1,7 +1,7 @@
 """A program per row and group of heads; few rows share their keys among several programs, and a second launch adds up.
 
-What varies on the device (window, visible entries, picks) is read there, so a graph can hold both launches; the grid
-follows from the number of rows and the two widths. Pools never wrap around: visible <= table width x page rows.
+What varies on the device (window, visible entries, top-k indices) is read there, so a graph can hold both launches; the
+grid follows from the number of rows and the two widths. Pools never wrap around: visible <= table width x page rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sparse_attention(
     pool_NBD: torch.Tensor | None = None,
     pool_table_SP: torch.Tensor | None = None,
     visible_T: torch.Tensor | None = None,
-    picks_TX: torch.Tensor | None = None,
+    topk_indices_TX: torch.Tensor | None = None,
     pool_width: int = 0,
     turn: Turn | None = None,
     window_format: StoredRow | None = None,
@@ -80,14 +80,14 @@ def sparse_attention(
             pool_NBD=pool_NBD,
             pool_table_SP=pool_table_SP,
             visible_T=visible_T,
-            picks_TX=picks_TX,
+            topk_indices_TX=topk_indices_TX,
             pool_width=pool_width,
             turn=turn,
         )
     pool = None
     if pool_NBD is not None and pool_width > 0:
         assert pool_table_SP is not None and visible_T is not None
-        pool = (pool_NBD, pool_table_SP, visible_T, picks_TX)
+        pool = (pool_NBD, pool_table_SP, visible_T, topk_indices_TX)
     window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
     launch = launch or choose(q_THD, window_width, pool_width)
     return attend(q_THD, window, pool, sink_H, scale, launch, turn, (window_width, pool_width))
@@ -160,7 +160,7 @@ def attend(
     turn: Turn | None,
     widths: tuple[int, int],
 ) -> torch.Tensor:
-    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, picks;
+    """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, indices;
     `widths` bound the keys of either."""
     from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
 
@@ -169,7 +169,7 @@ def attend(
 
     (rows, heads, dim), (window_width, pool_width) = q_THD.shape, widths
     window_NBD, table_SP, seq_T, lo_T, hi_T = window
-    pool_NBD, pool_table_SP, visible_T, picks_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
+    pool_NBD, pool_table_SP, visible_T, topk_indices_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
     q_THD, out_THD = q_THD.contiguous(), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     splits, split = launch.splits, launch.splits > 1
     shares, part = out_THD, sink_H
@@ -183,8 +183,13 @@ def attend(
     pdl = split and q_THD.device.type != "cpu" and here().early  # the interpreter has none
     inputs = (
         *(q_THD, window_NBD, table_SP, seq_T, lo_T, hi_T, sink_H, pool_NBD, pool_table_SP, visible_T),
-        *(lo_T if picks_TX is None else picks_TX, cos, sin, shares, part, scale * _LOG2_E),
-        *(table_SP.shape[1], pool_table_SP.shape[1], 0 if picks_TX is None else picks_TX.shape[1], splits),
+        *(lo_T if topk_indices_TX is None else topk_indices_TX, cos, sin, shares, part, scale * _LOG2_E),
+        *(
+            table_SP.shape[1],
+            pool_table_SP.shape[1],
+            0 if topk_indices_TX is None else topk_indices_TX.shape[1],
+            splits,
+        ),
     )
     meaning = {
         "NUM_HEADS": heads,
@@ -194,7 +199,7 @@ def attend(
         "EPS": eps or 0.0,
         "WINDOW_PAGE": window_NBD.shape[1],
         "POOL_PAGE": 0 if pool is None else pool_NBD.shape[1],
-        "PICKS": picks_TX is not None,
+        "TOPK": topk_indices_TX is not None,
         "KEYS": launch.keys,
         "SPLIT": split,
     }

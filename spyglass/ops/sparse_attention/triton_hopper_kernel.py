@@ -36,10 +36,10 @@ def _span(
     """Of one piece of work: row, share, tiles [first, last) and how many of them have keys (one at least is made)."""
     KEYS: gl.constexpr = C[2]
     POOL_PAGE: gl.constexpr = C[4]
-    PICKS: gl.constexpr = C[5]
+    TOPK: gl.constexpr = C[5]
     SPLIT: gl.constexpr = C[6]
-    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
-    splits, table_width, pool_table_width, pick_width = widths
+    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, topk_indices_ptr = lists
+    splits, table_width, pool_table_width, topk_width = widths
     row = work
     share = 0
     if SPLIT:
@@ -53,8 +53,8 @@ def _span(
     if POOL_PAGE > 0:
         visible = gl.load(visible_ptr + row)
         listed = visible
-        if PICKS:
-            listed = gl.where(visible > 0, pick_width, 0)
+        if TOPK:
+            listed = gl.where(visible > 0, topk_width, 0)
         tiles += (listed + KEYS - 1) // KEYS
     first = 0
     stop = tiles
@@ -78,15 +78,15 @@ def _entries(
     """Places of the keys of a tile in the window, -1 where there is none, and compressed rows, visible or not."""
     KEYS: gl.constexpr = C[2]
     POOL_PAGE: gl.constexpr = C[4]
-    PICKS: gl.constexpr = C[5]
-    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
-    splits, table_width, pool_table_width, pick_width = widths
+    TOPK: gl.constexpr = C[5]
+    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, topk_indices_ptr = lists
+    splits, table_width, pool_table_width, topk_width = widths
     n = tile * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     entry = gl.where(tile < stop, n - window_tiles * KEYS, -1)
     place = gl.where(n < gl.where(tile < stop, num_window, 0), n, -1)
-    if POOL_PAGE > 0 and PICKS:
-        listed = (entry >= 0) & (entry < pick_width)
-        entry = gl.load(picks_ptr + row.to(gl.int64) * pick_width + entry, mask=listed, other=-1)
+    if POOL_PAGE > 0 and TOPK:
+        listed = (entry >= 0) & (entry < topk_width)
+        entry = gl.load(topk_indices_ptr + row.to(gl.int64) * topk_width + entry, mask=listed, other=-1)
     return place, entry
 
 
@@ -104,8 +104,8 @@ def _rows(
     """The rows of the pages in which those keys lie, -1 where there is none."""
     WINDOW_PAGE: gl.constexpr = C[3]
     POOL_PAGE: gl.constexpr = C[4]
-    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
-    splits, table_width, pool_table_width, pick_width = widths
+    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, topk_indices_ptr = lists
+    splits, table_width, pool_table_width, topk_width = widths
     position = lo + place
     slot = position // WINDOW_PAGE + (lo // WINDOW_PAGE % table_width - lo // WINDOW_PAGE)
     slot = gl.where(slot >= table_width, slot - table_width, slot)
@@ -162,7 +162,7 @@ def _weigh(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     BL: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     KL: gl.constexpr = gl.SliceLayout(1, BL)
-    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr = lists
+    seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, topk_indices_ptr = lists
     q_full, full, weighed, empty, end_full, end_empty = bars
     channel = gl.arange(0, DIM, gl.SliceLayout(0, BL))[None, :]
     head = gl.arange(0, NUM_HEADS, KL)[:, None] * DIM
@@ -312,7 +312,7 @@ def _mix(
     TURNED: gl.constexpr = C[7]
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
     RL: gl.constexpr = gl.SliceLayout(1, OL)
-    splits, table_width, pool_table_width, pick_width = widths
+    splits, table_width, pool_table_width, topk_width = widths
     q_full, full, weighed, empty, end_full, end_empty = bars
     head = gl.arange(0, NUM_HEADS, RL)
     channel = gl.arange(0, DIM, gl.SliceLayout(0, OL))
@@ -359,7 +359,7 @@ def _mix(
             gl.store(to + channel[None, :], out)
 
 
-@gluon.jit(do_not_specialize=("table_width", "pool_table_width", "pick_width", "splits", "work_count"))
+@gluon.jit(do_not_specialize=("table_width", "pool_table_width", "topk_width", "splits", "work_count"))
 def attend_stream(
     q_ptr: gl.tensor,
     window_ptr: gl.tensor,
@@ -371,7 +371,7 @@ def attend_stream(
     pool_ptr: gl.tensor,
     pool_table_ptr: gl.tensor,
     visible_ptr: gl.tensor,
-    picks_ptr: gl.tensor,
+    topk_indices_ptr: gl.tensor,
     cos_ptr: gl.tensor,
     sin_ptr: gl.tensor,
     out_ptr: gl.tensor,
@@ -379,7 +379,7 @@ def attend_stream(
     scale: gl.float32,
     table_width: gl.int32,
     pool_table_width: gl.int32,
-    pick_width: gl.int32,
+    topk_width: gl.int32,
     splits: gl.int32,
     work_count: gl.int32,
     NUM_HEADS: gl.constexpr,
@@ -389,13 +389,13 @@ def attend_stream(
     EPS: gl.constexpr,
     WINDOW_PAGE: gl.constexpr,
     POOL_PAGE: gl.constexpr,
-    PICKS: gl.constexpr,
+    TOPK: gl.constexpr,
     KEYS: gl.constexpr,
     SPLIT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ) -> None:
     """As `attend_share`; `work_count` rows, or rows x splits."""
-    C: gl.constexpr = (NUM_HEADS, DIM, KEYS, WINDOW_PAGE, POOL_PAGE, PICKS, SPLIT, TURNED, NORM, EPS)
+    C: gl.constexpr = (NUM_HEADS, DIM, KEYS, WINDOW_PAGE, POOL_PAGE, TOPK, SPLIT, TURNED, NORM, EPS)
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -418,8 +418,8 @@ def attend_stream(
         mbarrier.init(full.index(i), count=128)
         mbarrier.init(weighed.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    lists = (seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, picks_ptr)
-    widths = (splits, table_width, pool_table_width, pick_width)
+    lists = (seq_ptr, lo_ptr, hi_ptr, visible_ptr, table_ptr, pool_table_ptr, topk_indices_ptr)
+    widths = (splits, table_width, pool_table_width, topk_width)
     bars = (q_full, full, weighed, empty, end_full, end_empty)
     gl.warp_specialize(
         [

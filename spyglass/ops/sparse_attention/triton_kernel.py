@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_VARYING = ("table_width", "pool_table_width", "pick_width", "splits", "window_tiles")
+_VARYING = ("table_width", "pool_table_width", "topk_width", "splits", "window_tiles")
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -25,7 +25,7 @@ def attend_share(
     pool_ptr: tl.tensor,
     pool_table_ptr: tl.tensor,
     visible_ptr: tl.tensor,
-    picks_ptr: tl.tensor,
+    topk_indices_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -33,7 +33,7 @@ def attend_share(
     scale: tl.float32,
     table_width: tl.int32,
     pool_table_width: tl.int32,
-    pick_width: tl.int32,
+    topk_width: tl.int32,
     splits: tl.int32,
     window_tiles: tl.int32,
     NUM_HEADS: tl.constexpr,
@@ -43,7 +43,7 @@ def attend_share(
     EPS: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
-    PICKS: tl.constexpr,
+    TOPK: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -79,10 +79,10 @@ def attend_share(
     if POOL_PAGE > 0:
         visible = tl.load(visible_ptr + row)
         pool_table_ptr += seq * pool_table_width
-        picks_ptr += row * pick_width
+        topk_indices_ptr += row * topk_width
         listed = visible
-        if PICKS:
-            listed = tl.where(visible > 0, pick_width, 0)
+        if TOPK:
+            listed = tl.where(visible > 0, topk_width, 0)
         tiles += (listed + KEYS - 1) // KEYS
     first, last = 0, tiles
     if SPLIT:
@@ -91,9 +91,9 @@ def attend_share(
     channel = tl.arange(0, DIM)
     there = head < NUM_HEADS
     window = (lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr)
-    pool = (pool_table_ptr, picks_ptr, pick_width, visible, pool_ptr)
+    pool = (pool_table_ptr, topk_indices_ptr, topk_width, visible, pool_ptr)
     if ONE:
-        keys, ok = _tile(share, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, PICKS, KEYS)
+        keys, ok = _tile(share, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, KEYS)
     q = tl.load(q_ptr + (row * NUM_HEADS + head)[:, None] * DIM + channel[None, :], mask=there[:, None], other=0.0)
     if NORM > 0:
         q = _norm(q, NORM, EPS, DIM)
@@ -108,7 +108,7 @@ def attend_share(
         top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
     else:
         for tile in tl.range(first, last, num_stages=STAGES):
-            keys, ok = _tile(tile, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, PICKS, KEYS)
+            keys, ok = _tile(tile, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, KEYS)
             top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
 
     if SPLIT:
@@ -187,12 +187,12 @@ def _tile(
     DIM: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
-    PICKS: tl.constexpr,
+    TOPK: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The keys of a tile, zeros where there are none, and which there are."""
     lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr = window
-    pool_table_ptr, picks_ptr, pick_width, visible, pool_ptr = pool
+    pool_table_ptr, topk_indices_ptr, topk_width, visible, pool_ptr = pool
     n = tile * KEYS + tl.arange(0, KEYS)
     position = lo + n
     ok = n < tl.where(tile < window_tiles, num_window, 0)
@@ -203,8 +203,8 @@ def _tile(
     keys_ptr = window_ptr
     if POOL_PAGE > 0:
         entry = n - window_tiles * KEYS
-        if PICKS:
-            entry = tl.load(picks_ptr + entry, mask=(entry >= 0) & (entry < pick_width), other=-1)
+        if TOPK:
+            entry = tl.load(topk_indices_ptr + entry, mask=(entry >= 0) & (entry < topk_width), other=-1)
         chosen = (entry >= 0) & (entry < visible)
         page = tl.load(pool_table_ptr + entry // POOL_PAGE, mask=chosen, other=0).to(tl.int64)
         at = tl.where(tile < window_tiles, at, (page * POOL_PAGE + entry % POOL_PAGE) * DIM)

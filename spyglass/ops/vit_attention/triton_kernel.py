@@ -31,10 +31,10 @@ def attend(
     `longest`: no image has more patches.
     """
     heads, dim = q_UHD.shape[1:]
-    pictures = len(cu_seqlens_I1) - 1
-    if longest == 0 or pictures == 0:
+    images = len(cu_seqlens_I1) - 1
+    if longest == 0 or images == 0:
         return
-    _attend[(triton.cdiv(longest, _QUERIES), heads, pictures)](
+    _attend[(triton.cdiv(longest, _QUERIES), heads, images)](
         q_UHD,
         k_UHD,
         v_UHD,

@@ -28,7 +28,7 @@ from spyglass.server.protocols.conversation import (
     parse_conversation,
     parse_tool,
     read_role,
-    require_room,
+    require_memory,
     structured_output,
     tokenizer_of,
     unique_tools,
@@ -132,7 +132,7 @@ class ChatEndpoint(ModelEndpoint):
             logprobs=logprobs,
             structured=output,
         )
-        require_room(self.served, parsed.prompt, params, "messages")
+        require_memory(self.served, parsed.prompt, params, "messages")
         each = answers(params, given.get("n"))
         tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=with_logprobs)
         reply = ChatReply(

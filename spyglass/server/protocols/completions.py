@@ -23,7 +23,7 @@ from spyglass.server.limits import MAX_ANSWERS, MAX_LOGPROBS
 from spyglass.server.protocols.conversation import (
     ModelEndpoint,
     choose_model,
-    require_room,
+    require_memory,
     require_short,
     tokenizer_of,
 )
@@ -75,7 +75,7 @@ class CompletionsEndpoint(ModelEndpoint):
             structured=asked_format(given, None, reader, thinking=False),
         )
         for prompt in prompts:
-            require_room(self.served, prompt, params, "prompt")
+            require_memory(self.served, prompt, params, "prompt")
         many = answers(params, given.get("n"))
         if echo and logprobs is not None and sum(map(len, prompts)) * len(many) * (1 + logprobs) > MAX_LOGPROBS:
             refuse("logprobs", f"of the echoed prompts are more than {MAX_LOGPROBS:,} numbers; ask for fewer")

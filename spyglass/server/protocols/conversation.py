@@ -326,7 +326,7 @@ def require_short(served: Served, texts: Sequence[str], field: str) -> None:
         raise TooLongError(served.max_length + 1, served.max_length, field=field, at_least=True) from error
 
 
-def require_room(served: Served, prompt: Prompt, params: SamplingParams, field: str) -> None:
+def require_memory(served: Served, prompt: Prompt, params: SamplingParams, field: str) -> None:
     """Raises TooLongError: the prompt leaves no room for a token of the answer."""
     if len(prompt) + (params.max_tokens != 0) > served.max_length:
         raise TooLongError(len(prompt), served.max_length, field=field)

@@ -25,7 +25,7 @@ from spyglass.server.protocols.conversation import (
     parse_conversation,
     parse_tool,
     read_role,
-    require_room,
+    require_memory,
     structured_output,
     tokenizer_of,
     unique_tools,
@@ -159,7 +159,7 @@ class MessagesEndpoint(AnthropicEndpoint):
             stop_after=parsed.stop_after,
             structured=output,
         )
-        require_room(self.served, parsed.prompt, params, "messages")
+        require_memory(self.served, parsed.prompt, params, "messages")
         tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=False)
         reply = MessagesReply(parsed, model=model, family=self.served.config.family, tokens=tokens)
         return call_of(parsed, (model, adapter), reader, reply, (params,), stream=stream)

@@ -27,7 +27,7 @@ from spyglass.server.protocols.conversation import (
     choose_model,
     parse_conversation,
     read_role,
-    require_room,
+    require_memory,
     structured_output,
     tokenizer_of,
 )
@@ -238,7 +238,7 @@ def _call(
         stop_after=parsed.stop_after,
         structured=structured_output(served, parsed, {}, _format(given.get("format")), reader),
     )
-    require_room(served, parsed.prompt, params, "messages" if is_chat else "prompt")
+    require_memory(served, parsed.prompt, params, "messages" if is_chat else "prompt")
     tokens = Tokens(tokenizer_of(served), reasoning=parsed.expected.reasoning, with_logprobs=False)
     return Call(
         model=name.removesuffix(_LATEST),

@@ -28,7 +28,7 @@ from spyglass.server.protocols.conversation import (
     parse_conversation,
     parse_tool,
     read_role,
-    require_room,
+    require_memory,
     structured_output,
     tokenizer_of,
     unique_tools,
@@ -144,7 +144,7 @@ class ResponsesEndpoint(ModelEndpoint):
             logprobs=logprobs,
             structured=output,
         )
-        require_room(self.served, parsed.prompt, params, "input")
+        require_memory(self.served, parsed.prompt, params, "input")
         tokens = Tokens(tokenizer_of(self.served), reasoning=parsed.expected.reasoning, with_logprobs=with_logprobs)
         reply = ResponsesReply(parsed, given, model=model, family=self.served.config.family, tokens=tokens)
         return call_of(parsed, (model, adapter), reader, reply, (params,), stream=stream)

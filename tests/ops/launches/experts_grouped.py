@@ -26,7 +26,7 @@ def launches() -> Iterator[Launch]:
         yield Launch(args=args, options=options)
         if rows in _HELD_IN:
             dtype = _HELD_IN[rows]
-            more = {"slot_T": meta(rows, dtype=torch.int32), "adapters": _adapters(dtype)}
+            more = {"adapter_T": meta(rows, dtype=torch.int32), "adapters": _adapters(dtype)}
             yield Launch(args=args, options=options | more)
 
 

@@ -33,7 +33,7 @@ def train() -> None:
         for chosen in (None, meta(4, dtype=torch.int64)):
             kernels.decode_into(weight.data, weight.scale, format, meta(4, 1024, 4192)[:, :, :4096], chosen)
     fp32 = torch.float32
-    slots = (meta(4096, dtype=torch.int32), meta(16, dtype=torch.int32))
+    adapter_ids = (meta(4096, dtype=torch.int32), meta(16, dtype=torch.int32))
     for kind in (kernels.EACH, kernels.LEFT, kernels.RIGHT):
         parts = kernels.parts(kind)
         kernels.place_parts(meta(4, 16, 4096, dtype=fp32).mT, meta(4, 4096, 16, parts), kind)
@@ -43,6 +43,6 @@ def train() -> None:
         kernels.LEFT,
         sums=3,
         scale_GR=meta(1, 16, dtype=fp32),
-        slots=slots,
+        adapter_ids=adapter_ids,
         value_GNR=meta(1, 4096, 16, dtype=fp32),
     )

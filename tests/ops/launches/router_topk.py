@@ -14,7 +14,7 @@ def launches() -> Iterator[Launch]:
         args = meta(rows, width), meta(experts, width, dtype=torch.float32)
         bias = meta(experts, dtype=torch.float32)
         options = {"k": 6, "scale": 1.5}
-        pictures = {"picture_T": meta(rows, dtype=torch.bool), "bias_picture_E": bias}
+        pictures = {"is_image_T": meta(rows, dtype=torch.bool), "bias_image_E": bias}
         forced = {"forced_TK": meta(129280, 6, dtype=torch.int32), "forced_row_T": meta(rows, dtype=torch.int64)}
         yield Launch(args=args, options={**options, "bias_E": bias})
         yield Launch(args=args, options={**options, "bias_E": bias, **pictures})

@@ -41,7 +41,7 @@ def engram_gate() -> Iterator[Launch]:
     """Streams of V4.1, with images and without."""
     weights = meta(4, 5120, dtype=torch.float32), meta(4, 5120, dtype=torch.float32)
     for images in (None, meta(32, dtype=torch.bool)):
-        options = {"eps": 1e-6, "picture_T": images}
+        options = {"eps": 1e-6, "is_image_T": images}
         yield Launch(args=(meta(32, 4, 5120), meta(32, 5 * 5120), *weights), options=options)
 
 
@@ -142,9 +142,11 @@ def lora_delta() -> Iterator[Launch]:
     """Adapters of the widest map, of a grouped one, and of one with fp32 activations."""
     for dtype, groups, inner, outer in ((torch.bfloat16, 1, 1024, 32768), (torch.bfloat16, 8, 4096, 1024)):
         for own in (torch.float32, dtype):
-            slots, scales = meta(128, dtype=torch.int32), meta(128, dtype=torch.float32)
+            adapter_ids, scales = meta(128, dtype=torch.int32), meta(128, dtype=torch.float32)
             a, b = meta(128, inner, dtype=own), meta(128, groups, outer, dtype=own)
-            yield Launch(args=(meta(64, groups, inner, dtype=dtype), meta(64, dtype=torch.int32), a, b, slots, scales))
+            yield Launch(
+                args=(meta(64, groups, inner, dtype=dtype), meta(64, dtype=torch.int32), a, b, adapter_ids, scales)
+            )
 
 
 def rms_norm() -> Iterator[Launch]:

@@ -1,4 +1,4 @@
-"""Decoding and prefill of both families: with picks, with all compressed rows, with the window alone."""
+"""Decoding and prefill of both families: with top-k indices, with all compressed rows, with the window alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.ops.triton_lane import GENERATIONS, Launch, meta
 
 def launches() -> Iterator[Launch]:
     for rows in (1, 8, 32, 4096):
-        for page, picks in ((64, 512), (4, 0), (0, 0)):
+        for page, topk in ((64, 512), (4, 0), (0, 0)):
             if page == 0 and rows in (8, 32):
                 continue
-            yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, picks), may_spill=GENERATIONS)
+            yield Launch(args=_window(rows, torch.bfloat16), options=_pool(rows, page, topk), may_spill=GENERATIONS)
     yield Launch(args=_window(1, torch.float32), options=_pool(1, 64, 512, torch.float32), may_spill=GENERATIONS)
 
 
@@ -37,14 +37,14 @@ def _turn(rows: int) -> Turn:
     return Turn(cos_TR=tables[0], sin_TR=tables[1], eps=1e-6, stepwise=True)
 
 
-def _pool(rows: int, page: int, picks: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def _pool(rows: int, page: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     options: dict[str, Any] = {"scale": 512**-0.5, "window_width": 128, "turn": _turn(rows)}
     if page:
         visible, table = meta(rows, dtype=torch.int32), meta(rows, 16, dtype=torch.int32)
         options |= {"pool_NBD": meta(99, page, 512, dtype=dtype), "pool_table_SP": table, "visible_T": visible}
-        options["pool_width"] = picks or 1024
-    if picks:
-        options["picks_TX"] = meta(rows, picks, dtype=torch.int32)
+        options["pool_width"] = topk or 1024
+    if topk:
+        options["topk_indices_TX"] = meta(rows, topk, dtype=torch.int32)
     return options
 
 

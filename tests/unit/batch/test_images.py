@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from spyglass.batch.images import check_pictures, num_cells, pack_images
+from spyglass.batch.images import check_images, num_cells, pack_images
 from spyglass.errors import PromptError
 from spyglass.vision.pixels import pixel_table
 from tests.vision_parts import SMALL as V4
@@ -22,12 +22,12 @@ def pixels(grid: tuple[int, int], seed: int = 0) -> NDArray[np.uint8]:
 def test_pictures_lie_one_after_the_other_as_pixels() -> None:
     grids = [(2, 3), (1, 1), (4, 2)]
     patches = [pixels(grid, seed) for seed, grid in enumerate(grids)]
-    packed = pack_images(patches, grids, V4, slots=[2, 0, 1])
+    packed = pack_images(patches, grids, V4, adapter_ids=[2, 0, 1])
     assert packed.patches_U.dtype == torch.uint8
     assert np.array_equal(packed.patches_U.numpy(), np.concatenate(patches))
     assert packed.cu_seqlens_I1.tolist() == [0, 6, 7, 15] and packed.cu_seqlens_I1.dtype == torch.int32
     assert packed.grids_I2 == ((2, 3), (1, 1), (4, 2))
-    assert packed.slot_I.tolist() == [2, 0, 1] and packed.slot_I.dtype == torch.int32
+    assert packed.adapter_I.tolist() == [2, 0, 1] and packed.adapter_I.dtype == torch.int32
 
 
 def test_pixels_beside_floats_are_normalised() -> None:
@@ -66,7 +66,7 @@ def report_patches() -> list[NDArray[np.uint8]]:
 
 
 def test_the_untampered_batch_of_field_report_25_packs() -> None:
-    check_pictures(report_patches(), GRIDS, [169, 192, 169], REPORT)
+    check_images(report_patches(), GRIDS, [169, 192, 169], REPORT)
     packed = pack_images(report_patches(), GRIDS, REPORT)
     assert packed.patches_U.shape[0] == 4652
 
@@ -77,8 +77,8 @@ def test_a_dropped_or_added_patch_names_the_picture_and_both_counts(picture: int
     patches = report_patches()
     expected = len(patches[picture])
     patches[picture] = np.resize(patches[picture], (expected + change, 3, 14, 14))
-    with pytest.raises(PromptError, match=rf"picture {picture}: .*needs {expected} patches, {expected + change} were"):
-        check_pictures(patches, GRIDS, [169, 192, 169], REPORT)
+    with pytest.raises(PromptError, match=rf"image {picture}: .*needs {expected} patches, {expected + change} were"):
+        check_images(patches, GRIDS, [169, 192, 169], REPORT)
 
 
 @pytest.mark.parametrize("picture", [0, 1, 2])
@@ -87,31 +87,31 @@ def test_image_positions_that_do_not_fit_the_grid_name_the_picture(picture: int,
     positions = [169, 192, 169]
     positions[picture] += change
     with pytest.raises(
-        PromptError, match=rf"picture {picture}: {positions[picture]} image positions .* gives 1\d\d rows"
+        PromptError, match=rf"image {picture}: {positions[picture]} image positions .* gives 1\d\d rows"
     ):
-        check_pictures(report_patches(), GRIDS, positions, REPORT)
+        check_images(report_patches(), GRIDS, positions, REPORT)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_missing_picture_in_any_of_the_lists_is_refused(lost: int) -> None:
     lists: list[list[object]] = [list(report_patches()), list(GRIDS), [169, 192, 169]]
     del lists[lost][-1]
-    with pytest.raises(PromptError, match="picture 2 is missing"):
-        check_pictures(*lists, REPORT)  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="image 2 is missing"):
+        check_images(*lists, REPORT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("patches", "grid", "message"),
     [
-        (np.zeros((1, 14, 14, 3), np.uint8), (1, 1), r"picture 0: .*shape \[1, 14, 14, 3\]; expected \[N, 3, 14, 14\]"),
-        (np.zeros((1, 3, 14, 14), np.int64), (1, 1), r"picture 0: patches are int64; give uint8 pixels or floats"),
-        (np.zeros((1, 3, 14, 14), bool), (1, 1), r"picture 0: patches are bool"),
-        (np.zeros((0, 3, 14, 14), np.uint8), (0, 5), r"picture 0: its grid is 0 x 5 patches; both must be at least 1"),
-        (np.zeros((1, 3, 14, 14), np.uint8), (-1, -1), r"picture 0: its grid is -1 x -1"),
+        (np.zeros((1, 14, 14, 3), np.uint8), (1, 1), r"image 0: .*shape \[1, 14, 14, 3\]; expected \[N, 3, 14, 14\]"),
+        (np.zeros((1, 3, 14, 14), np.int64), (1, 1), r"image 0: patches are int64; give uint8 pixels or floats"),
+        (np.zeros((1, 3, 14, 14), bool), (1, 1), r"image 0: patches are bool"),
+        (np.zeros((0, 3, 14, 14), np.uint8), (0, 5), r"image 0: its grid is 0 x 5 patches; both must be at least 1"),
+        (np.zeros((1, 3, 14, 14), np.uint8), (-1, -1), r"image 0: its grid is -1 x -1"),
     ],
 )
 def test_patches_of_another_shape_or_kind_are_refused(
     patches: NDArray[np.generic], grid: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        check_pictures([patches], [grid], [1], V4)
+        check_images([patches], [grid], [1], V4)

@@ -164,7 +164,7 @@ def test_kernels_of_all_launches_are_compiled_ahead(monkeypatch: pytest.MonkeyPa
 @needs_triton
 @pytest.mark.parametrize("table", ["sparse_attention", "index_topk"])
 def test_inputs_are_such_that_the_reference_gives_numbers(table: str) -> None:
-    """Pages, picks and positions are drawn; a place outside of a page table would raise or give NaN."""
+    """Pages, indices and positions are drawn; a place outside of a page table would raise or give NaN."""
     from spyglass.ops.index_topk.reference import index_topk
     from spyglass.ops.sparse_attention.reference import sparse_attention
 

@@ -64,9 +64,9 @@ def test_matrices_keep_the_size_of_what_they_multiply(name: str) -> None:
 
 def test_hash_layers_send_a_token_to_different_experts() -> None:
     spec = preset_tensors("tiny")["layers.0.ffn.gate.tid2eid"]
-    picks = random_tensor("layers.0.ffn.gate.tid2eid", spec, seed=0).data
-    assert picks.shape == (129280, 2) and picks.dtype == torch.int64
-    assert (picks[:, 0] != picks[:, 1]).all() and set(picks.unique().tolist()) == set(range(8))
+    topk_indices = random_tensor("layers.0.ffn.gate.tid2eid", spec, seed=0).data
+    assert topk_indices.shape == (129280, 2) and topk_indices.dtype == torch.int64
+    assert (topk_indices[:, 0] != topk_indices[:, 1]).all() and set(topk_indices.unique().tolist()) == set(range(8))
 
 
 def test_streams_mix_near_the_identity() -> None:

@@ -70,13 +70,13 @@ def test_rows_take_their_memory_after_the_adapters_have_theirs(
     tiny_folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    real = spyglass.engine.llm.with_room
+    real = spyglass.engine.llm.with_cache_bytes
 
     def look(options: Any, loaded: Any, *others: Any) -> Any:
         seen.append(any(isinstance(m, Linear) and m.adapter is not None for m in loaded.model.modules()))
         return real(options, loaded, *others)
 
-    monkeypatch.setattr(spyglass.engine.llm, "with_room", look)
+    monkeypatch.setattr(spyglass.engine.llm, "with_cache_bytes", look)
     LLM(tiny_folder, adapters={"a": adapters["a"]}, **OPTIONS)
     LLM(tiny_folder, **OPTIONS)
     assert seen == [True, False]
@@ -106,7 +106,11 @@ def test_another_adapter_under_an_old_name_is_the_new_one_wholly(tiny_folder: Pa
     fresh = LLM(tiny_folder, adapters={"y": adapters["sees"]}, **OPTIONS)
     assert torch.equal(llm.logits(PROMPT, adapter="x"), fresh.logits(PROMPT, adapter="y"))
     assert not torch.equal(llm.logits(PROMPT, adapter="x"), first)
-    assert new.slot != old.slot and new.text_digest != old.text_digest and new.vision_digest != old.vision_digest
+    assert (
+        new.adapter_id != old.adapter_id
+        and new.text_digest != old.text_digest
+        and new.vision_digest != old.vision_digest
+    )
     assert old.vision_digest == b"" and (new.text_digest, new.vision_digest) == (
         fresh.adapter_use("y").text_digest,
         fresh.adapter_use("y").vision_digest,

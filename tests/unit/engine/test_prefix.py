@@ -99,9 +99,9 @@ def test_kinds_count_beside_ids() -> None:
 def test_a_text_adapter_parts_all_names_and_a_picture_adapter_those_from_the_first_picture_on() -> None:
     prompt = prompt_of([5] * 11, patches(4, 4, seed=1), [6] * 9)
     plain = names_of(prompt)
-    assert shared(plain, names_of(prompt, AdapterHandle(slot=1, text_digest=b"a")), len(prompt)) == 0
-    assert shared(plain, names_of(prompt, AdapterHandle(slot=1, vision_digest=b"a")), len(prompt)) == 11
-    assert shared(plain, names_of(prompt, AdapterHandle(slot=3)), len(prompt)) == len(prompt)
+    assert shared(plain, names_of(prompt, AdapterHandle(adapter_id=1, text_digest=b"a")), len(prompt)) == 0
+    assert shared(plain, names_of(prompt, AdapterHandle(adapter_id=1, vision_digest=b"a")), len(prompt)) == 11
+    assert shared(plain, names_of(prompt, AdapterHandle(adapter_id=3)), len(prompt)) == len(prompt)
 
 
 def test_names_depend_on_a_secret() -> None:

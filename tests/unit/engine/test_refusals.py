@@ -75,7 +75,7 @@ def test_pictures_are_refused_where_there_is_no_tower() -> None:
     vision, text = engine_config(), small_config(vision_n_layers=0)
     prompt = prompt_from_parts([[5, 6], patches(2, 2)], vision)
     engine = make_engine(small_model(config=text), text)
-    with pytest.raises(PromptError, match="picture"):
+    with pytest.raises(PromptError, match="image"):
         engine.add(prompt, GREEDY)
     closed = make_engine(small_model(config=vision, pictures=False), vision, images=0)
     with pytest.raises(PromptError, match="images"):
@@ -103,9 +103,9 @@ def test_a_prompt_of_nothing_and_pictures_unlike_their_plans_are_refused(model: 
     prompt = make_prompt(model.config, [4, (2, 2)])
     for wrong, match in [
         (empty, "the prompt is empty"),
-        (replace(prompt, patches=(prompt.patches[0][:-1],)), "picture 0"),
-        (replace(prompt, patches=(prompt.patches[0][..., :-1],)), "picture 0"),
-        (replace(prompt, patches=()), "0 pictures have patches, 1 have a grid"),
+        (replace(prompt, patches=(prompt.patches[0][:-1],)), "image 0"),
+        (replace(prompt, patches=(prompt.patches[0][..., :-1],)), "image 0"),
+        (replace(prompt, patches=()), "0 images have patches, 1 have a grid"),
     ]:
         with pytest.raises(PromptError, match=match):
             engine.add(wrong, GREEDY)

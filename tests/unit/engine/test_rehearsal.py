@@ -59,7 +59,7 @@ def some_step(rng: np.random.Generator, limit: int, page_rows: dict[str, int]) -
         return join_inputs([prompt_step(int(start), 1, page_rows) for start in starts])
     tokens = int(rng.integers(1, rng.choice([40, 300, 4097])))
     start = int(rng.integers(0, rng.choice([1, 5000, limit - tokens])))
-    return prompt_step(start, tokens, page_rows, pictures=kind == 2)
+    return prompt_step(start, tokens, page_rows, images=kind == 2)
 
 
 @pytest.mark.parametrize("family", ["v4", "v41"])

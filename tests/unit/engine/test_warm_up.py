@@ -48,11 +48,11 @@ def test_the_largest_pictures_of_the_released_models_are_those_that_a_search_fin
     assert config.vision is not None
     plans = largest_images(config.vision)
     assert plans[0].num_tokens == longest
-    prompts = largest_prompts(config, pictures=True, tokens=1)
+    prompts = largest_prompts(config, images=True, tokens=1)
     assert prompts[0].spans[0].length == block
     assert [len(prompt) for prompt in prompts] == [prompt.spans[0].length + 1 for prompt in prompts]
-    assert [len(prompt) for prompt in largest_prompts(config, pictures=True, tokens=2048)] == [2048] * len(prompts)
-    [text] = largest_prompts(config, pictures=False, tokens=7)
+    assert [len(prompt) for prompt in largest_prompts(config, images=True, tokens=2048)] == [2048] * len(prompts)
+    [text] = largest_prompts(config, images=False, tokens=7)
     assert len(text) == 7 and not text.spans
 
 
@@ -137,6 +137,6 @@ def test_a_model_that_fails_at_it_is_not_ready(model: Any) -> None:
 def test_small_configs_have_a_largest_picture_too() -> None:
     configs: list[ModelConfig] = [engine_config(), small_v41_config()]
     for config in configs:
-        for prompt in largest_prompts(config, pictures=True, tokens=1):
+        for prompt in largest_prompts(config, images=True, tokens=1):
             assert config.vision is not None
             assert prompt.spans[0].length <= config.vision.max_tokens

@@ -12,7 +12,7 @@ import torch
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.warm_up import largest_images
-from spyglass.engine.workspace import estimated_step, with_pace, with_room
+from spyglass.engine.workspace import estimated_step, with_cache_bytes, with_pace
 from spyglass.errors import CapacityError
 from spyglass.plan import USABLE, decoded_bytes
 from spyglass.prompt.build import prompt_from_parts
@@ -42,7 +42,7 @@ def test_rows_get_what_is_free_less_a_step_and_the_caches(free: Any) -> None:
     model = loaded(engine_config())
     step = estimated_step(OPTIONS, model)
     for stated, prefixes in ((None, 10**9 // 8), (5000, 5000)):
-        chosen = with_room(replace(OPTIONS, prefix_cache_bytes=stated), model, None)
+        chosen = with_cache_bytes(replace(OPTIONS, prefix_cache_bytes=stated), model, None)
         assert chosen.cache_bytes == int(10**9 * USABLE) - step - prefixes - 1000
         assert chosen.prefix_cache_bytes == prefixes
 
@@ -50,9 +50,9 @@ def test_rows_get_what_is_free_less_a_step_and_the_caches(free: Any) -> None:
 def test_what_was_stated_or_cannot_be_known_stays(free: Any) -> None:
     free(10**9)
     stated = replace(OPTIONS, cache_bytes=123)
-    assert with_room(stated, loaded(engine_config()), None) is stated
+    assert with_cache_bytes(stated, loaded(engine_config()), None) is stated
     free(None)
-    assert with_room(OPTIONS, loaded(engine_config()), None) is OPTIONS
+    assert with_cache_bytes(OPTIONS, loaded(engine_config()), None) is OPTIONS
 
 
 def test_a_machine_with_nothing_left_for_requests_is_told_the_numbers(free: Any) -> None:
@@ -61,7 +61,7 @@ def test_a_machine_with_nothing_left_for_requests_is_told_the_numbers(free: Any)
     with pytest.raises(
         CapacityError, match=f"50,000 bytes may be taken .* a step takes {estimated_step(OPTIONS, model):,}"
     ):
-        with_room(OPTIONS, model, None)
+        with_cache_bytes(OPTIONS, model, None)
 
 
 def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> None:

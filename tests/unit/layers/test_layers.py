@@ -119,26 +119,26 @@ class Adds:
         self.addend = addend
         self.seen: list[torch.Tensor] = []
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: torch.Tensor, adapter_T: torch.Tensor) -> torch.Tensor:
         self.seen.append(x_TI)
-        return self.addend * (slot_T != 0).view(-1, *(1,) * (self.addend.dim() - 1))
+        return self.addend * (adapter_T != 0).view(-1, *(1,) * (self.addend.dim() - 1))
 
 
 def test_an_adapter_joins_from_the_unrounded_input_before_the_one_rounding() -> None:
     layer, x = linear(fp8((128, 128)), dtype=torch.bfloat16), torch.randn(5, 64).bfloat16()
     plain = layer(x)
     layer.adapter = adapter = Adds(torch.randn(5, 32))
-    slots = torch.tensor([0, 1, 0, 2, 1], dtype=torch.int32)
-    out = layer(x, slots)
+    adapters = torch.tensor([0, 1, 0, 2, 1], dtype=torch.int32)
+    out = layer(x, adapters)
     assert torch.equal(adapter.seen[0], x)
-    assert torch.equal(out[[0, 2]], plain[[0, 2]]), "rows of slot 0 are bit-equal to no adapter"
+    assert torch.equal(out[[0, 2]], plain[[0, 2]]), "rows of adapter 0 are bit-equal to no adapter"
     assert layer.weight is not None
     exact = fake_quant(x, A8).double() @ decode(layer.weight, torch.float32).double().mT
     expected = (exact + adapter.addend.double()).bfloat16()
     assert (out[[1, 3, 4]] == expected[[1, 3, 4]]).float().mean() > 0.98
 
 
-def test_without_slots_an_adapter_is_not_asked() -> None:
+def test_without_ids_an_adapter_is_not_asked() -> None:
     layer, x = linear(BF16), torch.randn(5, 64)
     plain = layer(x)
     layer.adapter = adapter = Adds(torch.randn(5, 32))
@@ -155,8 +155,8 @@ def test_a_grouped_linear_takes_adapters_and_never_rounds() -> None:
     wide = decode(layer.weight, torch.float32).view(3, 8, 64)
     assert_close(layer(x), torch.einsum("tgi,goi->tgo", x, wide), OP_FLOAT32)
     layer.adapter = Adds(torch.randn(5, 3, 8))
-    slots = torch.ones(5, dtype=torch.int32)
-    assert_close(layer(x, slots), torch.einsum("tgi,goi->tgo", x, wide) + layer.adapter.addend, OP_FLOAT32)
+    adapters = torch.ones(5, dtype=torch.int32)
+    assert_close(layer(x, adapters), torch.einsum("tgi,goi->tgo", x, wide) + layer.adapter.addend, OP_FLOAT32)
 
 
 def experts(expand: bool = False) -> Experts:

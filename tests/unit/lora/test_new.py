@@ -10,7 +10,7 @@ import torch
 
 from spyglass.errors import AdapterError
 from spyglass.lora.modules import find_targets
-from spyglass.lora.new import TRAINED_SLOT, new_adapter
+from spyglass.lora.new import TRAINED_ADAPTER, new_adapter
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.pool import AdapterPool
 from spyglass.lora.use import AdapterHandle
@@ -20,7 +20,7 @@ from tests.adapter_parts import Small, logits_together, small
 from tests.tolerance import assert_law
 
 TRAINABLE = ["attention", "compressor", "shared", "experts", "tower", "aligner"]
-USE = AdapterHandle(slot=TRAINED_SLOT)
+USE = AdapterHandle(adapter_id=TRAINED_ADAPTER)
 
 
 @pytest.fixture(params=["v4", "v41"])
@@ -63,7 +63,7 @@ def test_every_leaf_gets_a_gradient_through_its_bank(world: Small) -> None:
     model = world.model()
     adapter = new_adapter(model, TRAINABLE, rank=2, alpha=4.0)
     places = find_targets(model)
-    slots = torch.full((7,), TRAINED_SLOT, dtype=torch.int32)
+    adapter_ids = torch.full((7,), TRAINED_ADAPTER, dtype=torch.int32)
     with torch.no_grad():
         for leaf in adapter.parameters.values():
             leaf.normal_()
@@ -72,11 +72,11 @@ def test_every_leaf_gets_a_gradient_through_its_bank(world: Small) -> None:
         if linear.adapter is not None:
             shape = places.params[name].map_shape
             x = torch.randn(7, shape[0], shape[1]) if shape[0] > 1 else torch.randn(7, shape[1])
-            total = total + linear(x, slots).square().sum()
+            total = total + linear(x, adapter_ids).square().sum()
     ids = torch.stack([torch.randperm(6)[:2] for _ in range(7)]).to(torch.int32)
     ids[:6, 0], ids[:6, 1] = torch.arange(6), (torch.arange(6) + 1) % 6
     for experts in places.experts.values():
-        total = total + experts(torch.randn(7, 48), ids, torch.rand(7, 2), slots).square().sum()
+        total = total + experts(torch.randn(7, 48), ids, torch.rand(7, 2), adapter_ids).square().sum()
     total.backward()
     for name, leaf in adapter.parameters.items():
         assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad.abs().sum() > 0, name
@@ -100,15 +100,15 @@ def test_dropout_is_off_unless_it_is_set_and_keeps_the_mean(world: Small) -> Non
     linear = find_targets(model).linears["aligner.w1"]
     with torch.no_grad():
         adapter.parameters["aligner.w1.lora_B"].normal_()
-    x, slots = torch.randn(1, linear.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
+    x, adapter_ids = torch.randn(1, linear.in_features).expand(4000, -1), torch.full((4000,), 1, dtype=torch.int32)
     with torch.no_grad():
-        plain = linear(x, slots)
-        assert torch.equal(linear(x, slots), plain)
+        plain = linear(x, adapter_ids)
+        assert torch.equal(linear(x, adapter_ids), plain)
         adapter.set_dropout(0.5)
         torch.manual_seed(0)
-        dropped = linear(x, slots)
+        dropped = linear(x, adapter_ids)
         adapter.set_dropout(0.0)
-    assert not torch.equal(dropped, plain) and torch.equal(linear(x, slots), plain)
+    assert not torch.equal(dropped, plain) and torch.equal(linear(x, adapter_ids), plain)
     spread = dropped.std(dim=0) / len(dropped) ** 0.5
     assert ((dropped.mean(dim=0) - plain[0]).abs() < 5 * spread).all()
 

@@ -62,11 +62,11 @@ def test_every_pair_lands_on_its_own_module_and_no_other(world: Small, model: An
 def test_a_query_adapter_leaves_the_choice_of_the_indexer_alone_and_the_other_way_round(
     world: Small, model: Any
 ) -> None:
-    """On the first layer that chooses: `attn.wq_b` cannot move its picks, `attn.indexer.wq_b` does."""
+    """On the first layer that chooses: `attn.wq_b` cannot move its topk_indices, `attn.indexer.wq_b` does."""
     pool, prompt = AdapterPool(model), world.prompt([60])
-    indexer, picks = model.text.layers[1].attn.indexer, []
+    indexer, topk_indices = model.text.layers[1].attn.indexer, []
     kept = indexer.topk_indices
-    indexer.topk_indices = lambda *args: picks.append(kept(*args)) or picks[-1]
+    indexer.topk_indices = lambda *args: topk_indices.append(kept(*args)) or topk_indices[-1]
     try:
         logits = []
         for name in (None, "layers.1.attn.wq_b", "layers.1.attn.indexer.wq_b"):
@@ -75,7 +75,7 @@ def test_a_query_adapter_leaves_the_choice_of_the_indexer_alone_and_the_other_wa
             pool.detach("it")
     finally:
         del indexer.topk_indices
-    assert torch.equal(picks[0], picks[1]) and not torch.equal(picks[0], picks[2])
+    assert torch.equal(topk_indices[0], topk_indices[1]) and not torch.equal(topk_indices[0], topk_indices[2])
     assert not torch.equal(logits[0], logits[1]) and not torch.equal(logits[1], logits[2])
 
 
@@ -86,17 +86,17 @@ def test_the_block_diagonal_map_never_mixes_its_groups() -> None:
     params = {name: param(6, 4, groups=2, adapter="attention")}
     layer = GroupedLinear(BuildContext(ops=ops, device=torch.device("cpu"), dtype=torch.float32, params=params), name)
     layer.slots()[0].put(encode(torch.randn(6, 4), F32))
-    x, slots = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)
+    x, adapters = torch.randn(5, 2, 4), torch.full((5,), 2, dtype=torch.int32)
     base, b = layer(x), torch.cat([torch.ones(3, 1), torch.zeros(3, 1)])
     shared = LowRank(a_RI=torch.tensor([[1.0, 0, 0, 0]]), b_OR=b, alpha=0.5)
     pool = AdapterPool(layer)
-    assert pool.attach("shared", AdapterFile(modules={name: shared})).slot == 2
-    out = layer(x, slots)
+    assert pool.attach("shared", AdapterFile(modules={name: shared})).adapter_id == 2
+    out = layer(x, adapters)
     assert torch.equal(out[:, 1], base[:, 1])
     assert_close(out[:, 0], base[:, 0] + 0.5 * x[:, 0, :1], OP_FLOAT32)
     own = LowRank(a_RI=torch.eye(4)[[0, 3]], b_OR=torch.ones(6, 1), alpha=2.0)
-    assert pool.attach("own", AdapterFile(modules={name: own})).slot == 3
-    out = layer(x, slots + 1)
+    assert pool.attach("own", AdapterFile(modules={name: own})).adapter_id == 3
+    out = layer(x, adapters + 1)
     assert_close(out[:, 0], base[:, 0] + 2.0 * x[:, 0, :1], OP_FLOAT32)
     assert_close(out[:, 1], base[:, 1] + 2.0 * x[:, 1, 3:], OP_FLOAT32)
 
@@ -145,7 +145,7 @@ def test_an_adapter_for_some_experts_changes_only_rows_that_chose_them(world: Sm
     handle = experts.register_forward_hook(lambda module, given, out: seen.extend((given[1], out)))
     try:
         use = pool.attach("it", only)
-        for each in (dataclasses.replace(use, slot=0), use):
+        for each in (dataclasses.replace(use, adapter_id=0), use):
             logits_together(world.engine(model, step=64), [(prompt, each)])
     finally:
         handle.remove()
@@ -166,10 +166,12 @@ def test_the_bytes_of_an_adapter_are_those_of_its_banks(world: Small) -> None:
     model = world.model()
     AdapterPool(model).attach("it", adapter)
     places = find_targets(model)
-    rows = [part for place in places.linears.values() if place.adapter for part in place.adapter.by_slot.values()]
+    rows = [part for place in places.linears.values() if place.adapter for part in place.adapter.by_adapter.values()]
     for place in places.experts.values():
-        rows += [part.rows for parts in place.adapter.by_slot.values() for part in parts.values()]
-    assert sum(t.nbytes for row in rows for t in (row.a_RI, row.b_RO, row.scale_R, row.slot_R)) == adapter.bank_bytes()
+        rows += [part.rows for parts in place.adapter.by_adapter.values() for part in parts.values()]
+    assert (
+        sum(t.nbytes for row in rows for t in (row.a_RI, row.b_RO, row.scale_R, row.adapter_R)) == adapter.bank_bytes()
+    )
 
 
 def test_digests_tell_weights_alpha_factor_and_rank_apart_and_pictures_from_text(world: Small) -> None:
@@ -228,7 +230,9 @@ def test_names_are_looked_up_exactly_and_the_known_ones_listed(world: Small, mod
     pool.detach("a")
     with pytest.raises(AdapterError, match="known are: none"):
         pool.detach("a")
-    assert pool.attach("a", one(world, "layers.0.attn.wq_a")).slot != first.slot, "a number is never given twice"
+    assert pool.attach("a", one(world, "layers.0.attn.wq_a")).adapter_id != first.adapter_id, (
+        "a number is never given twice"
+    )
     pool.detach("a")
 
 

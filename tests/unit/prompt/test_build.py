@@ -212,7 +212,7 @@ def test_an_empty_prompt_is_refused(v4: ModelConfig) -> None:
             prompt_from_parts(parts, v4)
 
 
-def test_a_model_without_vision_takes_no_pictures(text_only: ModelConfig) -> None:
+def test_a_model_without_vision_takes_no_images(text_only: ModelConfig) -> None:
     for picture in (noise(9, 9), patches(2, 2)):
         with pytest.raises(PromptError, match="image 0: this model takes no images"):
             prompt_from_parts([[1], picture], text_only)

@@ -159,5 +159,5 @@ def test_a_chunk_may_not_end_inside_a_span() -> None:
 
 def test_a_step_without_pictures_or_adapters_says_so() -> None:
     batch, _ = assemble([_step(np.random.default_rng(0), 0, 4)])
-    assert batch.image_index_T is None and batch.slot_T is None and not batch.has_images
+    assert batch.image_index_T is None and batch.adapter_T is None and not batch.has_images
     assert batch.positions_T.dtype == torch.int32

@@ -30,15 +30,18 @@ def model() -> Any:
     return small_v41_model(seed=2)
 
 
-def one_step(model: Any, slots: tuple[int, ...] = (0,), **changes: Any) -> tuple[Batch, CacheView]:
-    """A step of sequences of text, one for each adapter slot."""
+def one_step(model: Any, adapter_ids: tuple[int, ...] = (0,), **changes: Any) -> tuple[Batch, CacheView]:
+    """A step of sequences of text, one for each adapter."""
     text = model.config.text
-    memory = Memory(text=text, dtype=torch.float32, sequences=len(slots), length=LENGTH)
+    memory = Memory(text=text, dtype=torch.float32, sequences=len(adapter_ids), length=LENGTH)
     ids, kinds = random_text(LENGTH).astype(np.int32), np.full(LENGTH, -1, np.int8)
-    rows = [sequence_input(ids, kinds, 0, memory.tables[number], [], slot=slot) for number, slot in enumerate(slots)]
+    rows = [
+        sequence_input(ids, kinds, 0, memory.tables[number], [], adapter_id=one)
+        for number, one in enumerate(adapter_ids)
+    ]
     frame = Frames(text, memory.page_rows).exact(join_inputs(rows), memory.pages)
     found = rows_of(small_store(model.config), ids, kinds, np.full(3, -1, np.int32))
-    engram = {layer: torch.from_numpy(value).repeat(len(slots), 1) for layer, value in found.items()}
+    engram = {layer: torch.from_numpy(value).repeat(len(adapter_ids), 1) for layer, value in found.items()}
     return replace(frame.batch, engram_rows=engram, **changes), frame.cache
 
 
@@ -86,27 +89,27 @@ def test_a_memory_that_nothing_asks_for_comes_in_by_the_least_gate_and_has_a_gra
 
 
 class Watching:
-    """An adapter that adds nothing and remembers which slot each row came with."""
+    """An adapter that adds nothing and remembers which adapter each row came with."""
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.slots: list[int] = []
+        self.ids: list[int] = []
 
-    def __call__(self, x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
-        self.slots = slot_T.tolist()
+    def __call__(self, x_TI: torch.Tensor, adapter_T: torch.Tensor) -> torch.Tensor:
+        self.ids = adapter_T.tolist()
         return torch.zeros(len(x_TI), self.width)
 
 
 @pytest.mark.parametrize(("layer", "entries"), [(2, LENGTH // 2), (5, LENGTH)])
 def test_pooled_rows_carry_the_adapter_of_their_sequence(model: Any, layer: int, entries: int) -> None:
     """Index keys run on latents, one row per compressed entry, not per token."""
-    batch, cache = one_step(model, slots=(3, 0, 5))
+    batch, cache = one_step(model, adapter_ids=(3, 0, 5))
     key = model.text.layers[layer].attn.indexer.wk
     key.adapter = Watching(key.out_features)
     try:
         with torch.inference_mode():
             model.text(model.embed(batch), batch, cache)
-        assert key.adapter.slots == [3] * entries + [0] * entries + [5] * entries
+        assert key.adapter.ids == [3] * entries + [0] * entries + [5] * entries
     finally:
         key.adapter = None
 

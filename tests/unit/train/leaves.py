@@ -158,9 +158,11 @@ def feed_of(name: str, dtype: torch.dtype = torch.float32) -> EngramFeed | None:
     return EngramFeed(store, device=torch.device("cpu"), dtype=dtype)
 
 
-def wide_step(samples: Sequence[Sample], model: VisionLanguageModel, feed: EngramFeed | None, slot: int) -> PackedStep:
+def wide_step(
+    samples: Sequence[Sample], model: VisionLanguageModel, feed: EngramFeed | None, adapter_id: int
+) -> PackedStep:
     """A packed step inside `wide`, memory rows included."""
-    step = pack(samples, model.config, dtype=torch.float32, slot=slot, engram=feed)
+    step = pack(samples, model.config, dtype=torch.float32, adapter_id=adapter_id, engram=feed)
     rows = {layer: row.double() for layer, row in step.batch.engram_rows.items()}
     return replace(step, batch=replace(step.batch, engram_rows=rows))
 

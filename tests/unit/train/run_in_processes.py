@@ -39,7 +39,9 @@ def run(name: str, device: str, folder: Path, processes: Processes, *, apart: bo
 
     def loss(number: int) -> MicroLoss:
         sample = make_sample(model.config, CHATS[number % len(CHATS)], seed=number)
-        step = pack([sample], model.config, device=device, dtype=torch.float32, slot=adapter.slot, engram=feed)
+        step = pack(
+            [sample], model.config, device=device, dtype=torch.float32, adapter_id=adapter.adapter_id, engram=feed
+        )
         value, targets = token_loss(step_logits(model, step), step.targets_R)
         return MicroLoss(loss=value, targets=targets, tokens=len(step.batch.ids_T))
 

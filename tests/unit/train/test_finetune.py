@@ -30,7 +30,7 @@ from spyglass.prompt.tokenizer import load_tokenizer
 from spyglass.train.answers import MOST_TOKENS, answers, shown_chats
 from spyglass.train.data import Learner, read_chats
 from spyglass.train.finetune import finetune, open_engram_feed
-from spyglass.train.log import HELD_OUT_NAME, HeldOutRow, duration, read_log, read_rows
+from spyglass.train.log import duration, read_log
 from spyglass.train.loss import step_logits, token_loss
 from spyglass.train.packing import pack
 from spyglass.train.state import held_alone
@@ -223,42 +223,6 @@ def test_answers_that_are_told_are_those_of_the_engine(config: TrainConfig, data
     assert said == [output.text for output in llm.chat(asked, params)]
 
 
-def test_held_out_answers_are_compared_by_task_as_eval_compares_them(
-    config: TrainConfig, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The counts at the end are those of `spyglass eval` with the adapter that was written; 0 answers, none."""
-    lines = [json.loads(line) for line in data.read_text().splitlines()]
-    wrong = json.loads(data.read_text().splitlines()[1])
-    wrong["messages"][-1]["content"] = "Blue and green."
-    lines = [{**lines[0], "task": "seen"}, {**lines[1], "task": "named"}, {**wrong, "task": "named"}]
-    held = data.parent / "held.jsonl"
-    held.write_text("\n".join(map(json.dumps, lines)))
-    told: list[str] = []
-    config = replace(
-        config, steps=30, schedule="constant", lr=0.03, warmup=0, eval_data=held, eval_every=15, patience=0,
-        device="cpu", dtype="float32", numerics="plain",
-    )  # fmt: skip
-    finetune(config, tell=told.append, progress=False)
-    assert f"held out: 3 chats of {held}; the answers of 3 of them are compared (--eval-answers 64)" in told
-    assert sum(line.startswith("held out: loss ") and "(named " in line for line in told) == 3
-    (kept,) = (line for line in told if line.startswith("held out: kept the adapter"))
-    found = re.search(r"exact match (\d) of 3 \(named (\d) of 2, seen (\d) of 1\)", kept)
-    assert found is not None and int(found[1]) >= 1, "what was learnt is answered"
-    command = ["eval", str(config.model), "--data", str(held), "--lora", str(config.output)]
-    assert main([*command, "--device", "cpu", "--dtype", "float32", "--numerics", "plain"]) == 0
-    table = {row.split()[0]: row.split()[1:3] for row in capsys.readouterr().out.splitlines()[1:]}
-    assert table == {"seen": [found[3], "1"], "named": [found[2], "2"], "overall": [found[1], "3"]}
-    rows = read_rows(config.output / "training" / HELD_OUT_NAME, HeldOutRow)
-    assert {(row.step, row.task, row.asked) for row in rows} == {
-        (step, task, asked) for step in (0, 15, 30) for task, asked in (("", 3), ("named", 2), ("seen", 1))
-    }
-    told.clear()
-    off = replace(config, output=config.output.parent / "off", steps=1, eval_answers=0)
-    finetune(off, tell=told.append, progress=False)
-    assert any(line.endswith("no answers are compared (--eval-answers 0)") for line in told)
-    assert not any("exact match" in line for line in told)
-
-
 def test_the_default_rate_of_adapters_rises_as_models_get_thinner(config: TrainConfig) -> None:
     assert config.rate(4096) == 2e-4 and config.rate(512) == pytest.approx(2e-4 * 8**0.8)
     assert replace(config, full=True, rank=16).rate(512) == 2e-4 and replace(config, lr=0.5).rate(512) == 0.5
@@ -347,7 +311,7 @@ def test_a_target_that_could_learn_nothing_is_refused(
     monkeypatch.setattr("spyglass.train.finetune.load_model", None)
     (tmp_path / "text.jsonl").write_text(data.read_text().splitlines()[1])
     blind = replace(config, data=tmp_path / "text.jsonl", targets=("attention", "tower"))
-    with pytest.raises(ConfigError, match="shows no picture, so tower would learn nothing"):
+    with pytest.raises(ConfigError, match="shows no image, so tower would learn nothing"):
         finetune(blind, progress=False)
 
 

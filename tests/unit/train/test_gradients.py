@@ -42,9 +42,9 @@ def samples_for(model: VisionLanguageModel) -> list[Sample]:
     ]
 
 
-def wide_loss(model: VisionLanguageModel, frozen: Frozen, feed: EngramFeed | None, slot: int) -> torch.Tensor:
+def wide_loss(model: VisionLanguageModel, frozen: Frozen, feed: EngramFeed | None, adapter_id: int) -> torch.Tensor:
     frozen.start()
-    step = wide_step(samples_for(model), model, feed, slot)
+    step = wide_step(samples_for(model), model, feed, adapter_id)
     return token_loss(step_logits(model, step), step.targets_R)[0]
 
 
@@ -74,7 +74,9 @@ def test_the_gradient_of_every_adapter_is_the_slope_of_the_loss(name: str) -> No
         model = family(name, ops=frozen.ops)
         weight_leaves(model)
         adapter = adapter_on(model, torch.float64)
-        check_directions(lambda: wide_loss(model, frozen, feed, adapter.slot), dict(adapter.parameters), SLOPE_OF_NORM)
+        check_directions(
+            lambda: wide_loss(model, frozen, feed, adapter.adapter_id), dict(adapter.parameters), SLOPE_OF_NORM
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,14 +88,16 @@ def test_the_gradient_through_every_rounding_is_the_slope_of_what_it_adds_to(nam
     model = rounded_family(name, frozen)
     with wide(), frozen_rounding(frozen):
         adapter = adapter_on(model, torch.float64)
-        check_directions(lambda: wide_loss(model, frozen, feed, adapter.slot), dict(adapter.parameters), SLOPE_OF_NORM)
+        check_directions(
+            lambda: wide_loss(model, frozen, feed, adapter.adapter_id), dict(adapter.parameters), SLOPE_OF_NORM
+        )
 
 
 def gradients(
     model: VisionLanguageModel, adapter: TrainableAdapter, feed: EngramFeed | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
-    step = pack(samples_for(model), model.config, dtype=dtype, slot=adapter.slot, engram=feed)
+    step = pack(samples_for(model), model.config, dtype=dtype, adapter_id=adapter.adapter_id, engram=feed)
     loss = token_loss(step_logits(model, step), step.targets_R)[0]
     return dict(zip(adapter.parameters, torch.autograd.grad(loss, list(adapter.parameters.values())), strict=True))
 
@@ -157,7 +161,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
     adapter = adapter_on(model)
 
     def run() -> torch.Tensor:
-        step = pack(samples_for(model), model.config, dtype=torch.float32, slot=adapter.slot)
+        step = pack(samples_for(model), model.config, dtype=torch.float32, adapter_id=adapter.adapter_id)
         return step_logits(model, step)
 
     whole = kept_bytes(run)
@@ -171,5 +175,7 @@ def test_an_adapter_that_has_not_been_trained_changes_no_bit(name: str) -> None:
     samples = samples_for(model)
     before = step_logits(model, pack(samples, model.config, dtype=torch.float32, engram=feed))
     adapter = new_adapter(model, TRAINABLE, rank=2, alpha=3.0)
-    after = step_logits(model, pack(samples, model.config, dtype=torch.float32, slot=adapter.slot, engram=feed))
+    after = step_logits(
+        model, pack(samples, model.config, dtype=torch.float32, adapter_id=adapter.adapter_id, engram=feed)
+    )
     assert torch.equal(before, after)

@@ -33,7 +33,7 @@ def learn(
     adapter, feed = new_adapter(model, TRAINABLE, rank=8, alpha=16.0), feed_of(name, dtype)
 
     def loss(number: int) -> MicroLoss:
-        step = pack(samples, model.config, dtype=dtype, slot=adapter.slot, engram=feed)
+        step = pack(samples, model.config, dtype=dtype, adapter_id=adapter.adapter_id, engram=feed)
         value, targets = token_loss(step_logits(model, step), step.targets_R)
         return MicroLoss(loss=value, targets=targets)
 
@@ -89,9 +89,12 @@ def test_what_was_trained_is_what_is_served(name: str, released: bool, tmp_path:
     adapter, _ = learn(model, name, tmp_path, steps=20, samples=samples[:6], lr=0.005)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True)), "the base is frozen"
 
-    def trained_logits(slot: int) -> torch.Tensor:
+    def trained_logits(adapter_id: int) -> torch.Tensor:
         dtype = model.options.build.dtype
-        packs = [pack(samples[n : n + 8], model.config, dtype=dtype, slot=slot, engram=feed) for n in range(0, 64, 8)]
+        packs = [
+            pack(samples[n : n + 8], model.config, dtype=dtype, adapter_id=adapter_id, engram=feed)
+            for n in range(0, 64, 8)
+        ]
         with torch.no_grad():
             return torch.cat([step_logits(model, step) for step in packs])
 
@@ -100,7 +103,7 @@ def test_what_was_trained_is_what_is_served(name: str, released: bool, tmp_path:
     pool = AdapterPool(served)
     use = pool.attach("trained", adapter.file())
     assert pool["trained"].counts == adapter.counts and set(adapter.counts) == set(TRAINABLE)
-    base, after = trained_logits(0), trained_logits(adapter.slot)
+    base, after = trained_logits(0), trained_logits(adapter.adapter_id)
     assert (after - base).abs().max() > 0.1
     for mine, theirs in (
         (base, served_logits(served, name, samples)),

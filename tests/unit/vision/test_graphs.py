@@ -38,8 +38,8 @@ from tests.tolerance import VISION_BFLOAT16, VISION_FLOAT32, Tolerance, assert_c
 from tests.vision_parts import ODD, SMALL, Vision, random_pictures, random_weights
 
 MIXED: list[Grid] = [(4, 6), (1, 7), (5, 1), (3, 3), (2, 8)]
-SPARE = Budget(patches=90, cells=20, pictures=8)
-TIGHT = Budget(patches=61, cells=13, pictures=5)  # exactly MIXED
+SPARE = Budget(patches=90, cells=20, images=8)
+TIGHT = Budget(patches=61, cells=13, images=5)  # exactly MIXED
 
 
 # Budgets
@@ -82,12 +82,12 @@ def test_a_budget_holds_many_pictures_of_the_least_size() -> None:
     ],
 )
 def test_patches_cells_and_pictures_must_all_fit(grids: list[Grid], fits: bool) -> None:
-    budget = Budget(patches=54, cells=8, pictures=3)
+    budget = Budget(patches=54, cells=8, images=3)
     assert (fitting([budget], grids, 3) is budget) is fits
 
 
 def test_the_smallest_budget_that_fits_is_taken() -> None:
-    ladder = [Budget(patches=size, cells=size // 6, pictures=4) for size in (64, 128, 256)]
+    ladder = [Budget(patches=size, cells=size // 6, images=4) for size in (64, 128, 256)]
     assert [fitting(ladder, [(8, side)], 3) for side in (8, 9, 16, 17, 32)] == [
         ladder[0], ladder[1], ladder[1], ladder[2], ladder[2],
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_smallest_budget_that_fits_is_taken() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=4))
 def test_a_layout_is_one_array_of_four_parts(pictures: list[Grid]) -> None:
-    budget = Budget(patches=400, cells=50, pictures=6)
+    budget = Budget(patches=400, cells=50, images=6)
     layout = layout_of(torch.from_numpy(layout_values(pictures, budget, 3)), budget, 3)
     borders = list(offsets(pictures))
     assert layout.cu_seqlens_I1.tolist() == borders + [borders[-1]] * (6 - len(pictures))
@@ -149,7 +149,7 @@ def test_padded_equals_packed_for_another_config() -> None:
     vision = Vision(ODD, 24, random_weights(ODD, 24, seed=1))
     patches = random_pictures(ODD, grids, seed=2)
     _, cells = vision.encode(patches, grids)
-    budget = Budget(patches=60, cells=20, pictures=4)
+    budget = Budget(patches=60, cells=20, images=4)
     assert_law(padded_rows(vision, patches, grids, budget, float("nan"))[: len(cells)], cells)
 
 

@@ -286,10 +286,10 @@ def test_every_map_of_the_tower_sees_the_adapter_of_its_picture() -> None:
 
             module.adapter = adapter
     grids: list[Grid] = [(2, 4), (1, 3)]
-    images = vision.pack(list(random_pictures(SMALL, grids, seed=2)), grids, slots=[0, 2])
+    images = vision.pack(list(random_pictures(SMALL, grids, seed=2)), grids, adapter_ids=[0, 2])
     with torch.no_grad():
         rows = vision.tower(images)
-        cells = vision.aligner(rows, images.grids_I2, images.slot_I)
+        cells = vision.aligner(rows, images.grids_I2, images.adapter_I)
     assert {name for name in seen if name.startswith("aligner")} == {"aligner.w1", "aligner.w2"}
     assert len(seen) == 1 + 2 * 4 + 2
     for name, slots in seen.items():
@@ -299,6 +299,6 @@ def test_every_map_of_the_tower_sees_the_adapter_of_its_picture() -> None:
             module.adapter = None
     with torch.no_grad():
         plain_rows = vision.tower(images)
-        plain_cells = vision.aligner(plain_rows, images.grids_I2, images.slot_I)
+        plain_cells = vision.aligner(plain_rows, images.grids_I2, images.adapter_I)
     assert torch.equal(rows[:8], plain_rows[:8]) and torch.equal(cells[:2], plain_cells[:2])
     assert not torch.equal(rows[8:], plain_rows[8:])
