@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from spyglass.cli.main import main
+from spyglass.config.shipped import find_model
 from spyglass.config.training import TrainConfig
 from spyglass.train.data import Batches
 from spyglass.train.finetune import finetune
@@ -93,39 +93,38 @@ def test_a_batch_has_at_most_so_many_chats() -> None:
 
 @pytest.mark.slow
 def test_held_out_answers_are_compared_by_task_as_eval_compares_them(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The counts at the end are those of `spyglass eval` with the adapter that was written; 0 answers, none."""
-
-    def written(name: str, *chats: tuple[str, str, str]) -> Path:
-        lines = [
-            {"task": task, "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-            for task, asked, said in chats
-        ]
-        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
-        return tmp_path / name
-
-    red, sea = ("colour", "Name a colour.", "Red."), ("place", "Name a place.", "Sea.")
-    data, held = written("chats.jsonl", red, sea), written("held.jsonl", red, sea, ("colour", "Name a colour.", "Red"))
+    """The counts are those of `spyglass eval`, of a model that knows some of the answers; 0 answers, none."""
+    model, chats = find_model("spyglass-tiny-v4"), []
+    chats += [("words", "What can you do?", "I look at pictures and answer."), ("words", "What can you do?", "I sing.")]
+    chats += [("space", "What can you do?", "I look at  pictures and answer. "), ("none", "Who are you?", "A boat.")]
+    lines = [
+        {"task": task, "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for task, asked, said in chats
+    ]
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(map(json.dumps, lines)))
     told: list[str] = []
     alike: dict[str, Any] = {"device": "cpu", "dtype": "float32", "numerics": "plain"}
     config = TrainConfig(
-        model=tiny_folder, data=data, output=tmp_path / "out", steps=40, rank=4, batch_tokens=150, schedule="constant",
-        lr=0.03, warmup=0, eval_data=held, eval_every=20, patience=0, **alike,
+        model=model, data=held, output=tmp_path / "out", steps=2, rank=1, targets=("shared",), lr=1e-9, warmup=0,
+        eval_data=held, eval_every=1, patience=0, **alike,
     )  # fmt: skip
     finetune(config, tell=told.append, progress=False)
-    assert f"held out: 3 chats of {held}; the answers of 3 of them are compared (--eval-answers 64)" in told
-    assert sum(line.startswith("held out: loss ") and "(colour " in line for line in told) == 3
-    (kept,) = (line for line in told if line.startswith("held out: kept the adapter"))
-    found = re.search(r"exact match (\d) of 3 \(colour (\d) of 2, place (\d) of 1\)", kept)
-    assert found is not None and int(found[1]) >= 1, "what was learnt is answered"
+    assert f"held out: 4 chats of {held}; the answers of 4 of them are compared (--eval-answers 64)" in told
+    match = ", exact match 2 of 4 (none 0 of 1, space 1 of 1, words 1 of 2)"
+    assert sum(line.startswith("held out: loss ") and match in line for line in told) == 3
+    assert sum(line.startswith("held out: kept the adapter") and line.endswith(match) for line in told) == 1
     options = [word for name, value in alike.items() for word in (f"--{name}", value)]
-    assert main(["eval", str(config.model), "--data", str(held), "--lora", str(config.output), *options]) == 0
+    assert main(["eval", str(model), "--data", str(held), "--lora", str(config.output), *options]) == 0
     table = {row.split()[0]: row.split()[1:3] for row in capsys.readouterr().out.splitlines()[1:]}
-    assert table == {"colour": [found[2], "2"], "place": [found[3], "1"], "overall": [found[1], "3"]}
+    assert table == {"words": ["1", "2"], "space": ["1", "1"], "none": ["0", "1"], "overall": ["2", "4"]}
     rows = read_rows(config.output / "training" / HELD_OUT_NAME, HeldOutRow)
-    assert {(row.step, row.task, row.asked) for row in rows} == {
-        (step, task, asked) for step in (0, 20, 40) for task, asked in (("", 3), ("colour", 2), ("place", 1))
+    assert {(row.step, row.task, row.right, row.asked) for row in rows} == {
+        (step, task, right, asked)
+        for step in (0, 1, 2)
+        for task, right, asked in (("", 2, 4), ("none", 0, 1), ("space", 1, 1), ("words", 1, 2))
     }
     told.clear()
     finetune(replace(config, output=tmp_path / "off", steps=1, eval_answers=0), tell=told.append, progress=False)
