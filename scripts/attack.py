@@ -29,6 +29,7 @@ from scripts.soak import Question, beside, memory, questions, read, serving
 from spyglass.checkpoint.random import new_checkpoint
 
 LAW_SECONDS, REFUSAL_SECONDS = 0.25, 1.0
+SHOWN, SHOWN_SECONDS = 6, 0.15  # how many of the longest pauses are told, with what was under way, and how long ones
 LOOP_SECONDS = 2.5  # what a busy machine may keep the event loop waiting
 TRIED = {"grammar": 1.0}  # what must be tried to be refused has processor seconds of its own
 # Where others use the machine too: what is noticed at most, and in all but a hundredth of cases, is so many times the
@@ -54,6 +55,14 @@ class Noticed:
     health: list[float] = field(default_factory=list)
     answers: int = 0
     wrong: list[str] = field(default_factory=list)
+    longest: list[tuple[float, float, str]] = field(default_factory=list)  # pauses, their ends, the questions
+
+    def paused(self, seconds: float, now: float, question: Question) -> None:
+        """Note a pause of a stream, which has ended now."""
+        self.pauses.append(seconds)
+        if seconds > SHOWN_SECONDS:
+            what = f"{question.path} {str(question.body)[:80]}"
+            self.longest = sorted([*self.longest, (seconds, now, what)], reverse=True)[:SHOWN]
 
     def told(self) -> dict[str, float]:
         """The longest of each, and how many answers came."""
@@ -79,6 +88,37 @@ class Outcome:
     peak: int
     after: int
     loop: Mapping[str, int]
+
+    def table(self) -> list[str]:
+        """Every figure of the law against its bound, as rows of a Markdown table."""
+        alone, beside = self.alone.told(), self.beside.told()
+        late = self.loop["+Inf"] - self.loop[str(LAW_SECONDS)]
+        wrong = len(self.alone.wrong + self.beside.wrong + self.attackers["wrong"] + self.files["wrong"])
+        rows: list[tuple[str, float | None, float, float | None]] = [
+            ("longest pause of a stream, s", alone["pause"], beside["pause"], LAW_SECONDS),
+            ("pause, 99 of 100, s", alone["pause p99"], beside["pause p99"], None),
+            ("first token, s", alone["first token"], beside["first token"], None),
+            ("`/health`, s", alone["health"], beside["health"], LAW_SECONDS),
+            (f"event loop later than {LAW_SECONDS} s, times", None, late, 0),
+            ("answers", alone["answers"], beside["answers"], None),
+            ("wrong answers, statuses of 500", None, wrong, 0),
+            ("memory kept afterwards, MiB", None, (self.after - self.before) >> 20, MOST_GROWTH >> 20),
+            ("most memory, MiB", self.before >> 20, self.peak >> 20, None),
+        ]
+        rows += [
+            (f"refusal of {kind}, s", None, seconds, REFUSAL_SECONDS + TRIED.get(kind, 0.0))
+            for kind, seconds in sorted(self.attackers["slowest"].items())
+        ]
+        lines = ["| what | alone | beside attackers | may be | |", "|---|---|---|---|---|"]
+        for what, before, found, most in rows:
+            verdict = "" if most is None else "holds" if found <= most else "BROKEN"
+            shown = ["" if value is None else f"{value:.3g}" for value in (before, found, most)]
+            lines.append(f"| {what} | {' | '.join(shown)} | {verdict} |")
+        return lines
+
+    def under_way(self, began: float, ended: float) -> list[str]:
+        """The attacks that were under way between two times of the monotonic clock."""
+        return [what for begin, end, what in self.attackers.get("spans", ()) if begin < ended and end > began]
 
     def faults(self, *, absolute: bool) -> list[str]:
         """What breaks the law; `absolute` where the machine is quiet, else by what the clients noticed alone."""
@@ -200,7 +240,7 @@ async def _stream(client: httpx.AsyncClient, question: Question, expected: str, 
             now = time.monotonic()
             pieces.append(piece)
             if speaks:
-                noticed.pauses.append(now - last)
+                noticed.paused(now - last, now, question)
             elif speaks := bool(question.read(read("".join(pieces).rpartition("\n\n")[0], stream=True))):
                 noticed.firsts.append(now - began)
             last = now
@@ -243,11 +283,20 @@ def main() -> int:
         outcome = asyncio.run(attack(folder, args.seconds, args.seed))
     for what, counts in (("server", outcome.attackers), ("files", outcome.files)):
         print(f"{what}: {sum(counts['seen'].values())} attacks", dict(sorted(counts["seen"].items())))
-        print("  slowest refusal, s:", {kind: round(seconds, 2) for kind, seconds in counts["slowest"].items()})
-    for name, noticed in (("alone", outcome.alone), ("beside attackers", outcome.beside)):
-        print(f"{name}:", {what: round(value, 3) for what, value in noticed.told().items()})
+    print("files, slowest refusal, s:", {kind: round(seconds, 2) for kind, seconds in outcome.files["slowest"].items()})
     print("delays of the event loop, by bound in seconds:", outcome.loop)
-    print("server's memory, MiB:", [size >> 20 for size in (outcome.before, outcome.peak, outcome.after)])
+    print(
+        "slowest refusals:",
+        *(f"  {outcome.attackers['which'][kind]}" for kind in outcome.attackers["slowest"]),
+        sep="\n",
+    )
+    for seconds, ended, what in outcome.beside.longest:
+        print(
+            f"a pause of {seconds:.3f} s in {what}, while there were",
+            *outcome.under_way(ended - seconds, ended),
+            sep="\n  ",
+        )
+    print(*outcome.table(), sep="\n")
     print("load of the machine after:", os.getloadavg())
     faults = outcome.faults(absolute=not args.relative)
     for fault in faults[:30]:

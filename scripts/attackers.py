@@ -68,19 +68,24 @@ VALUES: Sequence[Any] = (
 
 @dataclass(slots=True)
 class Tally:
-    """What came of what was tried; `slowest` is the longest refusal in seconds, behind its last byte."""
+    """What came of what was tried; `slowest` is the longest refusal in seconds, behind its last byte, and `which` one
+    it was. `spans`: when each was under way, by the monotonic clock, and what it was."""
 
     seen: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     slowest: dict[str, float] = field(default_factory=dict)
+    which: dict[str, str] = field(default_factory=dict)
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
 
-    def took(self, kind: str, seconds: float) -> None:
+    def took(self, kind: str, seconds: float, what: str = "") -> None:
         """Note a refusal."""
-        self.slowest[kind] = max(self.slowest.get(kind, 0.0), seconds)
+        if seconds > self.slowest.get(kind, 0.0):
+            self.slowest[kind], self.which[kind] = seconds, what
 
     def print(self) -> None:
         """For whoever started the attackers."""
-        print(json.dumps({"seen": self.seen, "wrong": self.wrong[:50], "slowest": self.slowest}))
+        told = {name: getattr(self, name) for name in ("seen", "slowest", "which", "spans")}
+        print(json.dumps({**told, "wrong": self.wrong[:50]}))
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
@@ -318,18 +323,21 @@ class Attack:
         try:
             async with asyncio.timeout(PATIENCE):
                 await self._send(kind, path, content, manner)
+                if kind == "adapter":
+                    unload = json.dumps({"lora_name": name}).encode()
+                    await self._send(kind, "/v1/unload_lora_adapter", unload, "whole")
         except TimeoutError:
             self.tally.seen[f"{kind} still answered after {PATIENCE:.0f} s"] += 1
             if kind not in LONG:
                 self.tally.wrong.append(f"{kind} {manner}: no answer in {PATIENCE:.0f} s: {content[:100]!r}")
         except OSError:
             self.tally.seen[f"{kind} hung up on"] += 1
-        if kind == "adapter":
-            unload = json.dumps({"lora_name": name}).encode()
-            await self._send(kind, "/v1/unload_lora_adapter", unload, "whole")
 
     async def _send(self, kind: str, path: str, content: bytes, manner: str) -> None:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        # from another address than the well-behaved clients, where a machine has more than one of its own
+        address = ("127.0.0.2", 0) if sys.platform == "linux" and self._host.startswith("127.") else None
+        reader, writer = await asyncio.open_connection(self._host, self._port, local_addr=address)
+        what, began = f"{kind} {manner} {path}, {len(content):,} bytes: {content[:60]!r}", time.monotonic()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
         try:
             writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode())
@@ -347,17 +355,18 @@ class Attack:
             answer = await reader.read()
             while answer.startswith(b"HTTP/1.1 102"):
                 answer = answer.partition(b"\r\n\r\n")[2]
-            self._judge(kind, path, content, answer, time.monotonic() - sent)
+            self._judge(kind, path, content, answer)
+            if answer[9:10] in (b"4", b"5") and manner != "does not read":  # it does not know when it was answered
+                self.tally.took(kind, time.monotonic() - sent, what)
         finally:
+            self.tally.spans.append((began, time.monotonic(), what))
             writer.close()
 
-    def _judge(self, kind: str, path: str, content: bytes, answer: bytes, seconds: float) -> None:
+    def _judge(self, kind: str, path: str, content: bytes, answer: bytes) -> None:
         status = int(answer[9:12] or b"0")
         self.tally.seen[f"{kind} {status}"] += 1
         if status not in RIGHT:
             self.tally.wrong.append(f"{kind} {path} {content[:300]!r}: {answer[:300]!r}")
-        elif status >= 400:
-            self.tally.took(kind, seconds)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -339,7 +339,10 @@ async def soak(
     """Load for so long; what happened, and the server's memory over time (12 samples). `attacked`: with attackers
     (`scripts.attackers`) among the clients."""
     asked = questions(seed, count)
-    async with serving(folder) as (process, client):
+    async with AsyncExitStack() as others:
+        root = others.enter_context(tempfile.TemporaryDirectory())
+        loading = ("--allow-adapter-loading", "--adapter-root", root) if attacked else ()
+        process, client = await others.enter_async_context(serving(folder, (*SERVER, *loading)))
         expected = {}
         for number, question in enumerate(asked):
             answer = await client.post(question.path, json={**question.body, "stream": False})
@@ -360,17 +363,15 @@ async def soak(
                 await asyncio.sleep(seconds / 12)
                 samples.append(memory(process.pid))
 
-        async with AsyncExitStack() as others:
-            if attacked:
-                url, root = str(client.base_url).rstrip("/"), others.enter_context(tempfile.TemporaryDirectory())
-                argv = url, str(seed), str(seconds), root
-                attackers = (await others.enter_async_context(beside("scripts.attackers", *argv)))()
-            until = time.monotonic() + seconds
-            await asyncio.gather(watch(), *(visitor(number) for number in range(CLIENTS)))
-            if attacked:
-                told = json.loads(await attackers)
-                load.tally.seen["attacks"] = sum(told["seen"].values())
-                load.tally.wrong += told["wrong"]
+        if attacked:
+            argv = str(client.base_url).rstrip("/"), str(seed), str(seconds), root
+            attackers = (await others.enter_async_context(beside("scripts.attackers", *argv)))()
+        until = time.monotonic() + seconds
+        await asyncio.gather(watch(), *(visitor(number) for number in range(CLIENTS)))
+        if attacked:
+            told = json.loads(await attackers)
+            load.tally.seen["attacks"] = sum(told["seen"].values())
+            load.tally.wrong += told["wrong"]
         await _settle(client, load.tally)
     return load.tally, samples
 
@@ -407,7 +408,10 @@ def main() -> int:
             new_checkpoint(folder, "tiny", seed=0)
         tally, samples = asyncio.run(soak(folder, args.seconds, args.seed, attacked=args.attackers))
     print("seen:", dict(tally.seen))
-    print("memory, MiB:", [sample >> 20 for sample in samples], "growth", growth(samples) >> 20)
+    print("memory, MiB:", [sample >> 20 for sample in samples])
+    print("| what | found | may be |\n|---|---|---|")
+    print(f"| answers that are lost, crossed or wrong, and what is left behind | {len(tally.wrong)} | 0 |")
+    print(f"| memory that grows, MiB | {growth(samples) >> 20} | {MOST_GROWTH >> 20} |")
     for wrong in tally.wrong[:20]:
         print("WRONG", wrong)
     return 1 if tally.wrong or growth(samples) > MOST_GROWTH else 0

@@ -33,7 +33,7 @@ from spyglass.server.about import about_routes
 from spyglass.server.adapters import AdapterRoutes
 from spyglass.server.body import read_body
 from spyglass.server.exchange import Call, Endpoint, Immediate, Served
-from spyglass.server.keys import RATE_HEADERS, KeyRing
+from spyglass.server.keys import RATE_HEADERS, KeyRing, sender_of
 from spyglass.server.limits import MAX_READING
 from spyglass.server.log import Record
 from spyglass.server.log_lines import log_throughput
@@ -43,6 +43,7 @@ from spyglass.server.middleware import RequestMiddleware
 from spyglass.server.openapi import openapi_routes
 from spyglass.server.page import page_routes
 from spyglass.server.parsing import Parsers
+from spyglass.server.pauses import short_pauses
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.readiness import Readiness
 from spyglass.server.stream import RequestTimer, send_content, send_events, send_whole
@@ -96,21 +97,24 @@ class Service:
     @asynccontextmanager
     async def life(self, app: Starlette) -> AsyncIterator[None]:
         """Start the engine's thread, find out what works, and in the end stop."""
-        self.worker.start()
-        work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
-        watching = self.metrics.watch_loop()
-        tasks = [asyncio.create_task(each) for each in (*work, watching)]
-        try:
-            yield
-        finally:
-            self.stopping = True
-            for task in tasks:
-                task.cancel()
-            self.parsers.shutdown()
-            await asyncio.to_thread(self.workers.close)
-            await asyncio.to_thread(self.worker.stop)
-            if self.ranks is not None:  # here, as the signal that ends a server ends its process as soon as it is done
-                await asyncio.to_thread(self.ranks.close)
+        with short_pauses():
+            self.worker.start()
+            work = self.readiness.try_all(), self.readiness.watch(), log_throughput(lambda: self.worker.stats().engine)
+            watching = self.metrics.watch_loop()
+            tasks = [asyncio.create_task(each) for each in (*work, watching)]
+            try:
+                yield
+            finally:
+                self.stopping = True
+                for task in tasks:
+                    task.cancel()
+                self.parsers.shutdown()
+                await asyncio.to_thread(self.workers.close)
+                await asyncio.to_thread(self.worker.stop)
+                if (
+                    self.ranks is not None
+                ):  # here, as the signal that ends a server ends its process as soon as it is done
+                    await asyncio.to_thread(self.ranks.close)
 
 
 class EndpointRoute:
@@ -143,7 +147,7 @@ class EndpointRoute:
             )
         service.calls.take(client)
         try:
-            parsing = service.parsers.parse(self._endpoint, data, body, client)
+            parsing = service.parsers.parse(self._endpoint, data, body, sender_of(scope, client))
             del data
             answering = asyncio.create_task(self._answer(parsing, held, scope, send))
             leaving = asyncio.create_task(_left(receive))

@@ -11,6 +11,8 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_network
+from typing import Any
 
 from spyglass.config.keys import ApiKey, digest_of
 from spyglass.engine.shares import ANYBODY, Client
@@ -119,6 +121,18 @@ class KeyRing:
         digests = [digest_of(text.encode("latin-1").decode("utf-8", "surrogateescape")) for text in sent if text]
         found = [caller for mine, caller in self._callers for theirs in digests if hmac.compare_digest(mine, theirs)]
         return found[0] if found else None
+
+
+def sender_of(scope: Mapping[str, Any], client: Client) -> Client:
+    """Whose bodies are read in turn: those of a key, and without keys those of an address (of IPv6 its network, as
+    nobody has a single one)."""
+    if client != ANYBODY or not scope.get("client"):
+        return client
+    host: str = scope["client"][0]
+    try:
+        return Client(str(ip_network(f"{host}/64", strict=False)))
+    except ValueError:  # not IPv6
+        return Client(host)
 
 
 def _spelled(seconds: float) -> str:

@@ -54,6 +54,16 @@ LIMITS = (
         400,
         "decoders and tokenizers are loops that nobody else can end",
     ),
+    Limit(
+        "parts of a pattern that may be left out or repeated (`a?`, `b*`, `c{2}`)",
+        "4,096",
+        400,
+        "n of them one behind another are n x n of work; told by the text, before a process tries it",
+    ),
+    Limit(
+        "parts of the patterns of a grammar, as `llguidance` counts them", "200,000", 400, "counted before it builds"
+    ),
+    Limit("patterns of an adapter's ranks, or alphas, that are no names", "512", 400, "each is compiled"),
     Limit("scans of a JPEG times its pixels", "1,000,000,000", 400, "a scan of 80 bytes can cost a tenth of a second"),
     Limit("pixels of a tile or strip of a TIFF", "4,194,304, or those of the image", 400, "it is unpacked whole"),
 )

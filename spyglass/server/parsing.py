@@ -23,6 +23,7 @@ from spyglass.engine.request import SamplingParams, Structured
 from spyglass.engine.sequence import Request
 from spyglass.engine.shares import ANYBODY, Client, Turns
 from spyglass.errors import PromptError, SpyglassError
+from spyglass.machine import usable_cores
 from spyglass.prompt.decode import ImageLimits
 from spyglass.prompt.tokens import Prompt
 from spyglass.server.body import parse_json
@@ -36,7 +37,7 @@ from spyglass.server.protocols.tool_grammar import with_definitions
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import encoded
 
-_AT_ONCE = 4  # small bodies, large ones and grammars, of each
+_AT_ONCE = 4  # small bodies, large ones and grammars of one client, of each; but no more than cores and one
 _NAMING_SECONDS = 0.5  # to find which of thousands of parameters is at fault
 Prepare = Callable[[Prompt, SamplingParams], Request]
 
@@ -75,9 +76,10 @@ class Parsers:
     ) -> None:
         self._limits, self._prepare, self._workers, self._adapters = limits, prepare, workers, adapters
         self._seconds = config.fetch_seconds if config.remote_images else None
-        self._small, self._large, self._grammars = Turns(_AT_ONCE), Turns(_AT_ONCE), Turns(_AT_ONCE)
-        self._pool = ThreadPoolExecutor(4 * _AT_ONCE, thread_name_prefix="parse")
-        self._compilers = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="form")
+        self.at_once = at_once = min(_AT_ONCE, 1 + usable_cores().threads)
+        self._small, self._large, self._grammars = Turns(at_once), Turns(at_once), Turns(at_once)
+        self._pool = ThreadPoolExecutor(4 * at_once, thread_name_prefix="parse")
+        self._compilers = ThreadPoolExecutor(2 * at_once, thread_name_prefix="form")
         self._fetchers = ThreadPoolExecutor(most, thread_name_prefix="fetch")
 
     def parse(

@@ -28,7 +28,7 @@ from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.writing import encoded
 
 LARGE = 384 << 20  # resident bytes that a process may have taken and still be kept
-_NICE = 5  # steps of the engine take a processor three times as often
+_NICE = 2  # than the engine; what takes long gives way more (`wait_giving_way`)
 
 
 class Reader:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from spyglass.engine.priority import processor_seconds, wait_giving_way
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt.build import Pixels
 from spyglass.prompt.decode import ImageRules
@@ -27,10 +27,6 @@ from spyglass.server.passing import ReadBody, Refusal, Result, UnpackImage, Want
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 4  # processes that wait for the next request
-LONG_SECONDS, _LONG_NICE = (
-    0.25,
-    10,
-)  # what takes longer by the clock gives way more, and leaves a process that is not kept
 # Found where this process finds it, and imported by its name, since its classes travel.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from spyglass.server.reading import main; main()"
 _TOO_MUCH = "takes too long or too much memory to"
@@ -66,10 +62,6 @@ class _Process:
     def kill(self) -> None:
         """It is waited for only later (`Workers._ended`), so the number is still its own."""
         os.kill(self.pid, signal.SIGKILL)
-
-    def give_way(self) -> None:
-        """To everything else; nobody but an administrator can take that back."""
-        os.setpriority(os.PRIO_PROCESS, self.pid, max(_LONG_NICE, os.getpriority(os.PRIO_PROCESS, self.pid)))
 
 
 class Workers:
@@ -142,10 +134,9 @@ class Workers:
         goes_on = False
         try:
             job.works_in(process)
+            began = processor_seconds(process.pid)
             send(process.channel, dumps(work))
-            is_long = not select.select([process.channel], [], [], LONG_SECONDS)[0]
-            if is_long:
-                process.give_way()
+            gave_way = wait_giving_way(process.channel, process.pid, began)
             result, goes_on = receive_result(process.channel, self._known)
         except (OSError, EOFError) as error:
             job.works_in(None)
@@ -154,7 +145,7 @@ class Workers:
             raise _why(code, error, job, too_much) from error
         job.works_in(None)
         with self._lock:
-            if goes_on and not is_long and not job.over and not self._closed and len(self._waiting) < _KEPT:
+            if goes_on and not gave_way and not job.over and not self._closed and len(self._waiting) < _KEPT:
                 self._waiting.append(process)
             else:
                 self._end(process)

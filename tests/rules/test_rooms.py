@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm_plugin": {
         "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
     },
-    "server": {"errors", "families", "config", "prompt", "engine", "__init__"},  # the last for `__version__`
+    "server": {"errors", "families", "machine", "config", "prompt", "engine", "__init__"},  # the last for `__version__`
 }  # fmt: skip
 BELOW_BENCH = set(ROOMS) - {"server"} | {"__init__"}
 ROOMS |= {

@@ -61,7 +61,7 @@ def test_a_form_that_takes_too_long_is_a_400_that_says_what_to_do(
 def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, waiting = threading.Event(), threading.Semaphore(0)
+    go_on, waiting, few = threading.Event(), threading.Semaphore(0), server.service.parsers.at_once - 1
     seconds = GrammarSandbox.seconds
 
     def slow(trials: GrammarSandbox, kind: str, request: str) -> float:
@@ -72,10 +72,10 @@ def test_neither_requests_nor_other_forms_wait_for_forms_that_take_long(
 
     monkeypatch.setattr(GrammarSandbox, "seconds", slow)
     with ThreadPoolExecutor(8) as pool:
-        held = [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3)]
+        held = [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(few)]
         assert all(waiting.acquire(timeout=30) for _ in held)
         assert chat(server, guided_regex="quick") == 200
-        held += [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(3, 8)]
+        held += [pool.submit(chat, server, guided_regex=f"slow{number}") for number in range(few, 8)]
         wait_for(lambda: server.service.calls.num_taken == 8)
         assert chat(server) == 200 and chat(server, SEE) == 200
         assert not any(answer.done() for answer in held)

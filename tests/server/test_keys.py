@@ -11,9 +11,10 @@ import pytest
 from spyglass.config.keys import read_api_keys
 from spyglass.config.server import ServerConfig
 from spyglass.engine.llm import LLM
+from spyglass.engine.shares import ANYBODY, Client
 from spyglass.errors import CapacityError, OverloadedError
 from spyglass.server.app import create_app
-from spyglass.server.keys import Caller, KeyRing
+from spyglass.server.keys import Caller, KeyRing, sender_of
 from tests.server.parts import Live, data_url, events, plain, running, wait_for
 
 KEYS = (
@@ -142,3 +143,13 @@ def test_a_key_that_floods_leaves_the_places_of_others(llm: LLM) -> None:
         assert ask(live, "sk-c").status_code == 200
         service.calls.take(bob, -service.calls.num_taken)
         assert ask(live, "sk-b").status_code == 200
+
+
+def test_bodies_are_read_in_turn_by_key_or_else_by_address() -> None:
+    alice = Client("alice", 3)
+    assert sender_of({"client": ("10.0.0.1", 5)}, alice) is alice
+    assert sender_of({"client": ("10.0.0.1", 5)}, ANYBODY) == sender_of({"client": ("10.0.0.1", 6)}, ANYBODY)
+    assert sender_of({"client": ("10.0.0.1", 5)}, ANYBODY) != sender_of({"client": ("10.0.0.2", 5)}, ANYBODY)
+    near, far = ("2001:db8::a:b:c:d", 5, 0, 0), ("2001:db8:0:1::a", 5, 0, 0)
+    assert sender_of({"client": near}, ANYBODY) == Client("2001:db8::/64") != sender_of({"client": far}, ANYBODY)
+    assert sender_of({"client": None}, ANYBODY) is ANYBODY, "a socket of this machine"

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from spyglass.config.server import ServerConfig
+from spyglass.engine import priority
 from spyglass.engine.llm import LLM
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt import plan_image
@@ -40,7 +41,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(autouse=True)
 def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    monkeypatch.setattr("spyglass.server.workers.LONG_SECONDS", 600.0)
+    monkeypatch.setattr(priority, "LEVELS", ())
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +206,11 @@ def test_what_takes_long_gives_way_more_and_leaves_no_process_that_does(monkeypa
     (first,) = children(source)
     assert isinstance(read(workers, CHAT, asking()), Call)
     assert children(source) == [first], "a process is used again"
-    monkeypatch.setattr("spyglass.server.workers.LONG_SECONDS", 0.0)
-    monkeypatch.setattr("spyglass.server.workers.select.select", lambda *_: ([], [], []))
+    monkeypatch.setattr(priority, "LEVELS", ((0.0, 10),))
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "setpriority", lambda kind, pid, nice: seen.append((pid, nice)))
     assert isinstance(read(workers, CHAT, asking()), Call)
-    assert seen == [(first, 10)] and not children(source)
+    assert seen == [(first, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))] and not children(source)
     workers.close()
 
 

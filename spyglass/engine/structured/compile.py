@@ -33,7 +33,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 _STACK = 1 << 29  # bytes for a thread that compiles; `llguidance` follows references level by level, some 20 kB each
 _MEMORY = 768 << 20  # bytes for one grammar; what takes long to compile takes memory, some hundred MB a second
 MAX_GRAMMAR_CHARS = 1 << 18  # of a grammar: what one level of references takes of the stack, its text bounds
-_NICE = 5  # steps of the engine take a processor three times as often as a trial beside them
+MAX_REPEATS = 4096  # of one pattern: n optional things one behind another take n * n, 0.2 s of a processor for so many
+# Parts of patterns that may be read in all, a fifth of the library's own bound: 200,000 take it 0.07 s to count. A
+# choice of 9,000 words has fewer than 100,000.
+_LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=200_000)
+_NICE = 2  # than the engine; what takes long gives way more (`wait_giving_way`)
 _ANY_OBJECT = {"type": "object"}
 # White space between the tokens of JSON: none, one blank, or a line break with indentation; else an answer may be
 # blanks to its limit. `oneOf` is read as `anyOf`.
@@ -52,6 +56,7 @@ _OF_OBJECTS = _SAME_VALUE | {  # what speaks of the properties of an object
     *("minProperties", "dependentRequired", "dependencies", "$ref", "const", "enum"),
 }
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
+_REPEAT = re.compile(r"\\.|\(\?|([?*+]|\{[\d,]*\})\??", re.DOTALL)  # behind what is none: an escape, a kind of group
 _HEAD = struct.Struct("<Q")
 _R = TypeVar("_R")
 
@@ -101,7 +106,7 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
         grammar = _grammar(kind, value)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the {kind} asked for cannot be read: {error}") from error
-    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
     notes = [] if matcher.is_error() else [n for n in matcher.get_grammar_warnings() if not n.startswith("oneOf")]
     words_1W, trial = allocate_token_bitmask(1, vocabulary.vocab_size), matcher
     if not matcher.is_error():
@@ -110,15 +115,18 @@ def compile_grammar(kind: str, value: Any, vocabulary: llguidance.LLTokenizer) -
         trial.consume_token(int(np.unpackbits(words_1W.view(np.uint8), bitorder="little").argmax()))
     if trial.is_error() or notes:  # a warning is something of the grammar that would not be honoured
         wrong = first_line(trial.get_error()) if trial.is_error() else "; ".join(notes)
-        wrong = _IN_WORDS.get(wrong, wrong)
+        wrong = next((words for said, words in _IN_WORDS.items() if wrong.startswith(said)), wrong)
         if kind == "json_schema":
             wrong = f"{_faulty_place(value, vocabulary)}: {wrong}"
         raise ValueError(f"the {kind} asked for cannot be followed: {wrong[:500]}")
     return matcher
 
 
-# What the library says with names of its own.
-_IN_WORDS = {"NoExtensionBias": "it says nothing but that it is like itself, so no value fits; say what it is made of"}
+# What the library says with names of its own, by how it begins.
+_IN_WORDS = {
+    "NoExtensionBias": "it says nothing but that it is like itself, so no value fits; say what it is made of",
+    "initial lexer configuration": "it has too many parts; make it smaller: counts (a{0,9}) in place of copies",
+}
 
 
 def first_line(error: str) -> str:
@@ -238,6 +246,25 @@ def _faulty_place(schema: Any, vocabulary: llguidance.LLTokenizer) -> str:
         else:
             break
     return place
+
+
+def repeats(pattern: str) -> int:
+    """How many parts of a regular expression may be left out or repeated; its classes of characters are read so too."""
+    return sum(found[1] is not None for found in _REPEAT.finditer(pattern))
+
+
+def patterns_of(schema: Any) -> Iterator[str]:
+    """The regular expressions in a JSON schema."""
+    level = [schema]
+    while level:
+        inner = level.pop()
+        if isinstance(inner, dict):
+            pattern, named = inner.get("pattern"), inner.get("patternProperties")
+            yield from [pattern] if isinstance(pattern, str) else ()
+            yield from named if isinstance(named, dict) else ()
+            level += inner.values()
+        elif isinstance(inner, list):
+            level += inner
 
 
 def run_deep(work: Callable[[], _R], starting: threading.Lock) -> _R:

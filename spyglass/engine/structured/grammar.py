@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 from spyglass.config.model import ModelConfig
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import Structured
-from spyglass.engine.structured.compile import MAX_GRAMMAR_CHARS, Words, compile_grammar, first_line, run_deep
+from spyglass.engine.structured.compile import (
+    MAX_GRAMMAR_CHARS,
+    MAX_REPEATS,
+    Words,
+    compile_grammar,
+    first_line,
+    patterns_of,
+    repeats,
+    run_deep,
+)
 from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.engine.structured.schema_is_finite import schema_is_finite
 from spyglass.errors import PromptError
@@ -289,4 +298,10 @@ def _request(structured: Structured) -> str:
         raise PromptError(f"the {structured.kind} asked for cannot be read: {error}") from error
     if len(text) > MAX_GRAMMAR_CHARS:
         raise PromptError(f"the {structured.kind} asked for has {len(text):,} characters; {MAX_GRAMMAR_CHARS:,} may be")
+    patterns = [structured.value] if structured.kind == "regex" else patterns_of(structured.value)
+    if (most := max(map(repeats, patterns), default=0)) > MAX_REPEATS:
+        raise PromptError(
+            f"the {structured.kind} asked for has a pattern with {most:,} parts that may be left out or repeated; "
+            f"{MAX_REPEATS:,} may be: counts (a{{0,9}}) in place of copies"
+        )
     return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,10 +13,10 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from spyglass.engine.priority import processor_seconds, wait_giving_way
 from spyglass.engine.structured.compile import Words, receive, send
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 
-LONG_SECONDS, _LONG_NICE = 0.25, 10  # a grammar that takes longer by the clock gives way more
 _WALL_SECONDS = 60.0  # on a machine that is too busy to give it what it may take of a processor
 _ADVICE = "make it smaller: fewer alternatives, repetitions and references, and counts (a{0,9}) in place of copies"
 
@@ -138,8 +137,7 @@ class Source:
             answer = b""
             with suppress(OSError, EOFError):
                 send(ours, request)
-                if not select.select([ours], [], [], LONG_SECONDS)[0]:
-                    os.setpriority(os.PRIO_PROCESS, pid, max(_LONG_NICE, os.getpriority(os.PRIO_PROCESS, pid)))
+                wait_giving_way(ours, pid, processor_seconds(pid))
                 answer = receive(ours)[0]
         with self._lock:
             return answer, self._told(str(pid).encode())

@@ -227,6 +227,7 @@ def parse_conversation(
         refuse("tool_choice", "asks for a call and the request has no tools; send tools or leave it out")
     if choice == "none":
         tools = ()
+    require_short(served, _contents(body), field)  # before they are copied into a rendering
     request = convert_request(protocol, body)
     messages, thinking = request.conversation.messages, request.conversation.thinking_mode
     if continues:
@@ -312,6 +313,16 @@ def structured_output(
         answer=answer,
     )
     return Structured(kind="grammar", value=grammar, after=after)
+
+
+def _contents(body: Mapping[str, Any]) -> list[str]:
+    """Texts of messages, all of which a rendering has."""
+    messages = body["messages"] if "messages" in body else body["input"]
+    if isinstance(messages, str):
+        return [messages]
+    found = [message.get("content") for message in messages]
+    parts = [part.get("text") for content in found if isinstance(content, list) for part in content]
+    return [text for text in (*found, *parts) if isinstance(text, str)]
 
 
 def require_short(served: Served, texts: Sequence[str], field: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from spyglass import LLM, SamplingParams, Structured
 from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.request import Delta
+from spyglass.engine.structured.compile import repeats
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.engine.structured.sandbox import GrammarSandbox
 from spyglass.errors import PromptError
@@ -293,6 +294,36 @@ def test_a_form_without_measure_is_refused_before_it_runs(llm: LLM) -> None:
     with pytest.raises(PromptError, match="cannot be followed") as caught:
         llm.generate([[0, 5]], asked("regex", "(((a{100}){100}){100}){100}b"))
     assert "\n" not in str(caught.value), "without the inner state of the library"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "a?" * 5000),
+        ("regex", "(x|yy){2,3}?" * 5000),
+        ("json_schema", {"properties": {"a": {"items": {"type": "string", "pattern": "b*" * 5000}}}}),
+        ("json_schema", {"patternProperties": {"[ab]+" * 5000: {}}}),
+    ],
+)
+def test_a_pattern_whose_work_its_text_tells_is_refused_without_a_trial(
+    kind: str, value: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarSandbox, "seconds", lambda *_: pytest.fail("it was tried"))
+    forms = GrammarCompiler(TokenBytes(llm.tokenizer), llm.config, cpu_seconds=600)  # type: ignore[arg-type]  # it has one
+    with pytest.raises(PromptError, match=f"the {kind} asked for has a pattern with 5,000 parts .*; 4,096 may be"):
+        forms.begin(Structured(kind=kind, value=value))
+
+
+def test_what_repeats_nothing_counts_as_nothing() -> None:
+    assert repeats(r"(?:a|b)\?\*[xyz]") == 0
+    assert repeats(r"a?b*?c+d{2}e{1,}?") == 5
+
+
+def test_parts_without_end_are_counted_by_the_library_before_it_builds(llm: LLM) -> None:
+    words = tuple(f"{number} {number * 7919 % 10007}" for number in range(9000))
+    assert llm.generate([[0, 5]], asked("choice", words))[0].finish_reason in ("stop", "length")
+    with pytest.raises(PromptError, match="it has too many parts; make it smaller"):
+        llm.generate([[0, 5]], asked("grammar", f"start: /{'a?' * 60_000}/"))
 
 
 def test_a_form_that_is_long_to_compile_holds_no_other_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

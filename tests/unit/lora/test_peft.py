@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from spyglass.errors import AdapterError
-from spyglass.lora.config import Patterns
+from spyglass.lora.config import MAX_PATTERNS, Patterns
 from spyglass.lora.low_rank import AdapterFile, LowRank
 from spyglass.lora.peft import read_adapter
 from spyglass.lora.write import write_adapter
@@ -159,6 +159,7 @@ MALFORMED = {
         {r"(\w|[a-z])" * 40 + "x": 2},
         {"(a|ab)?" * 40 + "x": 2},
         {"a?" * 40 + "x": 2},
+        {f"a.*{number}": 2 for number in range(MAX_PATTERNS + 1)},
     ],
     "target_parameters": ["experts"],
 }
