@@ -1,5 +1,5 @@
 """How one engine is shared. Several clients: whose turn it is, in a step and before one; how many rows each is due, and
-how many places it may take. Prompts and answers: how much of a step prompts may take.
+how many places it may take. Prompts and answers: how much of a step prompts may take. Processes: what they leave to it.
 
 A client is whoever's requests count together (a key of the server). Its recent use is the tokens that steps ran for it,
 forgotten over `_MEMORY` steps, divided by its share. Who has used less comes first, so a client that asks for little
@@ -9,12 +9,16 @@ does not notice one that asks for everything, and one that asks for everything f
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +29,10 @@ _LONGEST_S = 1.0  # of a step between whose layers others run, unless the wait i
 _LEAST = 16  # tokens of prompts that any step may have, so that a slow machine gets on
 _UP, _DOWN = 0.5, 0.1  # how far an estimate goes towards a measurement above it, and below it
 _MOST_UP = 4.0  # of an estimate: what a measurement above it counts at most
+# Seconds of a processor, and how much nicer than the engine a process is that has had them since its work began, which
+# nobody but an administrator can take back. Nearly all that is refused is refused before the first.
+LEVELS = ((0.25, 5), (1.0, 10))
+_LEAST_SECONDS = 0.01  # between two looks at them
 _R = TypeVar("_R")
 
 
@@ -263,3 +271,26 @@ def make_pace(wait_s: float, layers: int | None) -> Pace:
     if not wait_s or layers is None:
         return Pace(wait_s)
     return Pace(min(layers * wait_s / 2, max(wait_s, _LONGEST_S)), wait_s)
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has had of processors, where its clock can be read (Linux). Raises OSError: it has ended."""
+    return time.clock_gettime((~pid << 3) | 2) if sys.platform == "linux" else time.monotonic()
+
+
+def wait_giving_way(
+    channel: socket.socket, pid: int, began: float, used: Callable[[int], float] = processor_seconds
+) -> bool:
+    """Wait until a process says something, has ended, or stands at the last of `LEVELS`, at each of which it gives way
+    more. Whether it reached one. By the clock a busy machine would make slow what is short, and slower for being slow.
+    """
+    gave_way = False
+    with suppress(OSError):  # it has ended, which the channel tells
+        for seconds, nice in LEVELS:
+            while (left := seconds - (used(pid) - began)) > 0:
+                if select.select([channel], [], [], max(left, _LEAST_SECONDS))[0]:
+                    return gave_way
+            nicest = max(os.getpriority(os.PRIO_PROCESS, 0) + nice, os.getpriority(os.PRIO_PROCESS, pid))
+            os.setpriority(os.PRIO_PROCESS, pid, min(19, nicest))
+            gave_way = True
+    return gave_way

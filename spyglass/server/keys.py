@@ -124,14 +124,13 @@ class KeyRing:
 
 
 def sender_of(scope: Mapping[str, Any], client: Client) -> Client:
-    """Whose bodies are read in turn: those of a key, and without keys those of an address (of IPv6 its network, as
-    nobody has a single one)."""
+    """Whose bodies are read in turn: those of a key, and without keys those of an address (of IPv6 its network)."""
     if client != ANYBODY or not scope.get("client"):
         return client
-    host: str = scope["client"][0]
+    host = scope["client"][0]
     try:
         return Client(str(ip_network(f"{host}/64", strict=False)))
-    except ValueError:  # not IPv6
+    except ValueError:  # of IPv4, or what a proxy says
         return Client(host)
 
 

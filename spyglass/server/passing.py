@@ -37,6 +37,14 @@ class ReadBody:
     adapters: tuple[str, ...]
     remote: Mapping[str, bytes | SpyglassError] | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The body is passed as results are, not with the rest."""
+        return _read_body, (self.path, pickle.PickleBuffer(self.body), self.adapters, self.remote)
+
+
+def _read_body(path: str, body: Any, adapters: tuple[str, ...], remote: Any) -> ReadBody:
+    return ReadBody(path=path, body=bytes(body), adapters=adapters, remote=remote)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackImage:
@@ -129,11 +137,12 @@ class _Unpickler(pickle.Unpickler):
         return self._known[name]
 
 
-def send_result(channel: socket.socket, result: Result, *, goes_on: bool) -> None:
-    """A result and whether the process takes another job; large arrays in memory that both sides see."""
+def send_value(channel: socket.socket, value: object) -> None:
+    """A job, or a result; large bodies and arrays in memory that both sides see, since what is larger than the buffer
+    of a socket has to wait for both processes again and again."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
-    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump((result, goes_on))
+    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
     views = [buffer.raw() for buffer in buffers]
     sizes = [view.nbytes for view in views]
     fd = _shared(views) if sum(sizes) > _SHARED else -1
@@ -144,8 +153,8 @@ def send_result(channel: socket.socket, result: Result, *, goes_on: bool) -> Non
     send(channel, out.getbuffer() if fd >= 0 else b"".join([out.getbuffer(), *views]))  # type: ignore[arg-type]
 
 
-def receive_result(channel: socket.socket, known: Mapping[str, Any]) -> tuple[Result, bool]:
-    """What `send_result` sent.
+def receive_value(channel: socket.socket, known: Mapping[str, Any]) -> Any:
+    """What `send_value` sent; `known` is what both sides have.
 
     Raises:
         EOFError: the other side is gone.
@@ -163,8 +172,7 @@ def receive_result(channel: socket.socket, known: Mapping[str, Any]) -> tuple[Re
     for size in sizes:
         buffers.append(source[place : place + size])
         place += size
-    result, goes_on = _Unpickler(io.BytesIO(memoryview(payload)[:length]), known, buffers).load()
-    return result, goes_on
+    return _Unpickler(io.BytesIO(memoryview(payload)[:length]), known, buffers).load()
 
 
 def _shared(views: list[memoryview]) -> int:
@@ -183,5 +191,5 @@ def _shared(views: list[memoryview]) -> int:
 
 
 def dumps(value: Any) -> bytes:
-    """A job, or what the program begins with."""
+    """What the program begins with."""
     return pickle.dumps(value, protocol=5)

@@ -23,7 +23,17 @@ from spyglass.prompt.tokens import ImagePlan
 from spyglass.server.body import parse_json
 from spyglass.server.exchange import Call, Immediate, Served
 from spyglass.server.memory import trim
-from spyglass.server.passing import ReadBody, Refusal, Result, UnpackImage, Wanted, receive, send, send_result
+from spyglass.server.passing import (
+    ReadBody,
+    Refusal,
+    Result,
+    UnpackImage,
+    Wanted,
+    receive,
+    receive_value,
+    send,
+    send_value,
+)
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.writing import encoded
 
@@ -50,16 +60,16 @@ class Reader:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
-            payload, _ = receive(channel)
+            job = receive_value(channel, {})
             _limit(*self._limits)
-            result = self._run(pickle.loads(payload))
+            result = self._run(job)
             _limit(0, 0)
-            del payload
+            del job
             goes_on = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < LARGE
             try:
-                send_result(channel, result, goes_on=goes_on)
+                send_value(channel, (result, goes_on))
             except (pickle.PicklingError, TypeError, AttributeError) as error:  # before anything has been sent
-                send_result(channel, Refusal.of(error), goes_on=goes_on)
+                send_value(channel, (Refusal.of(error), goes_on))
             if not goes_on:
                 return
 

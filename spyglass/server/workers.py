@@ -16,14 +16,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from spyglass.engine.priority import processor_seconds, wait_giving_way
+from spyglass.engine.shares import processor_seconds, wait_giving_way
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt.build import Pixels
 from spyglass.prompt.decode import ImageRules
 from spyglass.prompt.tokens import ImagePlan
 from spyglass.server.exchange import Call, Immediate, Served
 from spyglass.server.limits import READING_BYTES, READING_CPU_SECONDS, READING_SECONDS
-from spyglass.server.passing import ReadBody, Refusal, Result, UnpackImage, Wanted, dumps, receive, receive_result, send
+from spyglass.server.passing import (
+    ReadBody,
+    Refusal,
+    Result,
+    UnpackImage,
+    Wanted,
+    dumps,
+    receive,
+    receive_value,
+    send,
+    send_value,
+)
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 4  # processes that wait for the next request
@@ -135,9 +146,9 @@ class Workers:
         try:
             job.works_in(process)
             began = processor_seconds(process.pid)
-            send(process.channel, dumps(work))
+            send_value(process.channel, work)
             gave_way = wait_giving_way(process.channel, process.pid, began)
-            result, goes_on = receive_result(process.channel, self._known)
+            result, goes_on = receive_value(process.channel, self._known)
         except (OSError, EOFError) as error:
             job.works_in(None)
             with self._lock:

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from spyglass.config.server import ServerConfig
-from spyglass.engine import priority
+from spyglass.engine import shares
 from spyglass.engine.llm import LLM
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 from spyglass.prompt import plan_image
@@ -27,7 +27,7 @@ from spyglass.prompt.decode import CHAT_RULES, open_image
 from spyglass.prompt.tokens import ImagePlan, Prompt
 from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Immediate
-from spyglass.server.passing import Refusal, Wanted, receive_result, send_result
+from spyglass.server.passing import Refusal, Wanted, receive_value, send_value
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import json_bytes
@@ -41,7 +41,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(autouse=True)
 def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    monkeypatch.setattr(priority, "LEVELS", ())
+    monkeypatch.setattr(shares, "LEVELS", ())
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +171,14 @@ def test_large_arrays_arrive_with_and_without_shared_memory(without: str, monkey
         monkeypatch.delattr(os, without)
     pixels = np.random.default_rng(0).integers(0, 255, (2000, 300), np.uint8)
     one, other = socket.socketpair()
-    sending = threading.Thread(target=send_result, args=(one, pixels), kwargs={"goes_on": True})
+    sending = threading.Thread(target=send_value, args=(one, (pixels, True)))
     sending.start()
-    result, goes_on = receive_result(other, {})
+    result, goes_on = receive_value(other, {})
     sending.join()
     assert goes_on and isinstance(result, np.ndarray) and (result == pixels).all()
     one.close()
     with pytest.raises(EOFError):
-        receive_result(other, {})
+        receive_value(other, {})
 
 
 def test_what_is_wrong_with_an_image_is_told_as_here(workers: Workers) -> None:
@@ -206,7 +206,7 @@ def test_what_takes_long_gives_way_more_and_leaves_no_process_that_does(monkeypa
     (first,) = children(source)
     assert isinstance(read(workers, CHAT, asking()), Call)
     assert children(source) == [first], "a process is used again"
-    monkeypatch.setattr(priority, "LEVELS", ((0.0, 10),))
+    monkeypatch.setattr(shares, "LEVELS", ((0.0, 10),))
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "setpriority", lambda kind, pid, nice: seen.append((pid, nice)))
     assert isinstance(read(workers, CHAT, asking()), Call)

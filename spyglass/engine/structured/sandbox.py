@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from spyglass.engine.priority import processor_seconds, wait_giving_way
+from spyglass.engine.shares import processor_seconds, wait_giving_way
 from spyglass.engine.structured.compile import Words, receive, send
 from spyglass.errors import OverloadedError, PromptError, SpyglassError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spyglass.engine import priority
+from spyglass.engine import shares
 from spyglass.engine.structured import compile as program
 from spyglass.engine.structured import sandbox
 from spyglass.engine.structured.compile import Words, compile_grammar, run_deep
@@ -117,7 +117,7 @@ def test_any_number_of_forms_is_tried_at_a_time_and_leaves_one_process(trials: G
 def test_a_form_that_takes_long_gives_way_more_and_a_short_one_waits_for_no_long_one(
     trials: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priority, "LEVELS", ((0.0, 10),))
+    monkeypatch.setattr(shares, "LEVELS", ((0.0, 10),))
     ended = in_thread(trials, *SLOW[0])
     (pid,) = wait_for(lambda: children(trials.source.process.pid))
     wait_for(lambda: os.getpriority(os.PRIO_PROCESS, pid) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spyglass.engine.priority import processor_seconds, wait_giving_way
+from spyglass.engine import shares
+from spyglass.engine.shares import processor_seconds, wait_giving_way
 
 PID = 4_000_000  # nobody's
 
@@ -32,8 +33,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_one_that_waits_for_a_busy_machine_gives_no_more_way(
-    channel: tuple[socket.socket, socket.socket], told: list[tuple[int, int]]
+    channel: tuple[socket.socket, socket.socket], told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shares, "LEVELS", ((0.02, 5),))
     ours, theirs = channel
     looks: list[int] = []
 
@@ -43,7 +45,7 @@ def test_one_that_waits_for_a_busy_machine_gives_no_more_way(
             theirs.send(b"x")
         return 7.0  # it gets nothing
 
-    assert not wait_giving_way(ours, PID, 7.0, levels=((0.02, 5),), used=used)
+    assert not wait_giving_way(ours, PID, 7.0, used=used)
     assert looks == [PID] * 5 and not told
 
 
@@ -52,11 +54,9 @@ def test_one_gives_way_at_each_level_of_what_it_has_had_since_it_began(
 ) -> None:
     ours, theirs = channel
     had = iter((7.0, 7.25, 7.9, 8.0))
-    assert wait_giving_way(ours, PID, 7.0, levels=((0.25, 5), (1.0, 10)), used=lambda _: next(had))
+    assert wait_giving_way(ours, PID, 7.0, used=lambda _: next(had))
     assert told == [(PID, 5), (PID, 10)]
-    assert wait_giving_way(
-        ours, PID, 7.0, levels=((0.25, 5), (1.0, 10)), used=lambda _: 7.5 if theirs.send(b"x") else 0
-    )
+    assert wait_giving_way(ours, PID, 7.0, used=lambda _: 7.5 if theirs.send(b"x") else 0)
     assert told[2:] == [(PID, 5)], "it had said something before the second"
 
 
