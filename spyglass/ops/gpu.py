@@ -10,8 +10,6 @@ from importlib.util import find_spec
 
 import torch
 
-from spyglass.errors import DeviceError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -95,15 +93,6 @@ def usable(device_type: str, dtype: str) -> bool:
 def learns(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient is wanted of any of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def refuse_codes(op: str, *pages: torch.Tensor | None) -> None:
-    """Raises DeviceError for pages of codes, which no kernel for GPUs reads or writes yet."""
-    if any(rows is not None and rows.dtype == torch.uint8 for rows in pages):
-        raise DeviceError(
-            f"the Triton kernel of {op} has no rows stored as codes: memory on a GPU must hold plain rows "
-            "(cache_plans without `stored`)"
-        )
 
 
 def overlap(x: torch.Tensor) -> dict[str, bool]:

@@ -10,7 +10,7 @@ import torch
 from spyglass.ops.index_topk.reference import index_topk
 from spyglass.ops.sparse_attention.reference import sparse_attention
 from spyglass.ops.table import bind_ops
-from tests.ops import cases
+from tests.ops import paged_cases as cases
 from tests.ops.call import Source, assert_agrees, poisoned, run_call
 from tests.tolerance import OP_BFLOAT16
 

@@ -22,7 +22,7 @@ from spyglass.train.packing import pack
 from spyglass.train.recompute import recompute_layers
 from tests import small_v41
 from tests.ops.call import Source, to_device
-from tests.ops.cases import sparse_attention
+from tests.ops.paged_cases import sparse_attention
 from tests.ops.test_training_ops import as_adapters, expert_call, leaves_of_pairs
 from tests.tolerance import GRADIENT_OF_MAX, OP_FLOAT32, ROUNDED_GRADIENT_OF_MAX, assert_close
 from tests.unit.train.leaves import FAMILIES, family

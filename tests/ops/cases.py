@@ -12,17 +12,15 @@ A new op gets its builder here, and with it every test that reads the table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from tests.ops.adapter_cases import engram_gate, expert_adapters, lora_delta
 from tests.ops.call import Call, Source
-from tests.ops.paged import Paged
+from tests.ops.paged_cases import FAR, KEYS, NEAR, index_blocks, index_topk, sparse_attention
 from tests.ops.row_cases import (
     E4M3,
     MERGED,
@@ -111,99 +109,6 @@ def router_topk(
         options["positions_T"] = (source.below(4, source.rows) - 1).int()
     args = (source.normal(source.rows, hidden), source.normal(experts, hidden, dtype=weight_dtype, scale=0.3))
     return Call(args=args, options=options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Queries:
-    """Rows of three sequences of which 5, 0 and 23 tokens came before: where each is, int32 [rows] on the host."""
-
-    seq: torch.Tensor
-    position: torch.Tensor
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, rows: int) -> Queries:
-        past, new = (5, 0, 23), [rows - 2 * (rows // 3), rows // 3, rows // 3]
-        position = torch.cat([torch.arange(p, p + n) for p, n in zip(past, new, strict=True)])
-        seq = torch.repeat_interleave(torch.arange(3), torch.tensor(new))
-        lengths = [p + n for p, n in zip(past, new, strict=True)]
-        return cls(seq=seq.int(), position=position.int(), lengths=lengths)
-
-
-def sparse_attention(
-    source: Source,
-    *,
-    pool: bool = False,
-    topk: str = "",
-    heads: int = 3,
-    dim: int = 32,
-    window: int = 7,
-    slack: int = 0,
-    turned: bool = False,
-) -> Call:
-    """A window of `window` rows, of which all before are gone; compressed rows of three tokens each; one image.
-
-    `slack` is added to the bounds of both counts: they are capacities, not lengths.
-    """
-    queries = Queries.of(source.rows)
-    low, high = (queries.position - window + 1).clamp(min=0), queries.position.clone()
-    if source.rows >= 12:
-        high[2:6] = high[5].clone()  # an image sees to its end
-    visible = (queries.position + 1) // 3
-    if source.padding:
-        low[-1], high[-1], visible[-1] = 0, -1, 0
-    first = [int(low[queries.seq == s].min()) if (queries.seq == s).any() else 0 for s in range(3)]
-    near = Paged([source.normal(n, dim) for n in queries.lengths], 6, first)
-    options: dict[str, Any] = {"scale": dim**-0.5, "window_width": int((high - low).max()) + 1 + slack}
-    if pool:
-        far = Paged([source.normal(max(n // 3, 1), dim) for n in queries.lengths], 4)
-        bound = max(int(visible.max()), 1)
-        options |= {"pool_NBD": far.pages, "pool_table_SP": far.table, "visible_T": visible.int()}
-        options["pool_width"] = bound + slack
-        if topk:
-            chosen = source.choices(bound + 2, min(bound + 2, 5)).sort(dim=1).values
-            chosen[::4, -1] = -1
-            prefix = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
-            prefix = torch.where(prefix < visible[:, None], prefix, -1)
-            options["topk_indices_TX"] = {"chosen": chosen, "first": prefix}[topk].contiguous()
-            options["pool_width"] = chosen.shape[1]
-    q, sink = source.normal(source.rows, heads, dim), source.fp32(heads)
-    if turned:
-        angle = source.fp32(source.rows, dim // 8)
-        options["turn"] = Turn(cos_TR=angle.cos(), sin_TR=angle.sin(), eps=1e-6, stepwise=pool)
-    args = (q, near.pages, near.table, queries.seq, low.int(), high.int(), sink)
-    return Call(args=args, options=options, padding=source.padding)
-
-
-def index_topk(source: Source, *, blocks: bool = False, stepwise: bool = False, slack: int = 0, k: int = 5) -> Call:
-    args, most = _index_inputs(source, stepwise)
-    options: dict[str, Any] = {"k": k, "max_visible": most + slack, "stepwise": stepwise, "weight_scale": 0.5}
-    if blocks:
-        num_blocks = -(-options["max_visible"] // 3)
-        listed = source.choices(num_blocks + 2, 2).sort(dim=1).values
-        options |= {"blocks_TY": torch.where(listed < num_blocks, listed, -1), "block_size": 3}
-    return Call(args=args, options=options, exact=True, padding=source.padding)
-
-
-def index_blocks(source: Source, *, stepwise: bool = False, slack: int = 0, block_size: int = 3) -> Call:
-    args, most = _index_inputs(source, stepwise)
-    options = {"num_blocks": 2, "block_size": block_size, "max_visible": most + slack, "stepwise": stepwise}
-    return Call(args=args, options=options, exact=True, padding=source.padding)
-
-
-def _index_inputs(source: Source, stepwise: bool) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Small integers where every step is rounded: then no order of a sum can turn a choice."""
-    queries = Queries.of(source.rows)
-    visible = (queries.position + 1) // 2
-    if source.padding:
-        visible[-1] = 0
-
-    def values(*shape: int) -> torch.Tensor:
-        return (source.below(3, *shape) - 1).to(source.dtype) if stepwise else source.normal(*shape)
-
-    keys = Paged([values(max(n // 2, 1), 16) for n in queries.lengths], 3)
-    q, weights = values(source.rows, 4, 16), values(source.rows, 4)
-    return (q, weights, keys.pages, keys.table, queries.seq, visible.int()), max(int(visible.max()), 1)
 
 
 def compress_pool(source: Source, *, overlap: bool, state: bool = True, out_dtype: torch.dtype = torch.float32) -> Call:
@@ -328,12 +233,17 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "turned": lambda s: sparse_attention(s, turned=True),
         "turned, top-k": lambda s: sparse_attention(s, pool=True, topk="chosen", turned=True),
         "many heads": lambda s: sparse_attention(s, pool=True, topk="chosen", heads=20, dim=64, window=21),
+        "codes": lambda s: sparse_attention(s, pool=True, topk="chosen", turned=True, formats=(NEAR, NEAR)),
+        "codes, window": lambda s: sparse_attention(s, formats=(NEAR, None)),
+        "codes of two kinds": lambda s: sparse_attention(s, pool=True, formats=(NEAR, FAR), slack=9),
     },
     "index_topk": {
         "all": index_topk,
         "blocks": lambda s: index_topk(s, blocks=True),
         "stepwise": lambda s: index_topk(s, stepwise=True),
         "bounds": lambda s: index_topk(s, slack=7, k=11),
+        "codes": lambda s: index_topk(s, stepwise=True, format=KEYS),
+        "codes, blocks": lambda s: index_topk(s, blocks=True, stepwise=True, format=KEYS),
     },
     "index_blocks": {
         "all": index_blocks,
@@ -341,6 +251,7 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "bounds": lambda s: index_blocks(s, slack=7),
         "even blocks": lambda s: index_blocks(s, slack=7, block_size=4),
         "even blocks, stepwise": lambda s: index_blocks(s, block_size=2, stepwise=True),
+        "codes": lambda s: index_blocks(s, block_size=4, stepwise=True, format=KEYS),
     },
     "compress_pool": {
         "overlap": lambda s: compress_pool(s, overlap=True),
@@ -368,6 +279,9 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
         "stored": lambda s: row_finish(
             s, weight_D=True, eps=1e-6, quant=FakeQuant(element="e4m3", block=16), dims=48, tail_bf16=True, pages=True
         ),
+        "codes": lambda s: row_finish(s, 32, dims=16, quant=NEAR.quant, pages=True, codes=True),
+        "codes, fp4": lambda s: row_finish(s, 64, quant=FAR.quant, pages=True, codes=True),
+        "codes, keys": lambda s: row_finish(s, 32, quant=E2M1, pages=True, codes=True),
         "index": lambda s: row_finish(s, 128, (3,), hadamard=True, quant=E2M1),
         "odd": lambda s: row_finish(s, 40, (3,), weight_D=True, eps=1e-6),
     },
@@ -397,3 +311,5 @@ _VARIANTS: dict[str, dict[str, Builder]] = {
     "vit_attention": {"64": vit_attention, "128": lambda s: vit_attention(s, 3, 128)},
 }
 CASES: dict[tuple[str, str], Builder] = {(op, name): b for op, cases in _VARIANTS.items() for name, b in cases.items()}
+# What learns has plain rows: codes have no gradient
+TRAINED = tuple(key for key in CASES if not key[1].startswith("codes"))

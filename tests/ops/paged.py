@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from spyglass.quant.formats import StoredRow
+from spyglass.quant.rows import encode_rows
+
 
 class Paged:
     """`rows[s]` are the logical rows of sequence s; pages that no sequence holds, and rows behind the last, are NaN.
@@ -29,3 +32,12 @@ class Paged:
                 part = mine[logical * page_rows : (logical + 1) * page_rows].clone()
                 part[: max(0, first[s] - logical * page_rows)] = float("nan")
                 self.pages[page, : len(part)] = part
+
+
+def as_codes(pages: torch.Tensor, format: StoredRow | None) -> torch.Tensor:
+    """The same pages as codes of `format` (None: as they are); rows of NaN become bytes of ones."""
+    if format is None:
+        return pages
+    codes = encode_rows(pages, format)
+    codes[pages.isnan().all(-1)] = 255
+    return codes

@@ -9,7 +9,8 @@ import torch
 
 from spyglass.ops.fake_quant.reference import fake_quant
 from spyglass.ops.linear_merged.reference import MapStack
-from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, fp8
+from spyglass.quant.formats import BF16, FP4, FakeQuant, Format, StoredRow, fp8
+from spyglass.quant.rows import encode_rows
 from tests.ops.call import Call, Source
 
 E4M3 = FakeQuant(element="e4m3", block=128)
@@ -72,8 +73,10 @@ def row_finish(
     heads: tuple[int, ...] = (),
     *,
     pages: bool = False,
+    codes: bool = False,
     **options: Any,
 ) -> Call:
+    """`codes`: pages are bytes of the format that the rounding says."""
     angle = source.fp32(source.rows, 8, scale=9.0)
     if options.get("weight_D") is not None:
         options["weight_D"] = source.fp32(dim)
@@ -81,6 +84,8 @@ def row_finish(
         held = source.normal(source.rows // 6 + 2, 6, dim)
         write = torch.randperm(held.shape[0] * 6, generator=source.generator)[: source.rows]
         write[::5] = -1
+        if codes:
+            held = encode_rows(held, StoredRow(quant=options["quant"], dim=dim, dims=options.get("dims", dim)))
         options |= {"pages_NBD": held, "write_T": write}
     args = (source.normal(source.rows, *heads, dim), angle.cos(), angle.sin())
     flips = "quant" in options

@@ -18,11 +18,12 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import BF16, F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
 from tests.ops.call import Source, assert_agrees, run_call, tolerance_of
-from tests.ops.cases import CASES, sparse_attention
+from tests.ops.cases import CASES, TRAINED
+from tests.ops.paged_cases import sparse_attention
 from tests.tolerance import OP_FLOAT32, assert_close
 
 A8 = FakeQuant(element="e4m3", block=128)
-OURS = [(op, case) for op, case in CASES if describe("cpu", "float32", "training")[op] == "training"]
+OURS = [(op, case) for op, case in TRAINED if describe("cpu", "float32", "training")[op] == "training"]
 TRAINING, REFERENCE = (bind_ops("cpu", "float32", which) for which in ("training", "reference"))  # type: ignore[arg-type]
 FORMATS = {"f32": F32, "bf16": BF16, "fp8": fp8((32, 32)), "fp4": FP4}
 

@@ -21,7 +21,7 @@ from spyglass.quant.codec import decode, encode
 from spyglass.quant.formats import F32, FP4, FakeQuant, Format, fp8
 from spyglass.quant.packed import Packed
 from tests.ops.call import Source
-from tests.ops.cases import sparse_attention
+from tests.ops.paged_cases import sparse_attention
 from tests.ops.test_training_ops import as_adapters, expert_call, leaves_of_pairs
 
 FORMATS: dict[str, Format] = {"f32": F32, "fp4": FP4, "fp8 32": fp8((32, 32)), "fp8 128": fp8((128, 128))}

@@ -27,6 +27,7 @@ OPS_FOLDER = Path(__file__).resolve().parents[2] / "spyglass" / "ops"
 # Bytes of shared memory that one program may ask for (CUDA programming guide)
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 GENERATIONS = tuple(SHARED_MEMORY)
+CODES = torch.uint8  # of pages that hold codes
 Key = tuple[str, ...]  # name of a kernel, and its constants and options at a launch
 Results = tuple[torch.Tensor, ...]
 

@@ -77,8 +77,7 @@ def round_block(x, amax, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tl.ten
     LOW: tl.constexpr = 0.015625 if E4M3 else 1.0  # smallest normal number
     FRACTION: tl.constexpr = 3 if E4M3 else 1
     if E4M3_SCALE:
-        bounded = tl.maximum(amax, 0.01171875)  # 6 · 2^-9
-        scale = to_grid(tl.minimum(tl.div_rn(bounded, tl.full(amax.shape, 6.0, tl.float32)), 448.0), 0.015625, 3)
+        scale = number_scale(amax)
         code = tl.minimum(tl.maximum(tl.div_rn(x, scale), -TOP), TOP)
         return tl.where(x == x, to_grid(code, LOW, FRACTION) * scale, x)
     scale = power_scale(amax, E4M3)
@@ -95,6 +94,47 @@ def power_scale(amax, E4M3: tl.constexpr) -> tl.tensor:
         product = tl.maximum(amax, 7.0527842e-38) * (1.0 / 6.0)  # 6 · 2^-126
     bits = product.to(tl.int32, bitcast=True)
     return (((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_scale(amax) -> tl.tensor:
+    """e4m3(max(amax, 6 · 2^-9) / 6)."""
+    sixth = tl.div_rn(tl.maximum(amax, 0.01171875), tl.full(amax.shape, 6.0, tl.float32))
+    return to_grid(tl.minimum(sixth, 448.0), 0.015625, 3)
+
+
+@triton.jit
+def block_codes(x, E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """fp32 blocks x [.., BLOCK] to numbers of the element and the byte of each block's scale (int32).
+
+    A block with a value that is no number, or infinite where scales are powers of two, gets the scale that is none.
+    """
+    size = tl.abs(x)
+    amax = tl.max(size, axis=2)
+    rounded = round_block(x, amax[:, :, None], E4M3, E4M3_SCALE)
+    if E4M3_SCALE:
+        scale = number_scale(amax)
+        bad = tl.max((size != size).to(tl.int32), axis=2)
+        return tl.div_rn(rounded, tl.broadcast_to(scale[:, :, None], x.shape)), code_bits(scale, True) | (bad * 127)
+    else:
+        power = power_scale(amax, E4M3).to(tl.int32, bitcast=True) >> 23
+        inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+        bad = tl.max((size - size != 0).to(tl.int32), axis=2)
+        return rounded * inverse[:, :, None], power | (bad * 255)
+
+
+@triton.jit
+def code_bits(number, E4M3: tl.constexpr) -> tl.tensor:
+    """fp32 numbers of the element, e4m3 or e2m1, to its codes (int32)."""
+    FRACTION: tl.constexpr = 3 if E4M3 else 1
+    LOW: tl.constexpr = 0.015625 if E4M3 else 1.0  # smallest normal number
+    SIGN: tl.constexpr = 7 if E4M3 else 3
+    bits = number.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (tl.abs(number) * ((1 << FRACTION) / LOW)).to(tl.int32)
+    normal = (magnitude >> (23 - FRACTION)) - ((120 if E4M3 else 126) << FRACTION)
+    code = tl.where(tl.abs(number) < LOW, small, normal) & ((1 << SIGN) - 1)
+    return code | (((bits >> 31) & 1) << SIGN)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spyglass.ops import tuned
-from spyglass.ops.gpu import overlap, processors, refuse_codes, usable
+from spyglass.ops import stored, tuned
+from spyglass.ops.gpu import overlap, processors, usable
 from spyglass.ops.index_topk import reference
 from spyglass.quant.formats import StoredRow
 
@@ -20,7 +20,7 @@ __all__ = ["index_topk", "score", "select", "suits", "usable"]
 _SCORES_AT_ONCE = 1 << 26
 _SHORT, _LONG = 1024, 4096  # candidates that one program reads at once
 _GROUPED, _LARGE = 4096, 16384  # rows longer than that are looked at in groups, in not many more than this
-_MOST, _MOST_PICKS = 1 << 20, 512
+_MOST, _MOST_TOPK = 1 << 20, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -55,11 +55,10 @@ def index_topk(
     """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries.
 
     Raises:
-        DeviceError: keys are codes.
+        DeviceError: keys are bytes of no format.
     """
-    refuse_codes("index_topk", keys_NBI)
     inputs = (q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T)
-    if not suits(q_TNI, keys_NBI, max_visible) or k > _MOST_PICKS:
+    if not suits(q_TNI, keys_NBI, max_visible, key_format) or k > _MOST_TOPK:
         return reference.index_topk(
             *inputs,
             k=k,
@@ -68,7 +67,9 @@ def index_topk(
             weight_scale=weight_scale,
             blocks_TY=blocks_TY,
             block_size=block_size,
+            key_format=key_format,
         )
+    row = stored.row_code("index_topk", keys_NBI, key_format)
     width = min(k, max_visible)
     topk_indices_TX = torch.empty(len(q_TNI), width, dtype=torch.int32, device=q_TNI.device)
     few = k if blocks_TY is None else 0
@@ -80,7 +81,7 @@ def index_topk(
         part = slice(t, t + step)
         blocks = None if blocks_TY is None else blocks_TY[part]
         rows = (q_TNI[part], weights_TN[part], keys_NBI, table_SP, seq_T[part], visible_T[part])
-        scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True, how)
+        scores, groups = score(rows, candidates, stepwise, weight_scale, few, blocks, block_size, group, True, how, row)
         select(scores, groups, visible_T[part], topk_indices_TX[part], k, blocks, block_size, group)
     return topk_indices_TX
 
@@ -90,12 +91,11 @@ def group_of(candidates: int) -> int:
     return max(8, 1 << (-(-candidates // _LARGE) - 1).bit_length()) if candidates > _GROUPED else 0
 
 
-def suits(q_TNI: torch.Tensor, keys_NBI: torch.Tensor, max_visible: int) -> bool:
+def suits(q_TNI: torch.Tensor, keys_NBI: torch.Tensor, max_visible: int, key_format: StoredRow | None = None) -> bool:
     """Whether the kernels take these rows."""
     return (
         q_TNI.dtype in _DTYPES
-        and keys_NBI.dtype == q_TNI.dtype
-        and keys_NBI.is_contiguous()
+        and stored.suits(keys_NBI, key_format, q_TNI.dtype)
         and q_TNI.numel() > 0
         and 0 < max_visible <= _MOST
     )
@@ -112,8 +112,10 @@ def score(
     group: int,
     all_scores: bool,
     how: Scoring,
+    row: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scratch with scores [T, candidates] and the best of every `group` of them; what was not asked for is empty."""
+    """Scratch with scores [T, candidates] and the best of every `group` of them; what was not asked for is empty.
+    `row`: how keys are stored (`stored.row_code`)."""
     from spyglass.ops.index_topk.triton_kernel import score_entries
 
     q_TNI, weights_TN, keys_NBI, table_SP, seq_T, visible_T = rows
@@ -149,6 +151,7 @@ def score(
         DIM=dim,
         DIMS=max(16, 1 << (dim - 1).bit_length()),
         PAGE=keys_NBI.shape[1],
+        ROW=row,
         BLOCK=0 if blocks_TY is None else block_size,
         GROUP=group,
         SCORES=all_scores,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from spyglass.ops.overlap import begin
+from spyglass.ops.stored_kernel import decode_codes, fetch_codes
 
 # Two neighbours at once: round the dot products to bf16, drop negative ones, multiply by the weights with one rounding
 # (-0 added), widen. As instructions of their own the conversions take four times as long.
@@ -49,6 +50,7 @@ def score_entries(
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PAGE: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     SCORES: tl.constexpr,
@@ -59,8 +61,9 @@ def score_entries(
     OVERLAPS: tl.constexpr,
 ) -> None:
     """ROWS rows a program, which share keys where they are of one sequence. Rows that see `few` entries or fewer have
-    none written. BLOCK > 0: entries of the listed blocks of that size, numbered as listed. SCORES: write them all;
-    GROUP > 0: write the best of every GROUP neighbours. What is not there scores -inf."""
+    none written. ROW: `stored.row_code` of keys. BLOCK > 0: entries of the listed blocks of that size, numbered as
+    listed. SCORES: write them all; GROUP > 0: write the best of every GROUP neighbours. What is not there scores
+    -inf."""
     begin(OVERLAPS)
     program = tl.program_id(0)
     share = program % shares
@@ -103,10 +106,16 @@ def score_entries(
                     entry = tl.where(block < 0, -1, block * BLOCK + c % BLOCK)
                 ok = (entry >= 0) & (entry < longest)
                 page = tl.load(pages_ptr + entry // PAGE, mask=ok, other=0).to(tl.int64)
-                at = (page * PAGE + entry % PAGE) * DIM
-                keys = tl.load(
-                    keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None] & (channel < DIM)[None, :], other=0.0
-                )
+                at = page * PAGE + entry % PAGE
+                if ROW > 0:
+                    keys = fetch_codes(keys_ptr, at, ok, ROW, KEYS, DIM)
+                    keys = decode_codes(keys, ROW, KEYS, DIM, q_ptr.dtype.element_ty)
+                else:
+                    keys = tl.load(
+                        keys_ptr + (at * DIM)[:, None] + channel[None, :],
+                        mask=ok[:, None] & (channel < DIM)[None, :],
+                        other=0.0,
+                    )
                 dots = tl.dot(keys, tl.trans(q), input_precision="ieee")
                 if STEPWISE and q_ptr.dtype.element_ty == tl.bfloat16:
                     dots = tl.inline_asm_elementwise(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spyglass.ops import tuned
-from spyglass.ops.gpu import learns, refuse_codes, usable
+from spyglass.ops import stored, tuned
+from spyglass.ops.gpu import learns, usable
 from spyglass.ops.row_finish import reference
 from spyglass.quant.formats import FakeQuant
 
@@ -29,15 +29,10 @@ def row_finish(
     write_T: torch.Tensor | None = None,
     launch: tuned.RowWise | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two.
-
-    Raises:
-        DeviceError: pages are to hold codes.
-    """
-    refuse_codes("row_finish", pages_NBD)
+    """See `reference.py`, which also serves gradients, float64 and sizes that are no powers of two."""
     dim = x_THD.shape[-1]
     dims = dim if dims is None else dims
-    if learns(x_THD, weight_D) or not _suits(x_THD, cos_TR, quant, dims):
+    if learns(x_THD, weight_D) or not _suits(x_THD, cos_TR, quant, dims, pages_NBD):
         return reference.row_finish(
             x_THD,
             cos_TR,
@@ -54,6 +49,9 @@ def row_finish(
         )
     from spyglass.ops.row_finish.triton_kernel import finish
 
+    row = 0
+    if pages_NBD is not None and pages_NBD.dtype == torch.uint8:
+        row = stored.row_code("row_finish", pages_NBD, reference.stored_row(x_THD, quant, dims))
     assert pages_NBD is None or (x_THD.dim() == 2 and pages_NBD.is_contiguous())
     heads_THD = x_THD if x_THD.dim() == 3 else x_THD[:, None]
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
@@ -71,6 +69,7 @@ def row_finish(
         tail_bf16=tail_bf16,
         pages_ND=None if pages_NBD is None else pages_NBD.flatten(0, 1),
         write_T=write_T,
+        row=row,
         launch=launch,
     )
     return out_THD
@@ -82,8 +81,13 @@ def shape_key(x_THD: torch.Tensor, hadamard: bool, quant: FakeQuant | None) -> d
     return {"heads": heads, "dim": dim, "hadamard": int(hadamard), "round": "no" if quant is None else quant.element}
 
 
-def _suits(x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int) -> bool:
+def _suits(
+    x_THD: torch.Tensor, cos_TR: torch.Tensor, quant: FakeQuant | None, dims: int, pages_NBD: torch.Tensor | None = None
+) -> bool:
     dim = x_THD.shape[-1]
+    if pages_NBD is not None and pages_NBD.dtype == torch.uint8:
+        if not stored.suits(pages_NBD, reference.stored_row(x_THD, quant, dims), x_THD.dtype):
+            return False
     powers = [dim] if quant is None else [dim, quant.block]
     fits = all(size and size & (size - 1) == 0 for size in powers) and 2 * cos_TR.shape[-1] <= dim <= _WIDEST
     whole = quant is None or (dims % quant.block == 0 and quant.block <= dim)

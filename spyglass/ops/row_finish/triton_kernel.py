@@ -14,6 +14,7 @@ from spyglass.ops.overlap import begin
 from spyglass.ops.rms_norm.triton_kernel import inverse_size
 from spyglass.ops.rope_partial.triton_kernel import turn_pairs
 from spyglass.ops.row_finish.triton import shape_key
+from spyglass.ops.stored_kernel import write_codes
 from spyglass.ops.tuned import RowWise
 from spyglass.quant.formats import FakeQuant
 
@@ -35,9 +36,13 @@ def finish(
     tail_bf16: bool,
     pages_ND: torch.Tensor | None,
     write_T: torch.Tensor | None,
+    row: int,
     launch: RowWise | None,
 ) -> None:
-    """Write row_finish of x (channels contiguous) into `out_THD` (contiguous), and into rows of `pages_ND`."""
+    """Write row_finish of x (channels contiguous) into `out_THD` (contiguous), and into rows of `pages_ND`.
+
+    `row`: how those are stored (`stored.row_code`); codes are made of the rows in `out_THD`, which stay as they are.
+    """
     rows, heads, dim = x_THD.shape
     if out_THD.numel() == 0:
         return
@@ -52,7 +57,7 @@ def finish(
         x_THD, cos_TR, sin_TR, out_THD, cos_TR if weight_D is None else weight_D, pages_ND if writes else out_THD,
         write_T if writes else cos_TR, x_THD.stride(0), x_THD.stride(1), heads, 0.0 if eps is None else eps, dims,
         NORMS=eps is not None, WEIGHTED=weight_D is not None, STEPWISE=stepwise, HADAMARD=hadamard,
-        ROUNDS=quant is not None, TAIL_BF16=tail_bf16, WRITES=writes, HEADS=HEADS, DIM=dim,
+        ROUNDS=quant is not None and not row, TAIL_BF16=tail_bf16, WRITES=writes, ROW=row, HEADS=HEADS, DIM=dim,
         LOG_DIM=dim.bit_length() - 1, PAIRS=cos_TR.shape[1], num_warps=launch.warps, enable_fp_fusion=False,
         **rounding(quant, dim), **overlap(x_THD),
     )  # fmt: skip
@@ -63,7 +68,8 @@ def _finish_rows(
     x_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, pages_ptr, write_ptr, row_stride, head_stride, heads, eps, dims,
     NORMS: tl.constexpr, WEIGHTED: tl.constexpr, STEPWISE: tl.constexpr, HADAMARD: tl.constexpr, BLOCK: tl.constexpr,
     E4M3: tl.constexpr, E4M3_SCALE: tl.constexpr, ROUNDS: tl.constexpr, TAIL_BF16: tl.constexpr, WRITES: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     begin(OVERLAPS)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -92,6 +98,9 @@ def _finish_rows(
         x = tl.where(channel < dims, rounded, to_bf16(x) if TAIL_BF16 else x)
     out = x.to(DTYPE)
     tl.store(out_ptr + (row * heads + head) * DIM + channel, out, mask=there)
-    if WRITES:
+    if ROW > 0:
+        to = tl.load(write_ptr + row + 0 * tl.arange(0, HEADS)).to(tl.int64)
+        write_codes(x, pages_ptr, to, to >= 0, ROW, HEADS, DIM)
+    elif WRITES:
         to = tl.load(write_ptr + row + 0 * head).to(tl.int64)
         tl.store(pages_ptr + to * DIM + channel, out.to(pages_ptr.dtype.element_ty), mask=there & (to >= 0))

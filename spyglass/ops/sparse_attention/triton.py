@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spyglass.ops import tuned
-from spyglass.ops.gpu import GENERATIONS, generation, here, learns, processors, refuse_codes, usable
+from spyglass.ops import stored, tuned
+from spyglass.ops.gpu import GENERATIONS, generation, here, learns, processors, usable
 from spyglass.ops.sparse_attention import reference
 from spyglass.ops.sparse_attention.reference import Turn
 from spyglass.quant.formats import StoredRow
@@ -63,10 +63,10 @@ def sparse_attention(
     """See `reference.py`, which also serves gradients and rows of other sizes than powers of two.
 
     Raises:
-        DeviceError: pages hold codes.
+        DeviceError: pages of bytes, and no format of such rows.
     """
-    refuse_codes("sparse_attention", window_NBD, pool_NBD)
-    if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD):
+    formats = window_format, pool_format
+    if learns(q_THD, window_NBD) or not suits(q_THD, window_NBD, pool_NBD, formats):
         return reference.sparse_attention(
             q_THD,
             window_NBD,
@@ -83,6 +83,8 @@ def sparse_attention(
             topk_indices_TX=topk_indices_TX,
             pool_width=pool_width,
             turn=turn,
+            window_format=window_format,
+            pool_format=pool_format,
         )
     pool = None
     if pool_NBD is not None and pool_width > 0:
@@ -90,10 +92,15 @@ def sparse_attention(
         pool = (pool_NBD, pool_table_SP, visible_T, topk_indices_TX)
     window = (window_NBD, window_table_SP, seq_T, lo_T, hi_T)
     launch = launch or choose(q_THD, window_width, pool_width)
-    return attend(q_THD, window, pool, sink_H, scale, launch, turn, (window_width, pool_width))
+    return attend(q_THD, window, pool, sink_H, scale, launch, turn, (window_width, pool_width), formats)
 
 
-def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor | None) -> bool:
+def suits(
+    q_THD: torch.Tensor,
+    window_NBD: torch.Tensor,
+    pool_NBD: torch.Tensor | None,
+    formats: tuple[StoredRow | None, StoredRow | None] = (None, None),
+) -> bool:
     """Whether the kernel takes these rows."""
     dim, rows = q_THD.shape[-1], [window_NBD] if pool_NBD is None else [window_NBD, pool_NBD]
     return (
@@ -101,7 +108,7 @@ def suits(q_THD: torch.Tensor, window_NBD: torch.Tensor, pool_NBD: torch.Tensor 
         and dim >= 16
         and dim & (dim - 1) == 0
         and q_THD.numel() > 0
-        and all(x.is_contiguous() and x.dtype == q_THD.dtype for x in rows)
+        and all(stored.suits(x, format, q_THD.dtype) for x, format in zip(rows, formats, strict=False))
     )
 
 
@@ -159,9 +166,10 @@ def attend(
     launch: Launch,
     turn: Turn | None,
     widths: tuple[int, int],
+    formats: tuple[StoredRow | None, StoredRow | None] = (None, None),
 ) -> torch.Tensor:
     """`sparse_attention` so launched. `window` = pages, table, seq, lo, hi; `pool` = pages, table, visible, indices;
-    `widths` bound the keys of either."""
+    `widths` bound the keys of either, `formats` say what their bytes are."""
     from spyglass.ops.sparse_attention.triton_kernel import attend_share, combine_shares
 
     if launch.stream:
@@ -170,6 +178,8 @@ def attend(
     (rows, heads, dim), (window_width, pool_width) = q_THD.shape, widths
     window_NBD, table_SP, seq_T, lo_T, hi_T = window
     pool_NBD, pool_table_SP, visible_T, topk_indices_TX = (window_NBD, table_SP, lo_T, None) if pool is None else pool
+    window_row = stored.row_code("sparse_attention", window_NBD, formats[0])
+    pool_row = window_row if pool is None else stored.row_code("sparse_attention", pool_NBD, formats[1])
     q_THD, out_THD = q_THD.contiguous(), torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     splits, split = launch.splits, launch.splits > 1
     shares, part = out_THD, sink_H
@@ -200,6 +210,8 @@ def attend(
         "WINDOW_PAGE": window_NBD.shape[1],
         "POOL_PAGE": 0 if pool is None else pool_NBD.shape[1],
         "TOPK": topk_indices_TX is not None,
+        "WINDOW_ROW": window_row,
+        "POOL_ROW": pool_row,
         "KEYS": launch.keys,
         "SPLIT": split,
     }

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from spyglass.ops.stored_kernel import e2m1_value, e4m3_value, scale_value
+
 # its name since Triton 3.8, and the one before
 _to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -120,16 +122,85 @@ def _rows(
 
 
 @gluon.jit
-def _copy(
-    into: gl.tensor, rows: gl.tensor, base: gl.tensor, channel: gl.tensor, L: gl.constexpr, C: gl.constexpr
+def _bring(
+    into: gl.tensor,
+    rows: gl.tensor,
+    full: gl.tensor,
+    of_window: gl.tensor,
+    window_ptr: gl.tensor,
+    pool_ptr: gl.tensor,
+    channel: gl.tensor,
+    L: gl.constexpr,
+    C: gl.constexpr,
 ) -> None:
-    """Start to copy the keys of a tile, 16 at a time; those that are not there become zeros."""
+    """Bring the keys of a tile, 16 at a time, and say so to `full`; those that are not there become zeros.
+
+    Plain rows are copied meanwhile; codes are decoded here, for as long as it takes.
+    """
     DIM: gl.constexpr = C[1]
     KEYS: gl.constexpr = C[2]
+    POOL_PAGE: gl.constexpr = C[4]
+    WINDOW_ROW: gl.constexpr = C[10]
+    POOL_ROW: gl.constexpr = C[11]
+    base = window_ptr
+    if POOL_PAGE > 0:
+        base = gl.where(of_window, window_ptr, pool_ptr)
+    if WINDOW_ROW == 0 and POOL_ROW == 0:
+        for part in gl.static_range(KEYS // 16):
+            at = rows.slice(part * 16, 16).load(L)
+            from_ptr = base + at.to(gl.int64)[:, None] * DIM + channel
+            _to_shared(into.slice(part * 16, 16), from_ptr, mask=(at >= 0)[:, None])
+        async_copy.mbarrier_arrive(full, increment_count=False)
+    else:
+        if WINDOW_ROW == POOL_ROW:
+            _decode(into, rows, base, WINDOW_ROW, DIM, KEYS)
+        elif of_window:
+            _decode(into, rows, window_ptr, WINDOW_ROW, DIM, KEYS)
+        else:
+            _decode(into, rows, pool_ptr, POOL_ROW, DIM, KEYS)
+        fence_async_shared()
+        mbarrier.arrive(full, count=128)
+
+
+@gluon.jit
+def _decode(
+    into: gl.tensor, rows: gl.tensor, base: gl.tensor, ROW: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr
+) -> None:
+    """Rows of codes to bf16; ROW is `stored.row_code`. Threads take 8 channels of FP8 or 16 of FP4 at a time, a load of
+    8 bytes with the scale of their block."""
+    E4M3: gl.constexpr = ROW & 1
+    BLOCK: gl.constexpr = (ROW >> 2) & 4095
+    DIMS: gl.constexpr = (ROW >> 14) & 4095
+    TAIL_AT: gl.constexpr = (ROW >> 26) & 4095
+    SCALES_AT: gl.constexpr = (ROW >> 38) & 4095
+    ROW_BYTES: gl.constexpr = ROW >> 50
+    PIECE: gl.constexpr = 8 if E4M3 else 16
+    PIECES: gl.constexpr = DIM // PIECE
+    L3: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [4, 1, 1], [2, 1, 0])
+    L2: gl.constexpr = gl.SliceLayout(2, L3)
+    piece = gl.arange(0, PIECES, gl.SliceLayout(0, L2))[None, :]
+    byte = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]
     for part in gl.static_range(KEYS // 16):
-        at = rows.slice(part * 16, 16).load(L)
-        from_ptr = base + at.to(gl.int64)[:, None] * DIM + channel
-        _to_shared(into.slice(part * 16, 16), from_ptr, mask=(at >= 0)[:, None])
+        at = rows.slice(part * 16, 16).load(gl.SliceLayout(1, L2))
+        row_ptr = base + at.to(gl.int64)[:, None] * ROW_BYTES
+        coded = (at >= 0)[:, None] & (piece < DIMS // PIECE)
+        scale = gl.load(row_ptr + SCALES_AT + piece * PIECE // BLOCK, mask=coded, other=0)
+        from_ptr = row_ptr[:, :, None] + ((piece * 8)[:, :, None] + byte)
+        codes = gl.load(from_ptr, mask=coded[:, :, None], other=0)
+        factor = scale_value(scale, ROW)[:, :, None]
+        if E4M3:
+            value = (e4m3_value(codes) * factor).to(into.dtype)
+        else:
+            low = e2m1_value(codes) * factor
+            high = e2m1_value(codes >> 4) * factor
+            value = gl.join(low.to(into.dtype), high.to(into.dtype))
+        if DIMS < DIM:
+            tail_ptr = (row_ptr + TAIL_AT).to(gl.pointer_type(gl.bfloat16), bitcast=True)[:, :, None]
+            behind = (at >= 0)[:, None] & (piece >= DIMS // PIECE)
+            place = (piece * PIECE)[:, :, None] + byte - DIMS
+            tail = gl.load(tail_ptr + place, mask=behind[:, :, None], other=0.0)
+            value = gl.where((piece < DIMS // PIECE)[:, :, None], value, tail)
+        into.slice(part * 16, 16).store(gl.reshape(value, [16, DIM]))
 
 
 @gluon.jit
@@ -155,7 +226,6 @@ def _weigh(
     NUM_HEADS: gl.constexpr = C[0]
     DIM: gl.constexpr = C[1]
     KEYS: gl.constexpr = C[2]
-    POOL_PAGE: gl.constexpr = C[4]
     TURNED: gl.constexpr = C[7]
     NORM: gl.constexpr = C[8]
     EPS: gl.constexpr = C[9]
@@ -178,12 +248,9 @@ def _weigh(
     for early in gl.static_range(2):
         place, entry = _entries(f_tile, f_stop, f_row, f_window, f_window_tiles, lists, widths, C)
         where.index(early).store(_rows(place, entry, f_seq, f_lo, f_visible, lists, widths, C))
-        base = window_ptr
-        if POOL_PAGE > 0:
-            base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
+        of_window = f_tile < f_window_tiles
         if early == 0:
-            _copy(ks.index(0), where.index(0), base, channel, KL, C)
-            async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+            _bring(ks.index(0), where.index(0), full.index(0), of_window, window_ptr, pool_ptr, channel, KL, C)
         more = ahead < work_count
         f_tile += 1
         if f_tile >= f_last:
@@ -213,8 +280,8 @@ def _weigh(
             token = warpgroup_mma(qs, ks.index(b).permute([1, 0]), zero, use_acc=False, is_async=True)
             if more:  # the next tile, into the buffer of the one before this
                 mbarrier.wait(empty.index(b ^ 1), (((count + 1) >> 1) & 1) ^ 1)
-                _copy(ks.index(b ^ 1), where.index(b ^ 1), base, channel, KL, C)
-                async_copy.mbarrier_arrive(full.index(b ^ 1), increment_count=False)
+                n = b ^ 1
+                _bring(ks.index(n), where.index(n), full.index(n), of_window, window_ptr, pool_ptr, channel, KL, C)
             rows = _rows(place, entry, f_seq, f_lo, f_visible, lists, widths, C)
             logit = warpgroup_mma_wait(0, [token])
             if tile == last - 1:
@@ -236,8 +303,7 @@ def _weigh(
             count += 1
             where.index(b).store(rows)
             more = ahead < work_count
-            if POOL_PAGE > 0:
-                base = gl.where(f_tile < f_window_tiles, window_ptr, pool_ptr)
+            of_window = f_tile < f_window_tiles
             f_tile += 1
             if f_tile >= f_last:
                 ahead += step
@@ -390,12 +456,16 @@ def attend_stream(
     WINDOW_PAGE: gl.constexpr,
     POOL_PAGE: gl.constexpr,
     TOPK: gl.constexpr,
+    WINDOW_ROW: gl.constexpr,
+    POOL_ROW: gl.constexpr,
     KEYS: gl.constexpr,
     SPLIT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ) -> None:
     """As `attend_share`; `work_count` rows, or rows x splits."""
-    C: gl.constexpr = (NUM_HEADS, DIM, KEYS, WINDOW_PAGE, POOL_PAGE, TOPK, SPLIT, TURNED, NORM, EPS)
+    C: gl.constexpr = (
+        NUM_HEADS, DIM, KEYS, WINDOW_PAGE, POOL_PAGE, TOPK, SPLIT, TURNED, NORM, EPS, WINDOW_ROW, POOL_ROW,
+    )  # fmt: skip
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spyglass.ops.stored_kernel import decode_codes, fetch_codes
+
 _VARYING = ("table_width", "pool_table_width", "topk_width", "splits", "window_tiles")
 
 
@@ -44,6 +46,8 @@ def attend_share(
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
     TOPK: tl.constexpr,
+    WINDOW_ROW: tl.constexpr,
+    POOL_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -52,9 +56,10 @@ def attend_share(
     PDL: tl.constexpr,
 ) -> None:
     """With SPLIT the un-normed sum, the largest logit and the sum of p of each head go to `out` and `part`, else the
-    finished row to `out`. POOL_PAGE 0: no compressed rows. TURNED: channels that are rotated, 0 = q comes rotated and
-    the output stays so. NORM of q before: 0 none, 1 in fp32, 2 stepwise (see `rms_norm`). ONE: a share is one tile, the
-    first `window_tiles` of them of the window; the keys are on their way before q is made ready."""
+    finished row to `out`. POOL_PAGE 0: no compressed rows. WINDOW_ROW, POOL_ROW: `stored.row_code` of either. TURNED:
+    channels that are rotated, 0 = q comes rotated and the output stays so. NORM of q before: 0 none, 1 in fp32, 2
+    stepwise (see `rms_norm`). ONE: a share is one tile, the first `window_tiles` of them of the window; the keys are on
+    their way before q is made ready."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -93,7 +98,7 @@ def attend_share(
     window = (lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr)
     pool = (pool_table_ptr, topk_indices_ptr, topk_width, visible, pool_ptr)
     if ONE:
-        keys, ok = _tile(share, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, KEYS)
+        keys, ok = _tile(share, window, pool, q_ptr, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, WINDOW_ROW, POOL_ROW, KEYS)
     q = tl.load(q_ptr + (row * NUM_HEADS + head)[:, None] * DIM + channel[None, :], mask=there[:, None], other=0.0)
     if NORM > 0:
         q = _norm(q, NORM, EPS, DIM)
@@ -105,10 +110,12 @@ def attend_share(
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, DIM], tl.float32)
     if ONE:
+        keys = _numbers(keys, q_ptr, DIM, WINDOW_ROW, POOL_ROW, KEYS)
         top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
     else:
         for tile in tl.range(first, last, num_stages=STAGES):
-            keys, ok = _tile(tile, window, pool, channel, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, KEYS)
+            keys, ok = _tile(tile, window, pool, q_ptr, DIM, WINDOW_PAGE, POOL_PAGE, TOPK, WINDOW_ROW, POOL_ROW, KEYS)
+            keys = _numbers(keys, q_ptr, DIM, WINDOW_ROW, POOL_ROW, KEYS)
             top, total, mixed = _step(q, keys, ok, top, total, mixed, scale)
 
     if SPLIT:
@@ -183,14 +190,16 @@ def _tile(
     tile: tl.tensor,
     window: tl.tensor,
     pool: tl.tensor,
-    channel: tl.tensor,
+    q_ptr: tl.tensor,
     DIM: tl.constexpr,
     WINDOW_PAGE: tl.constexpr,
     POOL_PAGE: tl.constexpr,
     TOPK: tl.constexpr,
+    WINDOW_ROW: tl.constexpr,
+    POOL_ROW: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The keys of a tile, zeros where there are none, and which there are."""
+    """The keys of a tile, zeros where there are none, and which there are; `_numbers` makes numbers of the former."""
     lo, num_window, window_tiles, ring, table_ptr, table_width, window_ptr = window
     pool_table_ptr, topk_indices_ptr, topk_width, visible, pool_ptr = pool
     n = tile * KEYS + tl.arange(0, KEYS)
@@ -199,7 +208,7 @@ def _tile(
     slot = position // WINDOW_PAGE + ring
     slot = tl.where(slot >= table_width, slot - table_width, slot)
     page = tl.load(table_ptr + slot, mask=ok, other=0).to(tl.int64)
-    at = (page * WINDOW_PAGE + position % WINDOW_PAGE) * DIM
+    at = page * WINDOW_PAGE + position % WINDOW_PAGE
     keys_ptr = window_ptr
     if POOL_PAGE > 0:
         entry = n - window_tiles * KEYS
@@ -207,10 +216,52 @@ def _tile(
             entry = tl.load(topk_indices_ptr + entry, mask=(entry >= 0) & (entry < topk_width), other=-1)
         chosen = (entry >= 0) & (entry < visible)
         page = tl.load(pool_table_ptr + entry // POOL_PAGE, mask=chosen, other=0).to(tl.int64)
-        at = tl.where(tile < window_tiles, at, (page * POOL_PAGE + entry % POOL_PAGE) * DIM)
+        at = tl.where(tile < window_tiles, at, page * POOL_PAGE + entry % POOL_PAGE)
         ok = ok | chosen
         keys_ptr = tl.where(tile < window_tiles, window_ptr, pool_ptr)
-    return tl.load(keys_ptr + at[:, None] + channel[None, :], mask=ok[:, None], other=0.0), ok
+    if WINDOW_ROW != POOL_ROW:
+        if tile < window_tiles:
+            keys = _read(window_ptr, at, ok, WINDOW_ROW, KEYS, DIM, q_ptr.dtype.element_ty)
+        else:
+            keys = _read(pool_ptr, at, ok, POOL_ROW, KEYS, DIM, q_ptr.dtype.element_ty)
+    elif WINDOW_ROW > 0:
+        keys = fetch_codes(keys_ptr, at, ok, WINDOW_ROW, KEYS, DIM)
+    else:
+        keys = _read(keys_ptr, at, ok, 0, KEYS, DIM, q_ptr.dtype.element_ty)
+    return keys, ok
+
+
+@triton.jit
+def _numbers(
+    keys: tl.tensor,
+    q_ptr: tl.tensor,
+    DIM: tl.constexpr,
+    WINDOW_ROW: tl.constexpr,
+    POOL_ROW: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tl.tensor:
+    """Keys of `_tile` in q's dtype; codes of one kind are decoded only here, since more can be asked for before."""
+    if (WINDOW_ROW == POOL_ROW) and (WINDOW_ROW > 0):
+        return decode_codes(keys, WINDOW_ROW, KEYS, DIM, q_ptr.dtype.element_ty)
+    else:
+        return keys
+
+
+@triton.jit
+def _read(
+    rows_ptr: tl.tensor,
+    at: tl.tensor,
+    ok: tl.tensor,
+    ROW: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Rows `at` of pages as numbers."""
+    if ROW > 0:
+        return decode_codes(fetch_codes(rows_ptr, at, ok, ROW, KEYS, DIM), ROW, KEYS, DIM, DTYPE)
+    else:
+        return tl.load(rows_ptr + (at * DIM)[:, None] + tl.arange(0, DIM)[None, :], mask=ok[:, None], other=0.0)
 
 
 @triton.jit

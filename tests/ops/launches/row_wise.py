@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from spyglass.quant.formats import FakeQuant
-from tests.ops.triton_lane import Launch, meta
+from tests.ops.triton_lane import CODES, Launch, meta
+
+V41_POOL = {"quant": FakeQuant(element="e2m1", block=16, scale="e4m3")}
+V41_WINDOW = {"quant": FakeQuant(element="e4m3", block=32)}
 
 
 def add_shared() -> Iterator[Launch]:
@@ -191,12 +194,16 @@ def row_finish() -> Iterator[Launch]:
     yield Launch(args=(meta(128, 64, 512), *tables), options={"eps": 1e-6, "stepwise": True})
     fp8 = {"quant": FakeQuant(element="e4m3", block=64), "dims": 448, "tail_bf16": True}
     yield Launch(args=(meta(128, 512), *tables), options={**norm, **fp8, **pages})
-    fp4 = {"quant": FakeQuant(element="e2m1", block=16, scale="e4m3")}
+    for width, quant in ((584, fp8), (528, V41_WINDOW), (288, V41_POOL)):  # pages of codes
+        codes = pages | {"pages_NBD": meta(9, 64, width, dtype=CODES)}
+        yield Launch(args=(meta(128, 512), *tables), options={**norm, **quant, **codes})
+    fp4 = V41_POOL
     yield Launch(args=(meta(128, 512), *tables), options={**norm, **fp4, **pages})
     index = {"hadamard": True, "quant": FakeQuant(element="e2m1", block=32)}
     yield Launch(args=(meta(128, 64, 128), *tables), options=index)
     weight, keys = meta(128, dtype=torch.float32), {"pages_NBD": meta(9, 64, 128), "write_T": pages["write_T"]}
-    yield Launch(args=(meta(128, 128), *tables), options={**index, **keys, "weight_D": weight, "eps": 1e-6})
+    for held in (keys, keys | {"pages_NBD": meta(9, 64, 68, dtype=CODES)}):
+        yield Launch(args=(meta(128, 128), *tables), options={**index, **held, "weight_D": weight, "eps": 1e-6})
 
 
 def train_row_finish() -> None:

@@ -44,7 +44,9 @@ class OpsOfTorch(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_a_decoding_layer_launches_no_more_than_it_did(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     most = ALONE if rows == 1 else MOST
-    assert launches(released("v4"), rows, False, monkeypatch) == {ratio: {count} for ratio, count in most.items()}
+    for stored in (False, True):
+        found = launches(released("v4"), rows, False, monkeypatch, stored=stored)
+        assert found == {ratio: {count} for ratio, count in most.items()}
 
 
 @pytest.mark.parametrize("rows", [1, 32])
@@ -68,11 +70,18 @@ def rank_rows(stack: Packed, rank: int, slot: int) -> ExpertRows:
     return ExpertRows(make_rows(rows[0], rows[1], [1.0] * (experts * rank), slot), (rank,) * experts)
 
 
-def launches(loaded: LoadedModel, rows: int, adapters: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
-    """Launches of each layer of a decode step, by compression ratio."""
+def launches(
+    loaded: LoadedModel, rows: int, adapters: bool, monkeypatch: pytest.MonkeyPatch, *, stored: bool = False
+) -> dict[int, set[int]]:
+    """Launches of each layer of a decode step, by compression ratio; `stored`: rows of the cache are codes."""
     model, text = loaded.model, loaded.config.text
     allocator = CacheAllocator(
-        cache_plans(text), dtype=loaded.dtype, device=META, max_sequences=64, step_tokens=256, max_length=1 << 20
+        cache_plans(text, stored=stored),
+        dtype=loaded.dtype,
+        device=META,
+        max_sequences=64,
+        step_tokens=256,
+        max_length=1 << 20,
     )
     pages = {key: held.new_empty(4, *held.shape[1:]) for key, held in allocator.pages.items()}
     banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
