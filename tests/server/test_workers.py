@@ -27,7 +27,7 @@ from spyglass.prompt.decode import CHAT_RULES, open_image
 from spyglass.prompt.tokens import ImagePlan, Prompt
 from spyglass.server.app import create_app
 from spyglass.server.exchange import Call, Immediate
-from spyglass.server.passing import Refusal, Wanted, receive_value, send_value
+from spyglass.server.passing import ReadBody, Refusal, Wanted, receive_value, send_value
 from spyglass.server.protocols.endpoints import make_endpoints
 from spyglass.server.workers import Job, Workers
 from spyglass.server.writing import json_bytes
@@ -179,6 +179,18 @@ def test_large_arrays_arrive_with_and_without_shared_memory(without: str, monkey
     one.close()
     with pytest.raises(EOFError):
         receive_value(other, {})
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="bodies go through the socket")
+def test_a_large_body_waits_for_no_turns_of_two_processes() -> None:
+    """It lies in memory that both see, so all of it is sent before anybody reads."""
+    job = ReadBody(path=CHAT, body=bytes(range(256)) * 100_000, adapters=("a",), remote={"x": PromptError("no")})
+    one, other = socket.socketpair()
+    send_value(one, job)
+    found = receive_value(other, {})
+    assert (found.path, found.body, found.adapters, str(found.remote["x"])) == (CHAT, job.body, ("a",), "no")
+    for end in (one, other):
+        end.close()
 
 
 def test_what_is_wrong_with_an_image_is_told_as_here(workers: Workers) -> None:
