@@ -31,7 +31,6 @@ class Progress(tqdm):  # type: ignore[misc]  # untyped library
             threading.Thread(target=self._tell, args=(self._ended, line_seconds), daemon=True).start()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar, where there is one."""
         if not self._lines:
             super().display(msg, pos)
 

@@ -114,7 +114,8 @@ def _check_image(image: int, pixels: PatchArray, grid: Grid, positions: int, vis
         raise PromptError(
             f"image {image}: patches have shape {list(pixels.shape)}; expected [N, 3, {side}, {side}], channels first"
         )
-    if not _is_pixels(pixels) and not _is_float(pixels):
+    is_float = pixels.is_floating_point() if isinstance(pixels, torch.Tensor) else pixels.dtype.kind == "f"
+    if pixels.dtype not in (np.dtype(np.uint8), torch.uint8) and not is_float:
         raise PromptError(
             f"image {image}: patches are {pixels.dtype}; give uint8 pixels or floats that are already normalised"
         )
@@ -127,14 +128,6 @@ def _check_image(image: int, pixels: PatchArray, grid: Grid, positions: int, vis
             f"image {image}: {positions} image positions stand in the prompt, but its grid of {rows} x {columns} "
             f"patches gives {num_cells(grid, ratio)} rows ({ratio} x {ratio} patches each)"
         )
-
-
-def _is_pixels(patches: PatchArray) -> bool:
-    return patches.dtype in (np.dtype(np.uint8), torch.uint8)
-
-
-def _is_float(patches: PatchArray) -> bool:
-    return patches.dtype.is_floating_point if isinstance(patches, torch.Tensor) else patches.dtype.kind == "f"
 
 
 def _tensor(patches: PatchArray) -> torch.Tensor:

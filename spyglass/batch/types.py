@@ -29,7 +29,6 @@ class ImageBatch:
     between_layers: Callable[[], object] | None = None
 
     def to(self, device: torch.device | str) -> ImageBatch:
-        """The same on another device."""
         moved = {name: getattr(self, name).to(device) for name in ("patches_U", "cu_seqlens_I1", "adapter_I")}
         return replace(self, **moved)
 

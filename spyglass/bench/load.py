@@ -58,7 +58,7 @@ def measure(directory: Path, runs: int) -> dict[str, object]:
         "cold cat to nowhere": lambda: _cat(checkpoint, "/dev/null", cold=True),
         "cold load": lambda: _load(checkpoint, cold=True),
         "warm cat to nowhere": lambda: _cat(checkpoint, "/dev/null", cold=False),
-        "warm cat into memory": lambda: _cat(checkpoint, _memory_file(), cold=False),
+        "warm cat into memory": lambda: _cat(checkpoint, f"/dev/shm/spyglass-bench-{os.getpid()}", cold=False),
         "warm copy between tensors": lambda: _copy(nbytes),
         "warm load": lambda: _load(checkpoint, cold=False),
     }
@@ -117,10 +117,6 @@ def _cat(checkpoint: Checkpoint, target: str, *, cold: bool) -> float:
     if target != "/dev/null":
         os.unlink(target)
     return seconds
-
-
-def _memory_file() -> str:
-    return f"/dev/shm/spyglass-bench-{os.getpid()}"
 
 
 def _copy(nbytes: int) -> float:

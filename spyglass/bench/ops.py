@@ -99,7 +99,9 @@ def weight(format: Format, *shape: int) -> Packed:
 
 def cases(rows: int) -> list[Case]:
     """Every op that has a compiled kernel and takes a share of a step."""
-    return [*_linear_cases(rows), *_expert_cases(rows), *_row_cases(rows), _attention_case(rows)]
+    products = [_linear_case(rows, name) for name in _FORMATS]
+    experts = [_expert_case(rows, name) for name in ("bf16", "fp4")]
+    return [*products, *experts, *_row_cases(rows), _attention_case(rows)]
 
 
 def _in_turn(
@@ -108,10 +110,6 @@ def _in_turn(
     """Calls that take other weights every time, so many that no cache holds them, as in a step of a model."""
     turn = cycle(held)
     return lambda ops: call(ops, next(turn))
-
-
-def _linear_cases(rows: int) -> list[Case]:
-    return [_linear_case(rows, name) for name in _FORMATS]
 
 
 def _linear_case(rows: int, name: str) -> Case:
@@ -125,10 +123,6 @@ def _linear_case(rows: int, name: str) -> Case:
         nbytes=first.data.nbytes,
         flops=2 * rows * 8192 * _HIDDEN,
     )
-
-
-def _expert_cases(rows: int) -> list[Case]:
-    return [_expert_case(rows, name) for name in ("bf16", "fp4")]
 
 
 def _expert_case(rows: int, name: str) -> Case:

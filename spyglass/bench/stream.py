@@ -52,30 +52,24 @@ class InstantEngine:
 
     @property
     def has_work(self) -> bool:
-        """As `Engine`."""
         return bool(self._live)
 
     def stats(self) -> EngineStats:
-        """As `Engine`."""
         return EngineStats(running=len(self._live))
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """As `Engine`."""
         return Request(prompt=prompt, params=params)
 
     def submit(self, request: Request, *, adapter: AdapterHandle = NO_ADAPTER, client: Client = ANYBODY) -> int:
-        """As `Engine`."""
         self._next += 1
         self._live[self._next] = request.prompt, request.params.max_tokens or 1, 0
         return self._next
 
     def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
-        """As `Engine`."""
         time.sleep(self._pause_s)
         return [self._say(request) for request in list(self._live)]
 
     def abort(self, request_id: int) -> Delta | None:
-        """As `Engine`."""
         if request_id not in self._live:
             return None
         prompt, _, said = self._live[request_id]

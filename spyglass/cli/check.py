@@ -220,7 +220,6 @@ def _has_graphs(ops: dict[str, dict[str, str]]) -> bool:
 
 
 def _as_text(report: dict[str, Any], *, plan_only: bool = False) -> str:
-    """The report for people."""
     lines = [report["directory"]]
     if "model" in report and not plan_only:
         lines += _model_lines(report)

@@ -153,7 +153,6 @@ class Fields:
                 raise ConfigError(f"{self.file}: {shown} is not understood; remove it if it has no effect")
 
     def unseen(self) -> dict[str, object]:
-        """The fields that were not read."""
         return {key: value for key, value in self.values.items() if key not in self.seen}
 
 

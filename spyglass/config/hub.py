@@ -125,7 +125,8 @@ def pull(hub: HubId, *, progress: bool = True) -> Path:
         commit = api.model_info(hub.repo, revision=hub.revision).sha
         assert commit is not None, "the hub names the commit of a revision"
         listed = api.list_repo_tree(hub.repo, recursive=True, revision=commit)
-        files = {file.path: file for file in listed if isinstance(file, RepoFile) and _wanted(file.path)}
+        wanted = (file for file in listed if isinstance(file, RepoFile))
+        files = {file.path: file for file in wanted if any(fnmatch.fnmatch(file.path, each) for each in _WANTED)}
         missing = [file for file in files.values() if not _is_cached(hub.repo, file.path, commit)]
         if "config.json" not in files:
             raise ConfigError(f"{hub} on the hub has no config.json: it is no checkpoint that Spyglass reads")
@@ -189,10 +190,6 @@ def remove(hub: HubId) -> int:
     strategy = scan_cache_dir().delete_revisions(*chosen)
     strategy.execute()
     return int(strategy.expected_freed_size)
-
-
-def _wanted(path: str) -> bool:
-    return any(fnmatch.fnmatch(path, pattern) for pattern in _WANTED)
 
 
 def _is_cached(repo: str, path: str, commit: str) -> bool:

@@ -52,7 +52,8 @@ def check_options(options: Any) -> None:
         if hint is bool and not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}, expected True or False")
         high = item.metadata.get("high")
-        if hint == float | None and None not in (value, high) and not (_is_number(value) and 0 < value <= high):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if hint == float | None and None not in (value, high) and not (is_number and 0 < value <= high):
             raise ConfigError(f"{name} is {value!r}, expected a number above 0, at most {high}")
         if hint is int or (hint == int | None and value is not None):
             require_count(name, value, low=item.metadata["low"], high=high)
@@ -96,10 +97,6 @@ def require_count(name: str, value: object, *, low: int, high: int | None = None
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         span = f"of at least {low}" if high is None else f"from {low} to {high:,}"
         raise ConfigError(f"{name} is {value!r}, expected an integer {span}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse(variable: str, text: str, kind: object) -> object:

@@ -292,7 +292,6 @@ class Engine:
             self._loop.counted = counted
 
     def _answer_limit(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Max tokens of the answer."""
         room = self.max_length - len(prompt)
         if params.max_tokens is not None:
             return min(params.max_tokens, room)

@@ -111,7 +111,6 @@ class StepLoop:
         self._keep(sequence, sequence.known - tokens)
 
     def step(self, deliver: Callable[[list[Delta]], object] | None = None) -> list[Delta]:
-        """As `Engine.step`."""
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
@@ -187,7 +186,6 @@ class StepLoop:
             self._lost = deltas + self._lost + self._give_up([chunk.sequence for chunk in lost], _FAILED)
 
     def _plan(self) -> list[Chunk]:
-        """The chunks of the next step."""
         return self._with_drafts(self._scheduler.schedule())
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -350,7 +348,6 @@ class StepLoop:
     def _end(
         self, sequence: TokenSequence, reason: FinishReason, *, error: str | None = None, flush: bool = True
     ) -> Delta:
-        """End an answer behind the tokens that it has."""
         self._release(sequence, reusable=error is None)
         return last_delta(sequence, (), sequence.answer.finish(reason, error=error, flush=flush))
 

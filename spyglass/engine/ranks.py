@@ -158,7 +158,6 @@ class Ranks:
         self._sender.send(pickle.dumps((kind, self._taken(), payload), pickle.HIGHEST_PROTOCOL))
 
     def send_each(self, kind: str, payloads: Sequence[Any]) -> None:
-        """The same with something else for each."""
         taken = self._taken()
         self._sender.send_each([pickle.dumps((kind, taken, (one,)), pickle.HIGHEST_PROTOCOL) for one in payloads])
 

@@ -92,7 +92,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold memory."""
         return len(self.running)
 
     def add(self, sequence: TokenSequence) -> None:

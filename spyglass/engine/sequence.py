@@ -315,7 +315,6 @@ class TokenSequence:
         return self._ids[start:stop]
 
     def kinds(self, start: int, stop: int) -> NDArray[np.int8]:
-        """Token kinds."""
         return self._kinds[start:stop]
 
     def lookback(self, start: int, depth: int) -> NDArray[np.int32]:

@@ -128,13 +128,11 @@ class Turns:
             self.give_back(client)
 
     def take(self, client: Client) -> None:
-        """Wait for a turn."""
         come = threading.Event()
         self._queue(client, come.set)
         come.wait()
 
     def give_back(self, client: Client) -> None:
-        """A turn is over."""
         with self._lock:
             self._running[client] -= 1
             if not self._running[client]:

@@ -55,7 +55,6 @@ class ExpertStacks(nn.Module):
         return self.stacks[name][expert - self.held.start]
 
     def _empty(self, format: Format, shape: tuple[int, ...]) -> Packed:
-        """Memory for a stack."""
         return empty_packed(format, shape, self.build.device)
 
     def _put(self, name: str, expert: int, weight: Packed) -> None:

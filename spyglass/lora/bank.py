@@ -70,7 +70,6 @@ class LinearBank:
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
-        """Ids of those that are here."""
         return tuple(self.by_adapter)
 
     def put(self, adapter_id: int, rows: Rows) -> None:
@@ -84,7 +83,6 @@ class LinearBank:
         self.put(adapter_id, replace(self.by_adapter[adapter_id], a_RI=a_RI, b_RO=b_RO))
 
     def remove(self, adapter_id: int) -> None:
-        """Take one out, if it is there."""
         parts = {number: rows for number, rows in self.by_adapter.items() if number != adapter_id}
         self.by_adapter, self._rows = parts, _join(list(parts.values())) if parts else None
         self._version.bump()
@@ -130,7 +128,6 @@ class ExpertsBank:
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
-        """Ids of those that are here."""
         return tuple(self.by_adapter)
 
     def put(self, adapter_id: int, parts: Mapping[str, ExpertRows]) -> None:
@@ -146,7 +143,6 @@ class ExpertsBank:
         )
 
     def remove(self, adapter_id: int) -> None:
-        """Take one out, if it is there."""
         self._take({number: parts for number, parts in self.by_adapter.items() if number != adapter_id})
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -77,7 +77,6 @@ class ModelBanks:
             raise CapacityError(f"the adapter does not fit into the memory beside the model: {error}") from error
 
     def clear(self, adapter_id: int) -> None:
-        """Take one adapter out."""
         self.targets.clear(adapter_id)
 
 
@@ -93,11 +92,9 @@ class AdapterPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in the order they were attached."""
         return tuple(self._attached)
 
     def adapter_ids(self) -> list[int]:
-        """The ids of all of them."""
         return [self.use(name).adapter_id for name in self.names]
 
     def use(self, name: str) -> AdapterHandle:

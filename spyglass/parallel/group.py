@@ -19,7 +19,6 @@ class Group:
     capturable = True
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all processes."""
         return part
 
     def total(

@@ -62,7 +62,6 @@ class Capture:
             self._state = state
 
     def clear(self) -> None:
-        """Forget all graphs."""
         self._graphs.clear()
         self._refused.clear()
         if self._cuda is not None:

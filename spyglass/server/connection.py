@@ -44,7 +44,6 @@ class TimedConnection(asyncio.Protocol):
         self._has_begun = False  # but bytes of one have
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The clock starts."""
         self._inner.connection_made(transport)  # type: ignore[arg-type]
         self._start()
 
@@ -59,7 +58,6 @@ class TimedConnection(asyncio.Protocol):
             self._start()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
         self._stop()
         if self._unread is not None:
             self._unread.cancel()

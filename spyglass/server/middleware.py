@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -102,7 +102,8 @@ class RequestMiddleware:
             REQUESTS.error("request %s failed", record.request_id, exc_info=error)
         record.error = type(error).__name__  # no more: a message may quote what the client sent
         body = error_body(self._endpoint_of(record.path), response)
-        await send_json(response.status, body, send, _without_type(response.headers))
+        headers = {name: value for name, value in response.headers.items() if not name.lower().startswith("content-")}
+        await send_json(response.status, body, send, headers)
 
     def _route(self, scope: Scope) -> str:
         """The path if a route took it: strangers may not make up names for numbers."""
@@ -113,7 +114,3 @@ def _header(places: Sequence[str]) -> bytes:
     """Places of a request as a header may have them: printable, in one line, not too long."""
     text = ", ".join(places).encode("ascii", "backslashreplace")[:_HEADER_BYTES]
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
-
-
-def _without_type(headers: Mapping[str, str]) -> Mapping[str, str]:
-    return {name: value for name, value in headers.items() if not name.lower().startswith("content-")}

@@ -78,7 +78,6 @@ class Readiness:
         return None if seen == _OK else seen
 
     def forget_adapter(self, name: str) -> None:
-        """One that is served no more."""
         self._seen.pop(_feature(name), None)
 
     def report(self) -> tuple[int, dict[str, Any]]:

@@ -171,21 +171,16 @@ def _turned(corners: list[tuple[float, float]], degrees: float) -> list[tuple[fl
     return [((x - min(xs)) / wide, (y - min(ys)) / high) for x, y in zip(xs, ys, strict=True)]
 
 
-def _muted(rng: Generator) -> NDArray[np.float64]:
-    """A greyish colour, [3]."""
-    return rng.uniform(100, 170) + rng.uniform(-12, 12, 3)
-
-
 def _background(kind: str, size: tuple[int, int], rng: Generator) -> Image.Image:
     if kind in COLOURS:
         return Image.new("RGB", size, shade(kind, rng))
-    base = _muted(rng)
+    base = rng.uniform(100, 170) + rng.uniform(-12, 12, 3)
     if kind == "plain":
         red, green, blue = (round(value) for value in base.tolist())
         return Image.new("RGB", size, (red, green, blue) if rng.random() < _PURE else (green, green, green))
     if kind == "gradient":
         corners = base + rng.uniform(-45, 45, (2, 2, 1)) + rng.uniform(-8, 8, (2, 2, 3))
-        return _enlarged(corners, size)
+        return Image.fromarray(_bytes(corners)).resize(size, Image.Resampling.BILINEAR)
     if kind == "photo":
         return _photo(base, size, rng)
     assert kind == "noise", kind
@@ -213,10 +208,6 @@ def _photo(base: NDArray[np.float64], size: tuple[int, int], rng: Generator) -> 
     mean = np.array(ImageStat.Stat(piece).mean)
     table = _bytes(base * 0.5 + mean * 0.5 + (np.arange(256)[:, None] - mean) * rng.uniform(0.35, 0.6))
     return piece.point(table.T.flatten().tolist()).resize(size, Image.Resampling.BILINEAR)
-
-
-def _enlarged(pixels: NDArray[np.float64], size: tuple[int, int]) -> Image.Image:
-    return Image.fromarray(_bytes(pixels)).resize(size, Image.Resampling.BILINEAR)
 
 
 def _bytes(pixels: NDArray[np.float64]) -> NDArray[np.uint8]:

@@ -65,7 +65,6 @@ def _waves(size: tuple[int, int], rng: Generator) -> Image.Image:
 
 
 def _grain(size: tuple[int, int], rng: Generator) -> Image.Image:
-    """Coloured grains of one size."""
     cells = int(rng.integers(6, 60))
     grains = rng.uniform(0, 255, 3) + rng.normal(0, rng.uniform(20, 70), (cells, cells, 3))
     return _image(grains).resize(size, (Image.Resampling.BICUBIC, Image.Resampling.NEAREST)[int(rng.integers(2))])

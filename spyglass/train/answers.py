@@ -60,7 +60,8 @@ def answers(shown: Sequence[Shown], logits: Logits, learner: Learner, most: Sequ
         live = [n for n, ids in enumerate(drawn) if len(ids) < limits[n] and (not ids or ids[-1] != end)]
         if not live:
             break
-        drafts = [_draft(shown[n], len(drawn[n]), limits[n]) for n in live]
+        # of the right answer, one token less than may come
+        drafts = [list(shown[n].right_ids[len(drawn[n]) : min(len(drawn[n]) + _DRAFT, limits[n] - 1)]) for n in live]
         samples = [_continued(shown[n].prompt, drawn[n], draft) for n, draft in zip(live, drafts, strict=True)]
         best_R = iter(logits(samples).argmax(-1).tolist())
         for n, draft in zip(live, drafts, strict=True):
@@ -112,11 +113,6 @@ def table(shown: Sequence[Shown], before: Sequence[str], after: Sequence[str], l
         rows = ("right", learner.tokenizer.decode(chat.right_ids)), ("before", old), ("after", new)
         lines += [f"    {name:<7} {_short(text)}" for name, text in rows]
     return "\n".join(lines)
-
-
-def _draft(chat: Shown, drawn: int, most: int) -> list[int]:
-    """Tokens of the right answer behind the first `drawn` that the next pass tries: one less than may come."""
-    return list(chat.right_ids[drawn : min(drawn + _DRAFT, most - 1)])
 
 
 def _continued(prompt: Prompt, ids: Sequence[int], draft: Sequence[int]) -> Sample:

@@ -208,7 +208,8 @@ class _Loop:
                 self._pending.append(self._step(done))
                 done += 1
                 over = self._task.enough is not None and self._task.enough()
-                stop = self._any(asked.is_set() or _over(started, options.minutes))
+                timed_out = options.minutes is not None and time.perf_counter() - started >= 60 * options.minutes
+                stop = self._any(asked.is_set() or timed_out)
                 if stop or over or done % options.save_every == 0 or done == options.steps:
                     self._flush()
                     self._save(done)
@@ -392,7 +393,3 @@ def _facts(task: Task, options: LoopOptions) -> dict[str, Any]:
 def _seed(seed: int, number: int) -> int:
     """A seed of its own for every micro-batch: neighbouring numbers, and neighbouring seeds, share no stream."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest())
-
-
-def _over(started: float, minutes: float | None) -> bool:
-    return minutes is not None and time.perf_counter() - started >= 60 * minutes

@@ -378,8 +378,9 @@ def _limits(
     tokens = int(left / token_bytes) if pools else 0
     if left < 0 or (pools and tokens < step_tokens):
         raise CapacityError(
-            f"cache_bytes is {cache_bytes:,}, but the windows of {max_sequences} sequences take {cache_bytes - left:,} "
-            f"and one full step another {int(token_bytes * step_tokens):,}; raise cache_bytes or lower max_sequences"
+            f"a KV cache of {cache_bytes:,} bytes is too small: the windows of {max_sequences} sequences take "
+            f"{cache_bytes - left:,} and one full step another {int(token_bytes * step_tokens):,}; lower "
+            "max_sequences, or state a higher cache_bytes if there is memory"
         )
     for group in pools:
         affordable = tokens // (group.tokens_per_row * group.page_rows)

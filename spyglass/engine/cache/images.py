@@ -40,7 +40,6 @@ class ImageCache:
         return ImageCounts(queries=self._queries, hits=self._hits, evictions=self._evictions, bytes_held=self._bytes)
 
     def get(self, key: Key) -> torch.Tensor | None:
-        """The rows of an image, if they are here."""
         self._queries += 1
         rows_IC = self._rows.get(key)
         if rows_IC is not None:
@@ -60,6 +59,5 @@ class ImageCache:
             self._evictions += 1
 
     def clear(self) -> None:
-        """Forget everything."""
         self._rows.clear()
         self._bytes = 0

@@ -132,7 +132,6 @@ class PageMemory:
             tensor.flatten(0, 1).index_copy_(0, places, kept[key])
 
     def forget(self, number: int) -> None:
-        """Drop the copies of a snapshot."""
         self._kept.pop(number, None)
 
     def _new(self, group: Group, plan: CachePlan, capacity: int) -> torch.Tensor:

@@ -83,32 +83,14 @@ def arguments(
     else:
         ranks = [adapters.matrices.get(matrix) for matrix in ("w1", "w3", "w2")]
     return (
-        x_TC.data_ptr(),
-        dtype,
-        rows,
-        chosen,
-        ids_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        w1.data.data_ptr(),
-        w3.data.data_ptr(),
-        w2.data.data_ptr(),
-        native.address(w1.scale),
-        native.address(w3.scale),
-        native.address(w2.scale),
-        experts,
-        width,
-        hidden,
-        *native.weight_codes("experts_grouped", w1),
-        limit,
-        *native.quant_codes(rounding),
-        native.address(adapter_T),
+        x_TC.data_ptr(), dtype, rows, chosen, ids_TK.data_ptr(), weights_TK.data_ptr(), w1.data.data_ptr(),
+        w3.data.data_ptr(), w2.data.data_ptr(), native.address(w1.scale), native.address(w3.scale),
+        native.address(w2.scale), experts, width, hidden, *native.weight_codes("experts_grouped", w1), limit,
+        *native.quant_codes(rounding), native.address(adapter_T),
         None if adapters is None else adapters.adapter_A.data_ptr(),
-        0 if adapters is None else len(adapters.adapter_A),
-        _holds_bf16(ranks),
-        *(address for each in ranks for address in _addresses(each)),
-        out_TC.data_ptr(),
-        threads,
-    )
+        0 if adapters is None else len(adapters.adapter_A), _holds_bf16(ranks),
+        *(address for each in ranks for address in _addresses(each)), out_TC.data_ptr(), threads,
+    )  # fmt: skip
 
 
 def _holds_bf16(ranks: Sequence[ExpertRanks | None]) -> bool:

@@ -43,28 +43,9 @@ def index_topk(
     blocks_TY = None if blocks_TY is None else native.int32(blocks_TY)
     topk_indices_TX = torch.empty((rows, min(k, max_visible)), dtype=torch.int32)
     (kernels or native.best()).index_topk(
-        q_TNI.data_ptr(),
-        q_dtype,
-        weights_TN.data_ptr(),
-        weight_dtype,
-        weight_scale,
-        rows,
-        heads,
-        width,
-        keys_NBI.data_ptr(),
-        key_code,
-        keys_NBI.shape[1],
-        table_SP.data_ptr(),
-        table_SP.shape[1],
-        seq_T.data_ptr(),
-        visible_T.data_ptr(),
-        native.address(blocks_TY),
-        0 if blocks_TY is None else blocks_TY.shape[1],
-        block_size,
-        topk_indices_TX.shape[1],
-        max_visible,
-        stepwise,
-        topk_indices_TX.data_ptr(),
-        torch.get_num_threads(),
-    )
+        q_TNI.data_ptr(), q_dtype, weights_TN.data_ptr(), weight_dtype, weight_scale, rows, heads, width,
+        keys_NBI.data_ptr(), key_code, keys_NBI.shape[1], table_SP.data_ptr(), table_SP.shape[1], seq_T.data_ptr(),
+        visible_T.data_ptr(), native.address(blocks_TY), 0 if blocks_TY is None else blocks_TY.shape[1], block_size,
+        topk_indices_TX.shape[1], max_visible, stepwise, topk_indices_TX.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return topk_indices_TX

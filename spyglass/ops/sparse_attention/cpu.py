@@ -67,34 +67,13 @@ def sparse_attention(
         page_rows, pool_columns = pool_NBD.shape[1], pool_table_SP.shape[1]
     out_THD = torch.empty_like(q_THD)
     (kernels or native.best()).attention(
-        q_THD.data_ptr(),
-        dtype,
-        rows,
-        heads,
-        width,
-        window_NBD.data_ptr(),
-        near,
-        window_NBD.shape[1],
-        window_table_SP.data_ptr(),
-        window_table_SP.shape[1],
-        seq_T.data_ptr(),
-        lo_T.data_ptr(),
-        hi_T.data_ptr(),
-        sink_H.data_ptr(),
-        scale,
-        window_width,
-        native.address(pool_NBD),
-        far,
-        page_rows,
-        native.address(pool_table_SP),
-        pool_columns,
-        native.address(visible_T),
-        native.address(topk_indices_TX),
-        0 if topk_indices_TX is None else topk_indices_TX.shape[1],
-        pool_width,
-        out_THD.data_ptr(),
+        q_THD.data_ptr(), dtype, rows, heads, width, window_NBD.data_ptr(), near, window_NBD.shape[1],
+        window_table_SP.data_ptr(), window_table_SP.shape[1], seq_T.data_ptr(), lo_T.data_ptr(), hi_T.data_ptr(),
+        sink_H.data_ptr(), scale, window_width, native.address(pool_NBD), far, page_rows,
+        native.address(pool_table_SP), pool_columns, native.address(visible_T), native.address(topk_indices_TX),
+        0 if topk_indices_TX is None else topk_indices_TX.shape[1], pool_width, out_THD.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     if turn is not None:
         out_THD = rope_partial(out_THD, turn.cos_TR, turn.sin_TR, inverse=True, kernels=kernels)
     return out_THD

@@ -161,7 +161,6 @@ class Tokens:
         return self._think_end in ids
 
     def count(self, prompt: Prompt, outputs: Sequence[RequestOutput]) -> Counts:
-        """Counts of the answers to one prompt."""
         return Counts(
             prompt=len(prompt),
             image_tokens=int((prompt.kinds_T >= 0).sum()),

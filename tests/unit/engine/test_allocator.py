@@ -223,7 +223,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match=r"1999 tokens needs .* bytes .* cache_bytes"):
         blocks.refuse_if_never(1999)
     make_blocks().refuse_if_never(1999)
-    with pytest.raises(CapacityError, match="cache_bytes is 100,000"):
+    with pytest.raises(CapacityError, match="a KV cache of 100,000 bytes is too small: the windows of"):
         make_blocks(cache_bytes=100_000)
 
 

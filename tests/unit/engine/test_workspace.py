@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
+from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.request import SamplingParams
 from spyglass.engine.warm_up import largest_images
 from spyglass.engine.workspace import estimated_step, with_cache_bytes, with_pace
@@ -62,6 +64,19 @@ def test_a_machine_with_nothing_left_for_requests_is_told_the_numbers(free: Any)
         CapacityError, match=f"50,000 bytes may be taken .* a step takes {estimated_step(OPTIONS, model):,}"
     ):
         with_cache_bytes(OPTIONS, model, None)
+
+
+def test_f5_memory_that_nobody_stated_is_told_as_what_is_free_and_not_as_an_option(free: Any) -> None:
+    """What is left for rows is found, not stated: a message that it is too low must not say that somebody set it."""
+    model = loaded(engine_config())
+    free(int((estimated_step(OPTIONS, model) + 1000 + 20_000) / (USABLE - 1 / 8)))
+    options = with_cache_bytes(OPTIONS, model, None)
+    assert OPTIONS.cache_bytes is None and 0 < (options.cache_bytes or 0) < 100_000
+    with pytest.raises(CapacityError, match=r"^a KV cache of .* is too small: .*; lower max_sequences, or state a"):
+        CacheAllocator(
+            cache_plans(model.config.text), dtype=torch.float32, device=torch.device("cpu"), max_sequences=3,
+            step_tokens=64, max_length=64, cache_bytes=options.cache_bytes,
+        )  # fmt: skip
 
 
 def test_a_step_of_a_model_that_sees_or_is_wider_or_longer_works_with_more() -> None:
