@@ -49,9 +49,6 @@ ROOMS: dict[str, set[str]] = {
         "layers",
         "vision", "model", "lora", "progress",
     },
-    "vllm_plugin": {
-        "errors", "config", "batch", "prompt", "checkpoint", "ops", "parallel", "layers", "vision", "model", "lora",
-    },
     "server": {"errors", "families", "machine", "config", "prompt", "engine", "__init__"},  # the last for `__version__`
 }  # fmt: skip
 BELOW_BENCH = set(ROOMS) - {"server"} | {"__init__"}
