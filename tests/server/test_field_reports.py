@@ -375,28 +375,6 @@ def test_b2_a_strict_tool_keeps_its_definitions(llm: LLM) -> None:
     prepared(chat(tools=[strict_tool(SIDE)], tool_choice="required"), llm.engine.prepare)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "object", "additionalProperties": {"type": "string"}},
-        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
-        {"allOf": [{"type": "integer"}, {"minimum": 3}]},
-        {"oneOf": [{"type": "string"}, {"type": "integer"}]},
-        {"type": "integer", "format": "int32"},
-        {"type": "string", "format": "password"},
-        {"type": "string", "format": "uri"},
-    ],
-    ids=["dict", "optional", "tuple", "allOf", "oneOf", "int32", "password", "uri"],
-)
-def test_b4_strict_takes_what_typed_libraries_write(schema: dict[str, Any], llm: LLM) -> None:
-    whole = {"type": "object", "properties": {"value": schema}, "required": ["value"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": whole, "strict": True}}
-    prepared(chat(response_format=form), llm.engine.prepare)
-    for choice in ("auto", "required"):
-        prepared(chat(tools=[strict_tool(whole)], tool_choice=choice), llm.engine.prepare)
-
-
 def test_b5_a_parameter_that_makes_no_grammar_is_named_with_its_tool_and_the_whole_reason(llm: LLM) -> None:
     bad = {"type": "array", "items": {"type": "string", "pattern": "^(?!a)b$"}}
     tools = [

@@ -18,9 +18,11 @@ from spyglass.engine.detokenize import TokenBytes
 from spyglass.engine.llm import LLM
 from spyglass.engine.structured.grammar import GrammarCompiler
 from spyglass.server.app import create_app
+from spyglass.server.parsing import prepared
 from spyglass.server.protocols.tags import DSML
 from tests.server.parts import Live, running
 from tests.server.protocol_parts import FAMILIES, PROTOCOLS, ChatProtocol, Family, call_of, config_of, tokenizer_of
+from tests.server.test_field_reports import chat, strict_tool
 
 
 class Mode(enum.Enum):
@@ -157,3 +159,25 @@ def test_official_clients_get_the_class_back(served: Live) -> None:
             tool_choice={"type": "tool", "name": "Point"},
         )  # fmt: skip
         assert message.content[0].type == "tool_use" and Point.model_validate(message.content[0].input)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
+        {"allOf": [{"type": "integer"}, {"minimum": 3}]},
+        {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "integer", "format": "int32"},
+        {"type": "string", "format": "password"},
+        {"type": "string", "format": "uri"},
+    ],
+    ids=["dict", "optional", "tuple", "allOf", "oneOf", "int32", "password", "uri"],
+)
+def test_b4_strict_takes_what_typed_libraries_write(schema: dict[str, Any], llm: LLM) -> None:
+    whole = {"type": "object", "properties": {"value": schema}, "required": ["value"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": whole, "strict": True}}
+    prepared(chat(response_format=form), llm.engine.prepare)
+    for choice in ("auto", "required"):
+        prepared(chat(tools=[strict_tool(whole)], tool_choice=choice), llm.engine.prepare)
