@@ -19,7 +19,7 @@ from scripts.golden.seeing import PARAMS, SEED, fits, jpeg, says
 from spyglass import LLM
 from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
 from spyglass.prompt.answers import is_right
-from spyglass.tiny_world.cases import Case, make_case, with_pictures
+from spyglass.tiny_world.cases import Case, make_case, with_images
 from spyglass.tiny_world.words import Variant
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "golden" / "data" / "adapted"
@@ -57,7 +57,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Variant, Case, bytes]]:
             while True:
                 case = make_case(SEED, index, "test", kinds=(kind,), variant=variant)
                 index += 1
-                files = [jpeg(picture) for picture in case.pictures]
+                files = [jpeg(picture) for picture in case.images]
                 if (
                     fits(case, files, 0)
                     and len(files) == 1
@@ -69,7 +69,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Variant, Case, bytes]]:
 
 def only_adapted(llm: LLM, adapter: str, case: Case, data: bytes) -> bool:
     """Whether the model is right with the adapter and wrong without it."""
-    stored = with_pictures(case, [Image.open(io.BytesIO(data)).convert("RGB")])
+    stored = with_images(case, [Image.open(io.BytesIO(data)).convert("RGB")])
     adapted, plain = llm.chat([stored.messages] * 2, PARAMS, adapter=[adapter, None])
     return says(adapted, case.answer) and not is_right(case.answer, plain.text)
 

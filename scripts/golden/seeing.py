@@ -46,6 +46,7 @@ PLAN: tuple[tuple[str, Split, int, int, bool], ...] = (
 )
 PARAMS = SamplingParams(temperature=0, max_tokens=128, logprobs=2)
 LEAD = 1.0  # nats of every token on the next one at least: far more than sums of another order can change
+MOST_TRIED = 1000  # cases of a kind; more than that, and the models do not know it
 MOST_BYTES = 12_000  # of a picture; four times as many where it must be large
 
 
@@ -80,6 +81,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Case, list[bytes]]]:
         found = 0
         index = 0
         while found < wanted:
+            assert index < MOST_TRIED, f"too few of {MOST_TRIED} cases of kind {kind!r} are answered right"
             case = make_case(SEED + number, index, split, kinds=(kind,))
             index += 1
             files = [jpeg(picture) for picture in case.images]
@@ -106,11 +108,11 @@ def answers_right(llm: LLM, case: Case, files: list[bytes]) -> bool:
     stored = with_images(case, [Image.open(io.BytesIO(data)).convert("RGB") for data in files])
     thinks = case.reasoning is not None
     (output,) = llm.chat([stored.messages], PARAMS, thinking=thinks, effort=EFFORT if thinks else None)
-    return says(output, case.answer if case.reasoning is None else f"{case.reasoning}</think>{case.answer}")
+    return output.reasoning == case.reasoning and says(output, case.answer)
 
 
 def says(output: RequestOutput, text: str) -> bool:
-    """Whether this is the whole of what was said, and no token of it was nearly another."""
+    """Whether this is the whole answer, and no token of it or of a thought was nearly another."""
     assert output.logprobs is not None
     tops = [token.top for token in output.logprobs]
     return output.text == text and min(first[1] - second[1] for first, second in tops) >= LEAD

@@ -93,6 +93,7 @@ def _v41(vocab_size: int, image_token_id: int, classes: int) -> dict[str, Any]:
         "engram_layer_ids": [1, 2],
         "engram_n_heads": 2,
         "index_source_layer_ids": [1, 3, 4],
+        "index_topk": 2048,  # indexers are not trained: up to so many entries they leave nothing out
         "kv_source_layer_ids": [1, 3],
         "num_hidden_layers": len(schedule),
         "vocab_size": vocab_size,

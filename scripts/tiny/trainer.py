@@ -191,8 +191,8 @@ class WholeTrainer:
 def unchosen(config: ModelConfig, capacity: Capacity) -> ModelConfig:
     """The model whose indexers choose nothing in a bin, which is how it learns: no gradient reaches them.
 
-    V4.1 served with tools, whose prompts have more than `index_topk` tokens, attends the last 128 and those that its
-    indexers chose: a little less than it learned with. (The kernels of a GPU choose 512 at most.)
+    The shipped V4.1 has an `index_topk` of 2,048 for the same reason: of longer contexts its indexers, which were never
+    trained, choose as they were drawn.
     """
     return replace(config, text=replace(config.text, index_topk=max(config.text.index_topk, capacity.length)))
 

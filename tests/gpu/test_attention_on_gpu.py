@@ -30,7 +30,8 @@ def test_attention_of_64_heads_of_512_channels(rows: int, pool: str) -> None:
 
 @pytest.mark.parametrize("entries", [700, 1025, 5000, 40_000])
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_choice_of_512_of_many_entries(entries: int, ties: bool) -> None:
+@pytest.mark.parametrize("k", [512, 2048])
+def test_the_choice_of_many_entries(entries: int, ties: bool, k: int) -> None:
     """Integers, so that no order of a sum can turn a choice; with ties most entries score the same."""
     generator = torch.Generator().manual_seed(entries)
     most = 2 if ties else 9
@@ -41,7 +42,7 @@ def test_the_choice_of_512_of_many_entries(entries: int, ties: bool) -> None:
     weights = torch.zeros(5, 64, dtype=torch.bfloat16)
     weights[:, :2] = torch.tensor([1.0, 0.5])
     table = torch.randperm(len(keys), generator=generator).int().cuda().expand(5, -1).contiguous()
-    visible = torch.tensor([entries, entries - 1, 513, 0, entries // 2], dtype=torch.int32, device="cuda")
+    visible = torch.tensor([entries, entries - 1, min(entries, k + 1), 0, entries // 2]).int().cuda()
     rows = (q, weights.cuda(), keys, table, torch.arange(5, dtype=torch.int32, device="cuda"), visible)
-    options: dict[str, Any] = {"k": 512, "max_visible": entries, "stepwise": True}
+    options: dict[str, Any] = {"k": k, "max_visible": entries, "stepwise": True}
     assert torch.equal(bind_ops("cuda", "bfloat16").index_topk(*rows, **options), index_topk(*rows, **options))

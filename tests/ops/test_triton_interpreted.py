@@ -16,7 +16,7 @@ import torch
 
 from tests.ops.call import DTYPES, Source, assert_agrees, tolerance_of
 from tests.ops.cases import CASES
-from tests.ops.triton_lane import interpret, interpreted, triton_ops
+from tests.ops.triton_lane import chosen, interpret, interpreted, triton_ops
 
 pytest.importorskip("triton", "3.9", reason="older interpreters do not know numpy 2")
 TRITON_CASES = [(op, case) for op, case in CASES if op in triton_ops()]
@@ -38,3 +38,12 @@ def test_kernels_agree_with_the_reference(child: ProcessPoolExecutor, op: str, c
         if any(want.dtype == torch.bfloat16 for want in expected):  # cut off there, not rounded
             call, chosen = replace(call, exact=False), torch.bfloat16
         assert_agrees(call, results, expected, tolerance_of(chosen), f"{rows} rows")
+
+
+@pytest.mark.parametrize(("entries", "k"), [(700, 513), (1200, 1024), (4700, 2048), (2049, 2048)])
+def test_many_entries_are_chosen_as_the_reference_chooses_them(
+    child: ProcessPoolExecutor, entries: int, k: int
+) -> None:
+    """Rows read at once, in parts and by groups, of which there are fewer than entries to choose."""
+    got, want = child.submit(chosen, entries, k).result()
+    assert torch.equal(got, want)

@@ -200,3 +200,17 @@ def interpreted(op: str, case: str, dtype: torch.dtype, rows: int) -> tuple[Resu
 @cache
 def _module(op: str, name: str) -> ModuleType:
     return importlib.import_module(f"spyglass.ops.{op}.{name}")
+
+
+def chosen(entries: int, k: int) -> Results:
+    """What the interpreted `index_topk` and its reference choose of `entries`, many of which score the same."""
+    from spyglass.ops.index_topk import reference, triton
+
+    source = torch.Generator().manual_seed(entries)
+    q, keys = (torch.randint(-3, 4, s, generator=source).float() for s in ((3, 2, 16), (entries // 64 + 1, 64, 16)))
+    table = torch.randperm(len(keys), generator=source).int().expand(3, -1).contiguous()
+    visible = torch.tensor([entries, k + 1, min(entries, k // 2)], dtype=torch.int32)
+    rows = (q, torch.ones(3, 2), keys, table, torch.arange(3, dtype=torch.int32), visible)
+    options: dict[str, Any] = {"k": k, "max_visible": entries, "stepwise": True}
+    with pretended(90):
+        return triton.index_topk(*rows, **options), reference.index_topk(*rows, **options)

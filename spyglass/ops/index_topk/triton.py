@@ -20,7 +20,7 @@ __all__ = ["index_topk", "score", "select", "suits", "usable"]
 _SCORES_AT_ONCE = 1 << 26
 _SHORT, _LONG = 1024, 4096  # candidates that one program reads at once
 _GROUPED, _LARGE = 4096, 16384  # rows longer than that are looked at in groups, in not many more than this
-_MOST, _MOST_TOPK = 1 << 20, 512
+_MOST, _MOST_TOPK = 1 << 20, 2048
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,7 +52,7 @@ def index_topk(
     key_format: StoredRow | None = None,
     how: Scoring | None = None,
 ) -> torch.Tensor:
-    """See `reference.py`, which also serves a k beyond 512 and more than 1,048,576 entries.
+    """See `reference.py`, which also serves a k beyond 2,048 and more than 1,048,576 entries.
 
     Raises:
         DeviceError: keys are bytes of no format.
