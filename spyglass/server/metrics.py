@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,12 +33,10 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineNumbers(model, read))
         self._model = model
-        self._delay = Histogram(
-            "spyglass:event_loop_delay_seconds",
-            "how late the event loop runs what is due, looked at 20 times a second",
-            registry=self._registry,
-            buckets=_DELAYS,
-        )
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        late = "how late the event loop runs what is due, looked at 20 times a second"
+        self._delay = histogram("spyglass:event_loop_delay_seconds", late, buckets=_DELAYS)
         self._first = self._times("vllm:time_to_first_token_seconds", "from request to first token", _SECONDS)
         self._whole = self._times("vllm:e2e_request_latency_seconds", "from request to last token", _SECONDS)
         self._pace = self._times("vllm:request_time_per_output_token_seconds", "mean of an answer", _TOKEN_SECONDS)
@@ -47,30 +46,16 @@ class Metrics:
         named = "spyglass:images", "spyglass:image_tokens"
         self._images, self._image_tokens = map(self._total, named, about)
         self._old_names = [self._total(_OLD_NAMES[name], f"old name of {name}") for name in named]
-        self._ended = Counter(
-            "vllm:request_success",
-            "answers by how they ended",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
-        )
-        self._requests = Counter(
-            "spyglass:http_requests", "requests by path and status", ("path", "status"), registry=self._registry
-        )
-
-        by_key = (("key", "status"), "requests"), (("key",), "prompt_tokens"), (("key",), "generation_tokens")
+        ended = "model_name", "finished_reason"
+        self._ended = counter("vllm:request_success", "answers by how they ended", ended)
+        self._requests = counter("spyglass:http_requests", "requests by path and status", ("path", "status"))
+        counted = dict.fromkeys(("prompt_tokens", "generation_tokens", "images"), ("key",))
         self._by_key = {
-            what: Counter(
-                f"spyglass:key_{what}", f"{what.replace('_', ' ')} by API key", labels, registry=self._registry
-            )
-            for labels, what in (*by_key, (("key",), "images"))
+            what: counter(f"spyglass:key_{what}", f"{what.replace('_', ' ')} by API key", labels)
+            for what, labels in {"requests": ("key", "status"), **counted}.items()
         }
-        self._first_by_key = Histogram(
-            "spyglass:key_time_to_first_token_seconds",
-            "from request to first token by API key",
-            ("key",),
-            registry=self._registry,
-            buckets=_SECONDS,
-        )
+        first = "from request to first token by API key"
+        self._first_by_key = histogram("spyglass:key_time_to_first_token_seconds", first, ("key",), buckets=_SECONDS)
 
     def _total(self, name: str, about: str) -> Counter:
         return Counter(name, about, ("model_name",), registry=self._registry).labels(self._model)

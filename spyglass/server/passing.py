@@ -188,8 +188,3 @@ def _shared(views: list[memoryview]) -> int:
         while rest:
             rest = rest[os.write(fd, rest) :]
     return fd
-
-
-def dumps(value: Any) -> bytes:
-    """What the program begins with."""
-    return pickle.dumps(value, protocol=5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -29,7 +30,6 @@ from spyglass.server.passing import (
     Result,
     UnpackImage,
     Wanted,
-    dumps,
     receive,
     receive_value,
     send,
@@ -88,7 +88,8 @@ class Workers:
         memory: int = READING_BYTES,
     ) -> None:
         self._known = {"tokenizer": served.tokenizer, "config": served.config, "served": served}
-        self._begin = dumps((replace(served, adapter_names=tuple, unpack=None), cpu_seconds, wall_seconds, memory))
+        begin = replace(served, adapter_names=tuple, unpack=None), cpu_seconds, wall_seconds, memory
+        self._begin = pickle.dumps(begin, protocol=5)
         self._lock = threading.Lock()  # of what follows
         self._waiting: list[_Process] = []
         self._source: tuple[subprocess.Popen[bytes], socket.socket] | None = None
