@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from scripts.golden.seeing import PARAMS, SEED, fits, jpeg, says
+from scripts.golden.seeing import MOST_TRIED, PARAMS, SEED, fits, jpeg, says
 from spyglass import LLM
 from spyglass.config.shipped import find_model, shipped_adapters, shipped_models
 from spyglass.prompt.answers import is_right
@@ -55,6 +55,7 @@ def chosen(llms: list[LLM]) -> Iterator[tuple[Variant, Case, bytes]]:
         index = 0
         for kind in kinds:
             while True:
+                assert index < MOST_TRIED * len(kinds), f"{variant}: too few cases of kind {kind!r} are answered right"
                 case = make_case(SEED, index, "test", kinds=(kind,), variant=variant)
                 index += 1
                 files = [jpeg(picture) for picture in case.images]

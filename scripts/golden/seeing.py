@@ -46,7 +46,7 @@ PLAN: tuple[tuple[str, Split, int, int, bool], ...] = (
 )
 PARAMS = SamplingParams(temperature=0, max_tokens=128, logprobs=2)
 LEAD = 1.0  # nats of every token on the next one at least: far more than sums of another order can change
-MOST_TRIED = 1000  # cases of a kind; more than that, and the models do not know it
+MOST_TRIED = 1000  # cases of a kind; where none of more is right, the models do not know it
 MOST_BYTES = 12_000  # of a picture; four times as many where it must be large
 
 

@@ -100,7 +100,7 @@ def calls_of(config: ModelConfig, rows: Iterable[int], context: int, generation:
     with torch.inference_mode(), recorded(generation), model.options.build.ops.watched(note):
         for count in rows:
             if count <= GPU_ROWS[-1]:
-                run_idle(steps, text, shapes[count], pages)
+                run_idle(steps, text, shapes[count], pages, loaded.dtype)
             else:
                 tables = {group: np.zeros(1 + count, np.int32) for group in allocator.page_rows}
                 kinds = np.full(count, TokenKind.TEXT, np.int8)

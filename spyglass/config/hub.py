@@ -20,7 +20,9 @@ from typing import Any
 from spyglass.errors import ConfigError
 from spyglass.progress import Progress, shown_bytes, tell
 
-_ADDRESS = re.compile(r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/(?P<path>\S*))?", re.IGNORECASE)
+_ADDRESS = re.compile(
+    r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/(?P<path>[^\s?#]*))?(?:[?#]\S*)?", re.IGNORECASE
+)
 _OTHER_PAGES = {"datasets", "spaces", "models", "collections", "papers", "docs", "blog", "organizations", "settings"}
 _ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:(?:@|/tree/)(?P<revision>[\w./-]+?))?/?",

@@ -78,7 +78,7 @@ def launched_kernels(
     longest = options.context_length(text.max_position_embeddings)
     with torch.inference_mode(), recorded(generation, processors) as kernels:
         for shape in step_shapes(steps, allocator, longest, adapters=adapters):
-            hidden_TC = run_idle(steps, text, shape, pages)[0]
+            hidden_TC = run_idle(steps, text, shape, pages, loaded.dtype)[0]
             _end(model, hidden_TC, shape.logit_rows, banned_V)
         for start, tokens, images in _prompts(options.max_step_tokens, longest, model.vision is not None):
             step = prompt_step(start, tokens, allocator.page_rows, images=images, adapter_id=int(adapters))
@@ -120,7 +120,7 @@ def capture_steps(
     try:
         with torch.inference_mode():
             for shape in shapes:
-                capture_idle(steps, model.config.text, shape, pages)
+                capture_idle(steps, model.config.text, shape, pages, model.options.build.dtype)
         if most is None and model.vision_graphs is not None:
             model.vision_graphs.prepare()
     except torch.OutOfMemoryError as error:

@@ -282,13 +282,15 @@ def wait_giving_way(
     """Wait until a process says something, has ended, or stands at the last of `LEVELS`, at each of which it gives way
     more. Whether it reached one. By the clock a busy machine would make slow what is short, and slower for being slow.
     """
-    gave_way = False
+    gave_way, until = False, select.poll()  # `select.select` knows no descriptor beyond 1,023
+    until.register(channel, select.POLLIN)
     with suppress(OSError):  # it has ended, which the channel tells
         for seconds, nice in LEVELS:
             while (left := seconds - (used(pid) - began)) > 0:
-                if select.select([channel], [], [], max(left, _LEAST_SECONDS))[0]:
+                if until.poll(1000 * max(left, _LEAST_SECONDS)):
                     return gave_way
-            nicest = max(os.getpriority(os.PRIO_PROCESS, 0) + nice, os.getpriority(os.PRIO_PROCESS, pid))
-            os.setpriority(os.PRIO_PROCESS, pid, min(19, nicest))
+            nice += os.getpriority(os.PRIO_PROCESS, 0)
+            for thread in map(int, os.listdir(f"/proc/{pid}/task") if sys.platform == "linux" else [pid]):
+                os.setpriority(os.PRIO_PROCESS, thread, min(19, max(nice, os.getpriority(os.PRIO_PROCESS, thread))))
             gave_way = True
     return gave_way

@@ -170,7 +170,7 @@ def _patterns(path: Path, values: Mapping[str, Any], name: str) -> dict[str, Any
     found = values.get(name) or {}
     if not isinstance(found, dict):
         raise AdapterError(f"{path}: {name} must map module names to numbers")
-    others = [key for key in found if not _PLAIN.fullmatch(key.replace(r"\.", "."))]
+    others = [key for key in found if not _PLAIN.fullmatch(key.removeprefix("^").removesuffix("$").replace(r"\.", "."))]
     if len(others) > MAX_PATTERNS:
         raise AdapterError(
             f"{path}: {name} has {len(others):,} patterns that are no names, {MAX_PATTERNS} may be; write names"

@@ -14,8 +14,10 @@ def suits(pages: torch.Tensor, format: StoredRow | None, dtype: torch.dtype) -> 
     """Whether kernels of activations in `dtype` take these pages: plain rows of it, or codes in whole blocks."""
     if not pages.is_contiguous():
         return False
-    if pages.dtype != torch.uint8 or format is None:
+    if pages.dtype != torch.uint8:
         return pages.dtype == dtype
+    if format is None:
+        return True  # `row_code` says what is wrong with them
     block, dim = format.quant.block, format.dim
     powers = all(size & (size - 1) == 0 for size in (block, dim))
     return powers and 2 <= block <= dim and 16 <= dim <= _WIDEST and format.dims % block == 0

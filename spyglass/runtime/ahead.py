@@ -29,21 +29,21 @@ def gpu_buckets(
     ]
 
 
-def run_idle(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages) -> Outputs:
-    """A step of padding rows, op by op: it changes nothing."""
-    return steps.forward(_padding(steps, text, shape, pages), None, False)
+def run_idle(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages, dtype: torch.dtype) -> Outputs:
+    """A step of padding rows, op by op: it changes nothing. `dtype` of activations: rows of memory tables have it."""
+    return steps.forward(_padding(steps, text, shape, pages, dtype), None, False)
 
 
-def capture_idle(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages) -> None:
+def capture_idle(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages, dtype: torch.dtype) -> None:
     """Capture steps of this shape for a GPU before the first one comes."""
     steps.use(pages)
-    frame = _padding(steps, text, shape, pages)
+    frame = _padding(steps, text, shape, pages, dtype)
     steps.capture.prepare((frame, False, torch.get_num_threads()), partial(steps.forward, frame, None, False))
 
 
-def _padding(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages) -> Frame:
+def _padding(steps: StepRunner, text: TextConfig, shape: FrameShape, pages: Pages, dtype: torch.dtype) -> Frame:
     frame = steps.frames.padding(shape, pages)
     if text.engram is not None:
-        like = next(tensor for (kind, _), tensor in pages.items() if kind == "window")
-        frame.put_engram(dict.fromkeys(text.engram.layers, like.new_empty(0, text.engram.row_width)))
+        none = torch.empty(0, text.engram.row_width, dtype=dtype, device=frame.batch.ids_T.device)
+        frame.put_engram(dict.fromkeys(text.engram.layers, none))
     return frame

@@ -11,7 +11,7 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_network
+from ipaddress import IPv6Address, ip_network
 from typing import Any
 
 from spyglass.config.keys import ApiKey, digest_of
@@ -129,7 +129,7 @@ def sender_of(scope: Mapping[str, Any], client: Client) -> Client:
         return client
     host = scope["client"][0]
     try:
-        return Client(str(ip_network(f"{host}/64", strict=False)))
+        return Client(str(IPv6Address(host).ipv4_mapped or ip_network(f"{host}/64", strict=False)))
     except ValueError:  # of IPv4, or what a proxy says
         return Client(host)
 

@@ -24,6 +24,7 @@ from spyglass.server.exchange import Call, Immediate, Served
 
 _SHARED = 1 << 18  # bytes of arrays that go through shared memory and not through the socket
 _HEAD = struct.Struct("<QI")
+Passed = bytes | memoryview | pickle.PickleBuffer  # a `PickleBuffer` is passed as arrays are, and arrives as memory
 _KNOWN = {PromptTokenizer: "tokenizer", ModelConfig: "config", Served: "served"}  # what both sides have
 
 
@@ -33,24 +34,16 @@ class ReadBody:
     their addresses; None = this server fetches none."""
 
     path: str
-    body: bytes
+    body: Passed
     adapters: tuple[str, ...]
-    remote: Mapping[str, bytes | SpyglassError] | None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """The body is passed as results are, not with the rest."""
-        return _read_body, (self.path, pickle.PickleBuffer(self.body), self.adapters, self.remote)
-
-
-def _read_body(path: str, body: Any, adapters: tuple[str, ...], remote: Any) -> ReadBody:
-    return ReadBody(path=path, body=bytes(body), adapters=adapters, remote=remote)
+    remote: Mapping[str, Passed | SpyglassError] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackImage:
     """An image whose patches are wanted."""
 
-    file: bytes
+    file: Passed
     rules: ImageRules
     plan: ImagePlan
     name: str
@@ -146,10 +139,11 @@ def send_value(channel: socket.socket, value: object) -> None:
     views = [buffer.raw() for buffer in buffers]
     sizes = [view.nbytes for view in views]
     fd = _shared(views) if sum(sizes) > _SHARED else -1
-    head = pickle.dumps((sizes, out.tell()))
-    send(channel, head, *([fd] if fd >= 0 else []))
-    if fd >= 0:
-        os.close(fd)
+    try:
+        send(channel, pickle.dumps((sizes, out.tell())), *([fd] if fd >= 0 else []))
+    finally:
+        if fd >= 0:
+            os.close(fd)
     send(channel, out.getbuffer() if fd >= 0 else b"".join([out.getbuffer(), *views]))  # type: ignore[arg-type]
 
 
@@ -179,12 +173,15 @@ def _shared(views: list[memoryview]) -> int:
     """An open file of memory that holds these, -1 where there is none to be had: then a socket carries them."""
     if not hasattr(os, "memfd_create"):
         return -1
+    fd = -1
     try:
         fd = os.memfd_create("spyglass", os.MFD_CLOEXEC)
+        for view in views:
+            rest = memoryview(view).cast("B")
+            while rest:
+                rest = rest[os.write(fd, rest) :]
     except OSError:
+        if fd >= 0:
+            os.close(fd)
         return -1
-    for view in views:
-        rest = memoryview(view).cast("B")
-        while rest:
-            rest = rest[os.write(fd, rest) :]
     return fd

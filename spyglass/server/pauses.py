@@ -19,6 +19,7 @@ def short_pauses() -> Iterator[None]:
     step, in whatever thread), and threads that want the interpreter wait a tenth of the usual time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+    gc.collect()  # what loading left behind would stay
     gc.freeze()
     try:
         yield

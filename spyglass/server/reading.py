@@ -93,10 +93,10 @@ class Reader:
                 raise found
             if found is None:
                 wanted.append(address)
-            return found or b""
+            return bytes(found or b"")
 
         try:
-            call = self._endpoints[job.path].parse(parse_json(job.body), None if job.remote is None else fetch)
+            call = self._endpoints[job.path].parse(parse_json(bytes(job.body)), None if job.remote is None else fetch)
         except SpyglassError:
             if not wanted:  # else perhaps of what is not here yet
                 raise
@@ -116,7 +116,7 @@ def unpack(job: UnpackImage) -> Pixels:
     Raises:
         PromptError: damaged data, or another size than its header said.
     """
-    image = open_image(job.file, name=job.name)
+    image = open_image(bytes(job.file), name=job.name)
     pixels = unpack_image(image, job.rules, job.plan, job.name)
     return pixels if pixels.flags.c_contiguous else pixels.copy()
 

@@ -108,9 +108,8 @@ class Workers:
             OverloadedError: the process was ended from outside.
             SpyglassError: no process can be started.
         """
-        pixels = self._run(
-            UnpackImage(file=file, rules=rules, plan=plan, name=name), Job(), f"{name} {_TOO_MUCH} unpack"
-        )
+        work = UnpackImage(file=pickle.PickleBuffer(file), rules=rules, plan=plan, name=name)
+        pixels = self._run(work, Job(), f"{name} {_TOO_MUCH} unpack")
         assert isinstance(pixels, np.ndarray)
         return pixels
 
@@ -127,7 +126,9 @@ class Workers:
         Raises:
             SpyglassError: as `Endpoint.parse` and `unpack`.
         """
-        work = ReadBody(path=path, body=body, adapters=adapters, remote=remote)
+        passed = {name: pickle.PickleBuffer(v) if isinstance(v, bytes) else v for name, v in (remote or {}).items()}
+        remote_images = None if remote is None else passed
+        work = ReadBody(path=path, body=pickle.PickleBuffer(body), adapters=adapters, remote=remote_images)
         found = self._run(work, job, f"the request {_TOO_MUCH} read")
         assert isinstance(found, Call | Immediate | Wanted)
         return found

@@ -84,13 +84,13 @@ def test_a_choice_among_codes_is_that_among_numbers(entries: int) -> None:
 
 @pytest.mark.parametrize("model", ["spyglass-tiny-v4", "spyglass-tiny-v41"])
 def test_answers_from_codes_are_those_from_numbers(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks, then decoding, in captured steps."""
+    """Prompts in chunks, then decoding, in captured steps; the longest is long enough for a choice of entries."""
     numbers = np.random.default_rng(5)
-    prompts = [numbers.integers(10, 400, length).tolist() for length in (3, 700, 130, 1)]
+    prompts = [numbers.integers(10, 400, length).tolist() for length in (3, 700, 130, 2300, 1)]
     answers = []
     for stored in ({"cuda"}, set[str]()):
         monkeypatch.setattr(cache, "STORED_ON", frozenset(stored))
-        llm = LLM(model, device="cuda", numerics="reference", max_sequences=4, max_length=1024, max_step_tokens=256)
+        llm = LLM(model, device="cuda", numerics="reference", max_sequences=4, max_length=4096, max_step_tokens=256)
         assert {pages.dtype == torch.uint8 for (kind, _), pages in llm.engine.allocator.pages.items()
                 if kind in ("window", "pool", "index")} == {bool(stored)}  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)

@@ -40,7 +40,7 @@ def test_kernels_agree_with_the_reference(child: ProcessPoolExecutor, op: str, c
         assert_agrees(call, results, expected, tolerance_of(chosen), f"{rows} rows")
 
 
-@pytest.mark.parametrize(("entries", "k"), [(700, 513), (1200, 1024), (4700, 2048), (2049, 2048)])
+@pytest.mark.parametrize(("entries", "k"), [(700, 513), (1200, 1024), (4700, 2048), (20_000, 2048), (2049, 2048)])
 def test_many_entries_are_chosen_as_the_reference_chooses_them(
     child: ProcessPoolExecutor, entries: int, k: int
 ) -> None:

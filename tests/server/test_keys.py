@@ -152,5 +152,6 @@ def test_bodies_are_read_in_turn_by_key_or_else_by_address() -> None:
     assert sender_of({"client": ("10.0.0.1", 5)}, ANYBODY) != sender_of({"client": ("10.0.0.2", 5)}, ANYBODY)
     near, far = ("2001:db8::a:b:c:d", 5, 0, 0), ("2001:db8:0:1::a", 5, 0, 0)
     assert sender_of({"client": near}, ANYBODY) == Client("2001:db8::/64") != sender_of({"client": far}, ANYBODY)
+    assert sender_of({"client": ("::ffff:10.0.0.1", 5)}, ANYBODY) == Client("10.0.0.1"), "a socket of both families"
     assert sender_of({"client": ("a:proxy says%this", 0)}, ANYBODY) == Client("a:proxy says%this")
     assert sender_of({"client": None}, ANYBODY) is ANYBODY, "a socket of this machine"

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,13 +185,27 @@ def test_large_arrays_arrive_with_and_without_shared_memory(without: str, monkey
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="bodies go through the socket")
 def test_a_large_body_waits_for_no_turns_of_two_processes() -> None:
     """It lies in memory that both see, so all of it is sent before anybody reads."""
-    job = ReadBody(path=CHAT, body=bytes(range(256)) * 100_000, adapters=("a",), remote={"x": PromptError("no")})
+    body, image = bytes(range(256)) * 100_000, bytes(1 << 20)
+    remote = {"x": PromptError("no"), "y": pickle.PickleBuffer(image)}
+    job = ReadBody(path=CHAT, body=pickle.PickleBuffer(body), adapters=("a",), remote=remote)
     one, other = socket.socketpair()
     send_value(one, job)
     found = receive_value(other, {})
-    assert (found.path, found.body, found.adapters, str(found.remote["x"])) == (CHAT, job.body, ("a",), "no")
+    assert (found.path, found.body, found.adapters, str(found.remote["x"])) == (CHAT, body, ("a",), "no")
+    assert found.remote["y"] == image
     for end in (one, other):
         end.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted on Linux alone")
+def test_a_body_for_a_process_that_has_ended_is_given_back() -> None:
+    one, other = socket.socketpair()
+    other.close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError):
+        send_value(one, ReadBody(path=CHAT, body=pickle.PickleBuffer(bytes(1 << 20)), adapters=(), remote=None))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    one.close()
 
 
 def test_what_is_wrong_with_an_image_is_told_as_here(workers: Workers) -> None:

@@ -56,7 +56,8 @@ _OF_OBJECTS = _SAME_VALUE | {  # what speaks of the properties of an object
     *("minProperties", "dependentRequired", "dependencies", "$ref", "const", "enum"),
 }
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # what means something in a pattern
-_REPEAT = re.compile(r"\\.|\(\?|([?*+]|\{[\d,]*\})\??", re.DOTALL)  # behind what is none: an escape, a kind of group
+# Behind what is none: an escape, a class of characters, a kind of group; brackets and bars, which part alternatives.
+_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|([?*+]|\{[\d,]*\})\??|([()|])", re.DOTALL)
 _HEAD = struct.Struct("<Q")
 _R = TypeVar("_R")
 
@@ -249,8 +250,14 @@ def _faulty_place(schema: Any, vocabulary: llguidance.LLTokenizer) -> str:
 
 
 def repeats(pattern: str) -> int:
-    """How many parts of a regular expression may be left out or repeated; its classes of characters are read so too."""
-    return sum(found[1] is not None for found in _REPEAT.finditer(pattern))
+    """How many parts of a regular expression may be left out or repeated, of its alternatives the one with most: what
+    they cost is the square of those that follow one another."""
+    most = count = depth = 0
+    for found in _REPEAT.finditer(pattern):
+        depth += (found[0].startswith("(")) - (found[0] == ")")
+        count = 0 if found[0] == "|" and depth <= 0 else count + (found[1] is not None)
+        most = max(most, count)
+    return most
 
 
 def patterns_of(schema: Any) -> Iterator[str]:

@@ -50,7 +50,7 @@ def row_finish(
     from spyglass.ops.row_finish.triton_kernel import finish
 
     row = 0
-    if pages_NBD is not None and pages_NBD.dtype == torch.uint8:
+    if pages_NBD is not None and write_T is not None and pages_NBD.dtype == torch.uint8:
         row = stored.row_code("row_finish", pages_NBD, reference.stored_row(x_THD, quant, dims))
     assert pages_NBD is None or (x_THD.dim() == 2 and pages_NBD.is_contiguous())
     heads_THD = x_THD if x_THD.dim() == 3 else x_THD[:, None]

@@ -99,8 +99,9 @@ def _finish_rows(
     out = x.to(DTYPE)
     tl.store(out_ptr + (row * heads + head) * DIM + channel, out, mask=there)
     if ROW > 0:
-        to = tl.load(write_ptr + row + 0 * tl.arange(0, HEADS)).to(tl.int64)
-        write_codes(x, pages_ptr, to, to >= 0, ROW, HEADS, DIM)
+        one = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        to = tl.load(write_ptr + row + 0 * one).to(tl.int64)
+        write_codes(x, pages_ptr, to, (to >= 0) & (one < heads), ROW, HEADS, DIM)
     elif WRITES:
         to = tl.load(write_ptr + row + 0 * head).to(tl.int64)
         tl.store(pages_ptr + to * DIM + channel, out.to(pages_ptr.dtype.element_ty), mask=there & (to >= 0))

@@ -316,11 +316,11 @@ def structured_output(
 
 
 def _contents(body: Mapping[str, Any]) -> list[str]:
-    """Texts of messages, all of which a rendering has."""
+    """Texts of messages that are rendered; past reasoning is not."""
     messages = body["messages"] if "messages" in body else body["input"]
     if isinstance(messages, str):
         return [messages]
-    found = [message.get("content") for message in messages]
+    found = [message.get("content") for message in messages if message.get("type") != "reasoning"]
     parts = [part.get("text") for content in found if isinstance(content, list) for part in content]
     return [text for text in (*found, *parts) if isinstance(text, str)]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ import pytest
 from spyglass.engine import shares
 from spyglass.engine.shares import processor_seconds, wait_giving_way
 
-PID = 4_000_000  # nobody's
+PID = 2**22 + 1  # more than a kernel gives: nobody's
 
 
 @pytest.fixture
@@ -25,10 +28,11 @@ def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Which processes were made how nice, from 0 on."""
+    """Which threads were made how nice, from 0 on."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "getpriority", lambda kind, pid: 0)
     monkeypatch.setattr(os, "setpriority", lambda kind, pid, nice: found.append((pid, nice)))
+    monkeypatch.setattr(os, "listdir", lambda folder: [str(PID), str(PID + 1)])
     return found
 
 
@@ -55,17 +59,29 @@ def test_one_gives_way_at_each_level_of_what_it_has_had_since_it_began(
     ours, theirs = channel
     had = iter((7.0, 7.25, 7.9, 8.0))
     assert wait_giving_way(ours, PID, 7.0, used=lambda _: next(had))
-    assert told == [(PID, 5), (PID, 10)]
+    assert told == [(PID, 5), (PID + 1, 5), (PID, 10), (PID + 1, 10)], "every thread of it: each has its own"
     assert wait_giving_way(ours, PID, 7.0, used=lambda _: 7.5 if theirs.send(b"x") else 0)
-    assert told[2:] == [(PID, 5)], "it had said something before the second"
+    assert told[4:] == [(PID, 5), (PID + 1, 5)], "it had said something before the second"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="clocks of other processes are read on Linux alone")
 def test_one_that_has_ended_is_not_waited_for(channel: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(OSError):
         processor_seconds(PID)
     assert not wait_giving_way(channel[0], PID, 0.0)
 
 
+def test_a_server_with_thousands_of_connections_can_still_wait() -> None:
+    ours, theirs = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500)) as high:
+        assert not wait_giving_way(high, PID, 0.0)
+        theirs.send(b"x")
+        assert not wait_giving_way(high, os.getpid(), processor_seconds(os.getpid()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clocks of other processes are read on Linux alone")
 def test_what_a_process_has_had_is_its_processor_time() -> None:
     stop = threading.Event()
     before = processor_seconds(os.getpid())

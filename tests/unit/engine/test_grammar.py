@@ -317,6 +317,8 @@ def test_a_pattern_whose_work_its_text_tells_is_refused_without_a_trial(
 def test_what_repeats_nothing_counts_as_nothing() -> None:
     assert repeats(r"(?:a|b)\?\*[xyz]") == 0
     assert repeats(r"a?b*?c+d{2}e{1,}?") == 5
+    assert repeats(r"[?*+]x[^]*]\[y?") == 1, "a class of characters repeats nothing"
+    assert repeats(r"a?b?|c?|(d?|e?)f?") == 3, "only alternatives of the whole are apart"
 
 
 def test_parts_without_end_are_counted_by_the_library_before_it_builds(llm: LLM) -> None:

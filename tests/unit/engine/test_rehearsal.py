@@ -16,8 +16,9 @@ from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.rehearsal import captured_bytes, engram_rows, launched_kernels, prompt_step, step_shapes
 from spyglass.ops.launches import recorded
 from spyglass.runtime import capture as capture_file
-from spyglass.runtime.ahead import capture_idle
+from spyglass.runtime.ahead import capture_idle, run_idle
 from spyglass.runtime.capture import Outputs, Run
+from spyglass.runtime.frame import Frame
 from spyglass.runtime.step_input import StepInput, join_inputs
 from spyglass.runtime.steps import StepRunner
 from tests.engine_parts import make_engine, make_model
@@ -62,6 +63,31 @@ def some_step(rng: np.random.Generator, limit: int, page_rows: dict[str, int]) -
     return prompt_step(start, tokens, page_rows, images=kind == 2)
 
 
+def test_rows_of_memory_tables_have_the_dtype_of_activations_whatever_the_cache_holds() -> None:
+    """A frame that is captured ahead keeps its buffers; rows of codes in the cache say nothing about them."""
+    loaded = released("v41")
+    text = loaded.config.text
+    allocator = CacheAllocator(
+        cache_plans(text, stored=True),
+        dtype=loaded.dtype,
+        device=META,
+        max_sequences=4,
+        step_tokens=64,
+        max_length=text.max_position_embeddings,
+    )
+    banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
+    steps = StepRunner(loaded.model, text, allocator.page_rows, META, banned_V, backend="eager")
+    (shape, *_) = step_shapes(steps, allocator, 256, adapters=False)
+    seen: list[torch.dtype] = []
+
+    def forward(frame: Frame, *_: object) -> None:
+        seen.extend(rows.dtype for rows in frame.batch.engram_rows.values())
+
+    steps.forward = forward  # type: ignore[method-assign, assignment]
+    run_idle(steps, text, shape, allocator.pages, loaded.dtype)
+    assert seen == [loaded.dtype] * len(text.engram.layers)
+
+
 @pytest.mark.parametrize("family", ["v4", "v41"])
 def test_nothing_is_compiled_or_captured_after_the_start(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_file, "CudaGraphs", FakeGraphs)
@@ -85,7 +111,7 @@ def test_nothing_is_compiled_or_captured_after_the_start(family: str, monkeypatc
     with torch.inference_mode(), recorded(90) as launched:
         shapes = step_shapes(steps, allocator, longest, adapters=False)
         for shape in shapes:
-            capture_idle(steps, text, shape, pages)
+            capture_idle(steps, text, shape, pages, loaded.dtype)
         assert steps.capture.captures == len(shapes) and not steps.capture.eager
         replayed = 0
         for _ in range(30):

@@ -101,5 +101,5 @@ def launches(
             monkeypatch.setattr(
                 layer, "advance", partial(counted, layer, plan.ratio, kernels, torch_ops), raising=False
             )
-        run_idle(steps, text, shape, pages)
+        run_idle(steps, text, shape, pages, loaded.dtype)
     return found
