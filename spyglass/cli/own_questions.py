@@ -13,7 +13,7 @@ from spyglass.errors import PromptError
 from spyglass.prompt.answers import is_right
 from spyglass.prompt.decode import open_image, to_rgb
 from spyglass.tiny_world.evaluate import Answerer, Report, Verdict
-from spyglass.train.entries import chat_of, read_entries
+from spyglass.train.entries import chat_of, expected_answer, read_entries
 
 if TYPE_CHECKING:
     from spyglass.prompt.tokenizer import PromptTokenizer
@@ -84,14 +84,8 @@ def evaluate_own(
 
 def _question(value: Any, path: Path) -> OwnQuestion:
     raw = chat_of(value, path.parent)
-    *messages, last = raw.messages or [None]
-    if not messages or not isinstance(last, Mapping) or last.get("role") != "assistant":
-        raise PromptError("the last message must be the assistant's, behind a question: it is the right answer")
-    expected = last.get("content")
-    if isinstance(expected, list):
-        expected = "".join(part.get("text") or "" for part in expected if isinstance(part, Mapping))
-    if raw.tools or last.get("tool_calls") or not isinstance(expected, str) or not expected.strip():
-        raise PromptError("only answers of text can be compared: no tools, no calls, and not an empty one")
+    expected = expected_answer(raw.messages, raw.tools)
+    *messages, last = raw.messages
     return OwnQuestion(
         task=raw.task, messages=messages, expected=expected, thinking=bool(last.get("reasoning_content"))
     )

@@ -70,9 +70,10 @@ class TrainConfig:
     )
     eval_every: int = field(default=20, metadata=about("steps between measurements of --eval-data"))
     eval_answers: int = field(
-        default=64,
+        default=16,
         metadata=about(
-            "answers to --eval-data, spread over the file, that each measurement compares with the right ones; 0 none",
+            "answers to --eval-data, spread over the file, that each measurement compares with the right ones, in at "
+            "most 32 forward passes of a micro-batch, or 2 for each answer if that is more; 0 none",
             low=0,
         ),
     )

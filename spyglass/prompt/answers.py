@@ -45,6 +45,21 @@ def is_right(expected: str, text: str) -> bool:
     )
 
 
+def may_become_right(expected: str, text: str) -> bool:
+    """Whether an answer that begins with `text` can be right in the end, unless `</think>` takes its words back.
+
+    A character or a box that is cut off may still become the right one.
+    """
+    text = " ".join(text.rstrip("\ufffd").split())
+    before, box, rest = text.rpartition("<｜box｜>")
+    said, right = parse_answer(before if box and "<｜/box｜>" not in rest else text), parse_answer(expected)
+    return (
+        right.words.startswith(said.words)
+        and len(said.boxes) <= len(right.boxes)
+        and all(overlap(a, b) >= ENOUGH_OVERLAP for a, b in zip(said.boxes, right.boxes, strict=False))
+    )
+
+
 def is_thought(expected: str, text: str) -> bool:
     """Whether `text` begins with the whole of the `expected` reasoning, letter for letter, and its end."""
     return text.rpartition(_END_OF_REASONING)[0] == expected

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from spyglass.prompt.answers import is_right
+from spyglass.errors import PromptError
+from spyglass.prompt.answers import is_right, may_become_right
 from spyglass.prompt.tokens import Prompt, TokenKind
 from spyglass.train.data import Chat, Learner
+from spyglass.train.entries import expected_answer
 from spyglass.train.packing import Sample
 
 SHOWN = 3  # chats
 MOST_TOKENS = 32  # of an answer that is shown
-MOST_PASSES = 32  # over the chats: answers that need more end there
+FEWEST_PASSES = 32  # that a measurement may take; with more than 16 answers it may take two for each
 _LONGER = 16  # tokens that an answer may have more than the right one: it is wrong by then
-_DRAFT = 64  # tokens of the right answer that one pass tries: each takes a row of logits
+_RUN = 8  # tokens of an answer, at most, that are looked for in the right one to go on from there
 Logits = Callable[[Sequence[Sample]], torch.Tensor]  # fp32 [R, V] of the rows that samples learn
 
 
@@ -44,65 +47,126 @@ def shown_chats(chats: Sequence[Chat], learner: Learner, count: int = SHOWN) -> 
     return found
 
 
-@torch.no_grad()
-def answers(shown: Sequence[Shown], logits: Logits, learner: Learner, most: Sequence[int] | None = None) -> list[str]:
-    """The likeliest token after another, until the model ends its answer, there are `most` (default `MOST_TOKENS`) or
-    `MOST_PASSES` were made.
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """An answer under way: its chat, how many tokens it may have, and those that it has."""
 
-    Each pass tries the rest of the right answer as a draft and takes what of it is the likeliest, and one token more: a
-    right answer takes one pass, another as many as it has differing tokens.
+    chat: Shown
+    most: int
+    ids: list[int] = field(default_factory=list)
+
+    def ended(self, end: int) -> bool:
+        return len(self.ids) >= self.most or self.ids[-1:] == [end]
+
+    def draft(self) -> list[int]:
+        """How the right answer goes on, one token less than may come: from behind the longest run of it that was drawn
+        last, the nearest if there are several; without any, from behind as many tokens."""
+        right, ids = self.chat.right_ids, tuple(self.ids)
+        start = len(ids)
+        for length in range(min(_RUN, len(ids)), 0, -1):
+            places = [n for n in range(length, len(right) + 1) if right[n - length : n] == ids[-length:]]
+            if places:
+                start = min(places, key=lambda place: abs(place - len(ids)))
+                break
+        return list(right[start:][: self.most - 1 - len(ids)])
+
+
+@torch.no_grad()
+def _draw(group: Sequence[_Drawing], logits: Logits) -> None:
+    """One pass over chats: what of each draft is the likeliest, and the likeliest token after that."""
+    drafts = [each.draft() for each in group]
+    samples = [_continued(each.chat.prompt, each.ids, draft) for each, draft in zip(group, drafts, strict=True)]
+    best_R = iter(logits(samples).argmax(-1).tolist())
+    for each, draft in zip(group, drafts, strict=True):
+        best = [next(best_R) for _ in range(len(draft) + 1)]
+        same = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
+        each.ids.extend(best[: same + 1])
+
+
+def answers(shown: Sequence[Shown], logits: Logits, learner: Learner) -> list[str]:
+    """The likeliest token after another, until the model ends its answer or there are `MOST_TOKENS`.
+
+    A pass tries the right answer as a draft, so a right one takes one pass and another a few for each difference.
     """
-    end = learner.tokenizer.special_id("<｜end▁of▁sentence｜>")
-    assert end is not None, "chats end with it"
-    limits = [MOST_TOKENS] * len(shown) if most is None else most
-    drawn: list[list[int]] = [[] for _ in shown]
-    for _ in range(MOST_PASSES):
-        live = [n for n, ids in enumerate(drawn) if len(ids) < limits[n] and (not ids or ids[-1] != end)]
-        if not live:
-            break
-        # of the right answer, one token less than may come
-        drafts = [list(shown[n].right_ids[len(drawn[n]) : min(len(drawn[n]) + _DRAFT, limits[n] - 1)]) for n in live]
-        samples = [_continued(shown[n].prompt, drawn[n], draft) for n, draft in zip(live, drafts, strict=True)]
-        best_R = iter(logits(samples).argmax(-1).tolist())
-        for n, draft in zip(live, drafts, strict=True):
-            best = [next(best_R) for _ in range(len(draft) + 1)]
-            same = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
-            drawn[n] += best[: same + 1]
-    return [learner.tokenizer.decode([token for token in ids if token != end]) for ids in drawn]
+    end, drawn = _end(learner), [_Drawing(chat, MOST_TOKENS) for chat in shown]
+    while live := [each for each in drawn if not each.ended(end)]:
+        _draw(live, logits)
+    return [_text(each, learner) for each in drawn]
+
+
+def compared(chats: Sequence[Chat]) -> tuple[list[Chat], dict[str, int]]:
+    """The chats whose last answers can be compared by drawing them, and how many cannot, by reason: what
+    `spyglass eval --data` refuses, and answers behind reasoning, of which it draws up to 2,048 tokens."""
+    found, left_out = [], Counter[str]()
+    for chat in chats:
+        try:
+            expected_answer(chat.messages, chat.tools)
+        except PromptError:
+            left_out["without a question, or with tools"] += 1
+            continue
+        if chat.messages[-1].get("reasoning_content"):
+            left_out["with reasoning"] += 1
+        else:
+            found.append(chat)
+    return found, dict(left_out)
 
 
 class ExactMatch:
     """How many last answers of held-out chats are right by task, as `spyglass eval --data` has it: the same words, and
-    boxes that overlap the right ones by half. Answers are greedy, `most_tokens` and `most_chats` in a pass."""
+    boxes that overlap the right ones by half. Answers are greedy and end 16 tokens beyond the right one.
+
+    A pass holds `most_chats` of at most `most_tokens` together. An answer takes passes until it is over or cannot
+    become right any more. A measurement ends after `FEWEST_PASSES`, or two for each answer if that is more; answers
+    that are open by then are not counted, and `tell` gets how many.
+    """
 
     def __init__(
-        self, shown: Sequence[Shown], logits: Logits, learner: Learner, *, most_tokens: int, most_chats: int
+        self,
+        shown: Sequence[Shown],
+        logits: Logits,
+        learner: Learner,
+        *,
+        most_tokens: int,
+        most_chats: int,
+        tell: Callable[[str], None],
     ) -> None:
-        self._logits, self._learner = logits, learner
-        limit = learner.config.text.max_position_embeddings
-        self._groups: list[list[Shown]] = []
-        used = 0
-        for chat in shown:
-            tokens = len(chat.prompt) + len(chat.right_ids) + _LONGER
-            if not self._groups or used + tokens > most_tokens or len(self._groups[-1]) == most_chats:
-                self._groups.append([])
-                used = 0
-            self._groups[-1].append(chat)
-            used += tokens
-        self._most = [
-            [min(len(chat.right_ids) + _LONGER, limit - len(chat.prompt)) for chat in group] for group in self._groups
-        ]
+        self._shown, self._logits, self._learner, self._tell = shown, logits, learner, tell
+        self._most_tokens, self._most_chats = most_tokens, most_chats
+        self.most_passes = max(FEWEST_PASSES, 2 * len(shown))
 
     def __call__(self) -> dict[str, tuple[int, int]]:
         """Right answers and all answers of each task."""
+        end, limit = _end(self._learner), self._learner.config.text.max_position_embeddings
         found: dict[str, tuple[int, int]] = {}
-        for group, most in zip(self._groups, self._most, strict=True):
-            said = answers(group, self._logits, self._learner, most)
-            for chat, text in zip(group, said, strict=True):
-                right, asked = found.get(chat.task, (0, 0))
-                expected = self._learner.tokenizer.decode(chat.right_ids)
-                found[chat.task] = (right + is_right(expected, text), asked + 1)
+        waiting = deque(
+            _Drawing(chat, min(len(chat.right_ids) + _LONGER, limit - len(chat.prompt))) for chat in self._shown
+        )
+        for _ in range(self.most_passes):
+            group = self._group(waiting)
+            if not group:
+                break
+            _draw(group, self._logits)
+            for each in group:
+                text, expected = _text(each, self._learner), self._learner.tokenizer.decode(each.chat.right_ids)
+                if not each.ended(end) and may_become_right(expected, text):
+                    waiting.append(each)  # behind the others, so that each has its share of the passes
+                    continue
+                right, asked = found.get(each.chat.task, (0, 0))
+                found[each.chat.task] = (right + is_right(expected, text), asked + 1)
+        if waiting:
+            self._tell(f"held out: answers open after {self.most_passes} passes, which do not count: {len(waiting)}")
         return dict(sorted(found.items()))
+
+    def _group(self, waiting: deque[_Drawing]) -> list[_Drawing]:
+        """The chats of the next pass, taken from those that wait."""
+        group: list[_Drawing] = []
+        used = 0
+        while waiting and len(group) < self._most_chats:
+            used += len(waiting[0].chat.prompt) + waiting[0].most
+            if group and used > self._most_tokens:
+                break
+            group.append(waiting.popleft())
+        return group
 
 
 def table(shown: Sequence[Shown], before: Sequence[str], after: Sequence[str], learner: Learner) -> str:
@@ -139,6 +203,17 @@ def _first(prompt: Prompt, count: int) -> Prompt:
         image_row_T=prompt.image_row_T[:count],
         visible_T2=prompt.visible_T2[:count],
     )
+
+
+def _end(learner: Learner) -> int:
+    end = learner.tokenizer.special_id("<｜end▁of▁sentence｜>")
+    assert end is not None, "chats end with it"
+    return end
+
+
+def _text(drawn: _Drawing, learner: Learner) -> str:
+    end = _end(learner)
+    return learner.tokenizer.decode([token for token in drawn.ids if token != end])
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:

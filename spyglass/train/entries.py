@@ -124,6 +124,23 @@ def chat_of(value: Any, folder: Path) -> RawChat:
     )
 
 
+def expected_answer(messages: Sequence[Any], tools: Sequence[Any]) -> str:
+    """The last answer of a chat, which what a model says can be compared with.
+
+    Raises:
+        PromptError: it is no answer to a question, or not of text alone.
+    """
+    last = messages[-1] if len(messages) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        raise PromptError("the last message must be the assistant's, behind a question: it is the right answer")
+    expected = last.get("content")
+    if isinstance(expected, list):
+        expected = "".join(part.get("text") or "" for part in expected if isinstance(part, Mapping))
+    if tools or last.get("tool_calls") or not isinstance(expected, str) or not expected.strip():
+        raise PromptError("only answers of text can be compared: no tools, no calls, and not an empty one")
+    return expected
+
+
 def _messages(value: Mapping[str, Any], used: set[str]) -> list[Any]:
     """What is said, in any of the shapes; names that were read are added to `used`."""
     for name in _CHATS:

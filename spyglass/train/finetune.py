@@ -29,7 +29,7 @@ from spyglass.model import LoadedModel, VisionLanguageModel, find_device, load_m
 from spyglass.parallel.fsdp import Processes
 from spyglass.params.targets import VISION_GROUPS, check_targets, describe_counts, group_of
 from spyglass.prompt.tokenizer import load_tokenizer
-from spyglass.train.answers import ExactMatch, Shown, answers, shown_chats, table
+from spyglass.train.answers import ExactMatch, Shown, answers, compared, shown_chats, table
 from spyglass.train.data import Batches, Chat, Feed, Learner, read_chats
 from spyglass.train.full_finetune import FullRun
 from spyglass.train.held_out import HeldOut
@@ -120,8 +120,11 @@ def _held_out(
     batches = _batches(config, chats)
     loss = _task(config, loaded, leaves, Feed(chats, batches, feed.learner)).loss
     logits = partial(_logits, config, loaded)
-    chosen = shown_chats(chats, feed.learner, config.eval_answers) if alone else []
-    match = ExactMatch(chosen, logits, feed.learner, most_tokens=config.batch_tokens, most_chats=config.batch_chats)
+    able, left_out = compared(chats)
+    chosen = shown_chats(able, feed.learner, config.eval_answers) if alone else []
+    match = ExactMatch(
+        chosen, logits, feed.learner, most_tokens=config.batch_tokens, most_chats=config.batch_chats, tell=tell
+    )
 
     def plain(call: Callable[..., Any], *arguments: Any) -> Any:
         adapter.set_dropout(0.0)
@@ -130,9 +133,14 @@ def _held_out(
         finally:
             adapter.set_dropout(config.dropout)
 
-    compared = f"the answers of {len(chosen)} of them are compared" if chosen else "no answers are compared"
+    said = f"the answers of {len(chosen)} of them are compared, in at most {match.most_passes} passes"
     why = "" if alone else ", on several processes"
-    tell(f"held out: {len(chats)} chats of {config.eval_data}; {compared} (--eval-answers {config.eval_answers}{why})")
+    tell(
+        f"held out: {len(chats)} chats of {config.eval_data}; {said if chosen else 'no answers are compared'} "
+        f"(--eval-answers {config.eval_answers}{why})"
+    )
+    if left_out and alone and config.eval_answers:
+        tell(f"held out: answers that cannot be compared: {', '.join(f'{n} {which}' for which, n in left_out.items())}")
     return HeldOut(
         partial(plain, loss),
         batches.count(1),

@@ -79,13 +79,13 @@ class TrainLog:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._rows = [row for row in read_log(folder) if row.step <= done]
-            self._held_out = [row for row in read_rows(folder / HELD_OUT_NAME, HeldOutRow) if row.step <= done]
+            self._held_out = [row for row in read_rows(folder / HELD_OUT_NAME, HeldOutRow) if done and row.step <= done]
             self._file = (folder / CSV_NAME).open("w", newline="", encoding="utf-8")
             self._csv = csv.writer(self._file)
             self._csv.writerow([item.name for item in fields(Row)])
             self._csv.writerows(map(astuple, self._rows))
             self._file.flush()
-            self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1)
+            self._board: Any = SummaryWriter(str(folder / EVENTS_NAME), purge_step=done + 1 if done else 0)
         self._run: Any = None
         if wandb is not None:
             import wandb as service

@@ -103,16 +103,21 @@ def test_held_out_answers_are_compared_by_task_as_eval_compares_them(
         {"task": task, "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
         for task, asked, said in chats
     ]
-    held = tmp_path / "held.jsonl"
+    held, reasons = tmp_path / "held.jsonl", tmp_path / "reasons.jsonl"
     held.write_text("\n".join(map(json.dumps, lines)))
+    thought = {"role": "assistant", "content": "I sing.", "reasoning_content": "What do I do?"}
+    lines.append({"task": "thought", "messages": [{"role": "user", "content": "What can you do?"}, thought]})
+    reasons.write_text("\n".join(map(json.dumps, lines)))
     told: list[str] = []
     alike: dict[str, Any] = {"device": "cpu", "dtype": "float32", "numerics": "plain"}
     config = TrainConfig(
         model=model, data=held, output=tmp_path / "out", steps=2, rank=1, targets=("shared",), lr=1e-9, warmup=0,
-        eval_data=held, eval_every=1, patience=0, **alike,
+        eval_data=reasons, eval_every=1, patience=0, **alike,
     )  # fmt: skip
     finetune(config, tell=told.append, progress=False)
-    assert f"held out: 4 chats of {held}; the answers of 4 of them are compared (--eval-answers 64)" in told
+    said = "the answers of 4 of them are compared, in at most 32 passes (--eval-answers 16)"
+    assert f"held out: 5 chats of {reasons}; {said}" in told
+    assert "held out: answers that cannot be compared: 1 with reasoning" in told
     match = ", exact match 2 of 4 (none 0 of 1, space 1 of 1, words 1 of 2)"
     assert sum(line.startswith("held out: loss ") and match in line for line in told) == 3
     assert sum(line.startswith("held out: kept the adapter") and line.endswith(match) for line in told) == 1

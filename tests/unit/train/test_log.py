@@ -91,6 +91,17 @@ def test_measurements_of_held_out_chats_are_in_a_file_and_tensorboard_and_a_resu
     }
 
 
+def test_a_run_begun_again_before_its_first_save_has_its_first_measurement_once(tmp_path: Path) -> None:
+    for loss in (4.0, 3.0):
+        log = TrainLog(tmp_path, done=0, steps=8, progress=False)
+        log.add([row(1, loss)], [HeldOutRow(step=0, loss=loss, task="", right=1, asked=2)])
+        log.close()
+    assert [(one.step, one.loss) for one in read_rows(tmp_path / HELD_OUT_NAME, HeldOutRow)] == [(0, 3.0)]
+    events = EventAccumulator(str(tmp_path / EVENTS_NAME))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("held-out loss")] == [(0, 3.0)]
+
+
 def test_the_plot_is_of_the_run_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[Row]] = []
     monkeypatch.setattr("spyglass.train.log.plot_loss", lambda rows, path: drawn.append(list(rows)))
