@@ -131,23 +131,17 @@ class Loadable(Protocol):
     def slots(self) -> list[WeightSlot]: ...
 
 
-@runtime_checkable
-class HoldsTensors(Protocol):
-    """Something beside the weights that a module reads, as a bank of adapters."""
-
-    def tensors(self) -> Iterator[torch.Tensor]: ...
-
-
 def held_tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that a module below `root` holds, packed ones, those in a dict and those of adapters included."""
+    """Every tensor that a module below `root` holds: packed ones, those in a dict, those of what has `tensors()`."""
     for module in root.modules():
         for value in vars(module).values():
             for held in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(held, HoldsTensors):
-                    yield from held.tensors()
-                    continue
-                tensors = (held.data, held.scale) if isinstance(held, Packed) else (held,)
-                yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+                if isinstance(held, torch.Tensor):
+                    yield held
+                elif isinstance(held, Packed):
+                    yield from (held.data,) if held.scale is None else (held.data, held.scale)
+                elif callable(others := getattr(held, "tensors", None)):  # `isinstance` of a protocol takes 30 us
+                    yield from others()
 
 
 def weight_slots(root: torch.nn.Module) -> list[WeightSlot]:
