@@ -69,7 +69,7 @@ def make_requests(llm: LLM, random: np.random.Generator) -> list[Asked]:
         params = SamplingParams(
             temperature=float(random.choice([0, 0, 0.9])),
             seed=number,
-            max_tokens=int(random.choice([1, 60, 80])),
+            max_tokens=int(random.choice([1, 80, 110])),
             ignore_eos=number % 4 > 0,
             stop=STOPS[number % len(STOPS)],
             structured=FORMS[random.integers(len(FORMS))],

@@ -41,7 +41,8 @@ def test_many_may_wait_for_remote_pictures_but_few_unpack_at_once(llm: LLM, monk
         ThreadPoolExecutor(16) as pool,
     ):
         answers = list(pool.map(server.post, [{"max_tokens": 1}] * 16))
-    assert {answer.status_code for answer in answers} == {200} and max(most) == 4
+        few = server.service.parsers.at_once
+    assert {answer.status_code for answer in answers} == {200} and 1 < max(most) <= few
 
 
 def test_who_waits_for_a_remote_picture_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
