@@ -140,8 +140,8 @@ def held_tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
                     yield held
                 elif isinstance(held, Packed):
                     yield from (held.data,) if held.scale is None else (held.data, held.scale)
-                elif callable(others := getattr(held, "tensors", None)):  # `isinstance` of a protocol takes 30 us
-                    yield from others()
+                elif hasattr(held, "tensors"):  # `isinstance` of a protocol takes 30 us
+                    yield from held.tensors()
 
 
 def weight_slots(root: torch.nn.Module) -> list[WeightSlot]:
