@@ -126,9 +126,9 @@ class Workers:
         Raises:
             SpyglassError: as `Endpoint.parse` and `unpack`.
         """
-        passed = {name: pickle.PickleBuffer(v) if isinstance(v, bytes) else v for name, v in (remote or {}).items()}
-        remote_images = None if remote is None else passed
-        work = ReadBody(path=path, body=pickle.PickleBuffer(body), adapters=adapters, remote=remote_images)
+        images = {name: pickle.PickleBuffer(v) if isinstance(v, bytes) else v for name, v in (remote or {}).items()}
+        passed = None if remote is None else images
+        work = ReadBody(path=path, body=pickle.PickleBuffer(body), adapters=adapters, remote=passed)
         found = self._run(work, job, f"the request {_TOO_MUCH} read")
         assert isinstance(found, Call | Immediate | Wanted)
         return found

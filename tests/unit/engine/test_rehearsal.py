@@ -14,6 +14,8 @@ from spyglass.config.cache import cache_plans
 from spyglass.config.engine import EngineConfig
 from spyglass.engine.cache.allocator import CacheAllocator
 from spyglass.engine.rehearsal import captured_bytes, engram_rows, launched_kernels, prompt_step, step_shapes
+from spyglass.model import LoadedModel
+from spyglass.ops.declare import Backend
 from spyglass.ops.launches import recorded
 from spyglass.runtime import capture as capture_file
 from spyglass.runtime.ahead import capture_idle, run_idle
@@ -63,20 +65,26 @@ def some_step(rng: np.random.Generator, limit: int, page_rows: dict[str, int]) -
     return prompt_step(start, tokens, page_rows, images=kind == 2)
 
 
+def driver(loaded: LoadedModel, backend: Backend, *, stored: bool = False) -> tuple[CacheAllocator, StepRunner]:
+    """A cache of 64 sequences without memory, and what runs steps over it."""
+    text = loaded.config.text
+    allocator = CacheAllocator(
+        cache_plans(text, stored=stored),
+        dtype=loaded.dtype,
+        device=META,
+        max_sequences=64,
+        step_tokens=4096,
+        max_length=text.max_position_embeddings,
+    )
+    banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
+    return allocator, StepRunner(loaded.model, text, allocator.page_rows, META, banned_V, backend=backend)
+
+
 def test_rows_of_memory_tables_have_the_dtype_of_activations_whatever_the_cache_holds() -> None:
     """A frame that is captured ahead keeps its buffers; rows of codes in the cache say nothing about them."""
     loaded = released("v41")
     text = loaded.config.text
-    allocator = CacheAllocator(
-        cache_plans(text, stored=True),
-        dtype=loaded.dtype,
-        device=META,
-        max_sequences=4,
-        step_tokens=64,
-        max_length=text.max_position_embeddings,
-    )
-    banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
-    steps = StepRunner(loaded.model, text, allocator.page_rows, META, banned_V, backend="eager")
+    allocator, steps = driver(loaded, "eager", stored=True)
     (shape, *_) = step_shapes(steps, allocator, 256, adapters=False)
     seen: list[torch.dtype] = []
 
@@ -95,17 +103,8 @@ def test_nothing_is_compiled_or_captured_after_the_start(family: str, monkeypatc
     text = loaded.config.text
     longest = LONGEST[family]
     known = launched_kernels(loaded, replace(OPTIONS, max_length=longest), 90)
-    allocator = CacheAllocator(
-        cache_plans(text),
-        dtype=loaded.dtype,
-        device=META,
-        max_sequences=64,
-        step_tokens=4096,
-        max_length=text.max_position_embeddings,
-    )
+    allocator, steps = driver(loaded, "cuda_graph")
     pages = {key: rows.new_empty(4, *rows.shape[1:]) for key, rows in allocator.pages.items()}
-    banned_V = torch.zeros(text.vocab_size, dtype=torch.bool, device=META)
-    steps = StepRunner(loaded.model, text, allocator.page_rows, META, banned_V, backend="cuda_graph")
     rng = np.random.default_rng(0)
     widths = {group: table.shape[1] for group, table in allocator.table_rows(np.zeros(0, np.int64)).items()}
     with torch.inference_mode(), recorded(90) as launched:
